@@ -91,7 +91,7 @@ def deepspeed_tables() -> dict[str, str]:
 API = {
     "Config": ("policies",),
     "Wrapping": ("planning", "wrapping"),
-    "The step": ("training", "optimizers"),
+    "The step": ("training", "optimizers", "reproducible"),
     "The ledger": ("ledger",),
     "Before a run": ("dry_run",),
     "Reports and traces": ("reporting",),

@@ -23,11 +23,6 @@ flat reduced shard (`add_partial_sums`), before the sum over replicas, and FSDP2
 A group that ran in an earlier micro-batch but not in the last one reduces zeros in the last one. `TrainStep.reopen` may
 continue an optimizer step after its last micro-batch. `parameter.grad` then holds a gradient that is summed over all
 replicas and divided. It is set aside while a replica sums its next micro-batches, and is added to their result.
-
-[Note: Unsharded sums in the order of the tree]
-At stages 0 and 1, FSDP2 adds the unsharded gradients of the micro-batches one after the other. After
-`add_in_tree_order`, the gradients of each micro-batch are moved into a `TreeSum` when the group's backward has ended.
-The partial sums are added to the last micro-batch's gradients before the group is reduced. All sums are in fp32.
 """
 
 from collections.abc import Callable
@@ -40,7 +35,6 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.dispatch import is_in_backward
 from zeroamp.hooks._torch.parameter_group import GroupParameter, ParameterGroup, parameter_groups
-from zeroamp.hooks.collectives.micro_batch_sums import TreeSum
 from zeroamp.hooks.tensors import hold_for_current_stream
 
 
@@ -49,7 +43,7 @@ class GroupGradients:
 
     def __init__(self, group: ParameterGroup, module: FSDPModule) -> None:
         """Take the group, and the unit or group holder that has it."""
-        self._group = group
+        self.group = group
         self.module = module
         self._num_forwards = 0  # with gradients on, whose backward has not ended
         self._reduces_once = False
@@ -62,13 +56,9 @@ class GroupGradients:
         self._awaits_replicas = False  # `parameter.grad` holds sums of this replica alone
         self._in_reduction: list[int] = []  # positions in the flat gradients that are reduced now
         self._of_all_replicas: dict[int, torch.Tensor] = {}  # position -> `parameter.grad` before such sums
-        self.micro_batch = 0
-        """The number of the micro-batch whose backward runs. Set before each backward if `add_in_tree_order` was."""
-        self.take_sum: Callable[[nn.Parameter], TreeSum | None] | None = None
-        """Removes a parameter's sum of earlier micro-batches from the `ShardAccumulator`, and returns it. None if these
-        sums are in `parameter.grad`."""
-        self._adds_in_tree_order = False
-        self._unsharded_sums: dict[int, TreeSum] = {}  # position -> sum of the micro-batches so far
+        self.take_sum: Callable[[nn.Parameter], Callable[[torch.Tensor], None] | None] = lambda _parameter: None
+        """Removes a parameter's sum of earlier micro-batches that is not in `parameter.grad`, and returns a function
+        that adds it to a shard in place. None if there is no such sum."""
         self._pre_forward_of_fsdp = group.replace("pre_forward", self._pre_forward)
         self._post_backward_of_fsdp = group.replace("post_backward", self._post_backward)
 
@@ -80,38 +70,42 @@ class GroupGradients:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The sharded parameters of the group."""
-        return [parameter.sharded for parameter in self._group.parameters]
+        return [parameter.sharded for parameter in self.group.parameters]
 
     @property
     def leaves(self) -> list[torch.Tensor]:
         """The unsharded parameters, which are autograd's leaves. Empty before the first unshard."""
-        return [each.unsharded for each in self._group.parameters if each.unsharded is not None]
+        return [each.unsharded for each in self.group.parameters if each.unsharded is not None]
 
     def only_zeros(self) -> list[nn.Parameter]:
         """Return the sharded parameters that this rank has not used since `reset`, and that were reduced as zeros."""
         if not self._completed:
             return []
-        return [self._group.parameters[index].sharded for index in self._completed - self._used]
+        return [self.group.parameters[index].sharded for index in self._completed - self._used]
 
     def use(self, parameter: nn.Parameter) -> None:
         """Count a sharded parameter of the group as used, after its gradient was set by hand."""
-        self._used.update(index for index, each in enumerate(self._group.parameters) if each.sharded is parameter)
+        self._used.update(index for index, each in enumerate(self.group.parameters) if each.sharded is parameter)
 
     def reduce_once(self) -> None:
         """Reduce the group once per backward, however often its module runs: see [Note: Reducing once]. Call once."""
         self._reduces_once = True
-        self._group.end_backward_if(lambda: self._num_forwards == 1 and not is_in_backward())
+        self.group.end_backward_if(lambda: self._num_forwards == 1 and not is_in_backward())
 
-    def add_in_tree_order(self) -> None:
-        """Add unsharded gradients in tree order from now on: see [Note: Unsharded sums in the order of the tree]."""
-        self._adds_in_tree_order = True
+    def around_reduction(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace FSDP2's post-backward of the group, which reduces it, by what `wrap` returns for it."""
+        self._post_backward_of_fsdp = wrap(self._post_backward_of_fsdp)
+
+    def note_reduced(self) -> None:
+        """Note which parameters the reduction that follows reduces. Call after unsharded gradients were set."""
+        self._in_reduction = [i for i, each in enumerate(self.group.parameters) if each.has_gradient]
 
     def count_forward(self) -> None:
         """Count a use of the group's unsharded parameters outside of its module's forward. Call after unsharding."""
         if not torch.is_grad_enabled():
             return
         self._num_forwards += 1
-        self._group.defer_upcast()
+        self.group.defer_upcast()
 
     def end_backward(self) -> None:
         """Discard the count of forwards whose backward did not run. Call after each backward of the root."""
@@ -121,16 +115,15 @@ class GroupGradients:
         """Begin the next optimizer step: clear `used`, and release all partial sums."""
         self._num_forwards, self._is_pending, self._awaits_replicas = 0, False, False
         self._of_all_replicas.clear()
-        self._unsharded_sums.clear()
         self._used.clear()
         self._completed.clear()
-        self._group.discard_replica_sums()
+        self.group.discard_replica_sums()
 
     @property
     def _is_last_with_partial_sums(self) -> bool:
         if self._awaits_replicas:
             return self.sums_replicas
-        return self._group.completes_replica_sums
+        return self.group.completes_replica_sums
 
     def add_partial_sums(self, reduced: torch.Tensor) -> bool:
         """Add earlier micro-batches to this rank's flat reduced shard; return whether to sum it over replicas now.
@@ -148,11 +141,11 @@ class GroupGradients:
         if not self._awaits_replicas:
             return True
         self._awaits_replicas, offset = False, 0
-        for index, parameter in enumerate(self._group.parameters):
+        for index, parameter in enumerate(self.group.parameters):
             sharded = parameter.sharded
-            partial_sums = None if self.take_sum is None else self.take_sum(sharded)
+            add_partial_sums = self.take_sum(sharded)
             if index not in self._in_reduction:
-                if sharded.grad is not None or partial_sums is not None or index in self._of_all_replicas:
+                if sharded.grad is not None or add_partial_sums is not None or index in self._of_all_replicas:
                     raise RuntimeError(
                         f"A parameter of shape {tuple(sharded.shape)} was frozen between two micro-batches of an "
                         "optimizer step. With replicas (HSDP) the sum of its gradients cannot be completed then. "
@@ -160,17 +153,15 @@ class GroupGradients:
                     )
                 continue
             shard = parameter.shard_of(reduced, offset)
-            if partial_sums is not None:
-                for each in partial_sums.partial:
-                    hold_for_current_stream(each)
-                partial_sums.add_to(shard, self.micro_batch)
+            if add_partial_sums is not None:
+                add_partial_sums(shard)
             if sharded.grad is not None:
                 partial = cast(DTensor, sharded.grad).to_local()
                 shard.add_(partial.to(reduced.device, non_blocking=True))
                 hold_for_current_stream(partial)
                 sharded.grad = None
             sharded.grad = self._of_all_replicas.pop(index, None)  # to which FSDP2 adds the result
-            offset += parameter.padded_shard_numel(self._group.num_shards)
+            offset += parameter.padded_shard_numel(self.group.num_shards)
         return True
 
     def _set_aside(self) -> None:
@@ -182,11 +173,11 @@ class GroupGradients:
 
     def _pre_forward(self, *args: Any) -> Any:
         self._num_forwards += torch.is_grad_enabled()
-        self._group.follow_requires_grad()
+        self.group.follow_requires_grad()
         return self._pre_forward_of_fsdp(*args)
 
     def _post_backward(self, *unused: Any) -> Any:
-        group = self._group
+        group = self.group
         found = group.unsharded_gradients()
         if found is None:
             return None  # the unit has never run. FSDP2's own post-backward would raise if it does not reduce
@@ -202,37 +193,7 @@ class GroupGradients:
                 self._completed.update(_complete(group.parameters))
                 used = [i for i, parameter in enumerate(group.parameters) if parameter.has_gradient]
             self._in_reduction = used
-        if not self._adds_in_tree_order:
-            return self._post_backward_of_fsdp(*unused)
-        if group.reduces:
-            self._add_unsharded_sums()
-        result = self._post_backward_of_fsdp(*unused)
-        if not group.reduces:
-            self._take_unsharded_gradients()
-        return result
-
-    def _take_unsharded_gradients(self) -> None:
-        """Move the unsharded gradients of this micro-batch into the sums."""
-        for index, parameter in enumerate(self._group.parameters):
-            if parameter.has_gradient:
-                gradient = parameter.take_gradient().float()
-                self._unsharded_sums.setdefault(index, TreeSum()).add(self.micro_batch, gradient)
-
-    def _add_unsharded_sums(self) -> None:
-        """Add the sums to the gradients of the last micro-batch, and cast all to fp32: FSDP2 reduces one dtype."""
-        for index, parameter in enumerate(self._group.parameters if self._unsharded_sums else ()):
-            total = self._unsharded_sums.get(index)
-            if parameter.has_gradient:
-                gradient = parameter.take_gradient().float()
-                if total is not None:
-                    total.add_to(gradient, self.micro_batch)
-            elif total is not None:
-                gradient = total.total()
-            else:
-                continue
-            parameter.set_sum(gradient)
-        self._unsharded_sums.clear()
-        self._in_reduction = [i for i, each in enumerate(self._group.parameters) if each.has_gradient]
+        return self._post_backward_of_fsdp(*unused)
 
 
 def follow_gradients(root: nn.Module) -> list[GroupGradients]:

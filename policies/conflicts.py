@@ -29,7 +29,11 @@ def check_policy(policy: "Policy") -> None:
         _check_override(f"zeroamp.overrides.{index}", override, policy)
     _check_scale(policy)
     _check_sharding(policy)
-    _check_reproducible(policy)
+    if policy.config.zeroamp.seed is not None and not policy.reproducible:
+        raise ConfigError(
+            f"zeroamp.seed is {policy.config.zeroamp.seed}, but zeroamp.reproducible is false, so the seed would not "
+            "be used. Set reproducible to true, or remove the seed and call torch.manual_seed."
+        )
     for extension in extensions_of(policy):
         extension.check_config(policy)
     if policy.gather_16bit_weights_on_save and policy.low_dtype is None:
@@ -109,42 +113,6 @@ def _check_scale(policy: "Policy") -> None:
             f"fp16.min_loss_scale must be at most the initial scale, {scale.initial:g} by fp16.initial_scale_power, "
             f"but is {scale.minimum:g}. Lower it, or raise fp16.initial_scale_power."
         )
-
-
-def _check_reproducible(policy: "Policy") -> None:
-    """Raise for values with which the bits of a reproducible run would depend on the number of ranks."""
-    if not policy.reproducible:
-        if policy.config.zeroamp.seed is not None:
-            raise ConfigError(
-                f"zeroamp.seed is {policy.config.zeroamp.seed}, but zeroamp.reproducible is false, so the seed would "
-                "not be used. Set reproducible to true, or remove the seed and call torch.manual_seed."
-            )
-        return
-    order = "With zeroamp.reproducible, gradients are added in one order, in fp32."
-    if policy.reduce_accumulate_dtype != "fp32":
-        raise ConfigError(f'zeroamp.reduce_accumulate_dtype must be "fp32", but is "native". {order} Remove the key.')
-    if policy.partials_between_nodes != "fp32":
-        raise ConfigError(
-            f'zeroamp.partials_between_nodes must be "fp32", but is "{policy.partials_between_nodes}". {order} Remove '
-            "the key: it rounds the sums of each node."
-        )
-    if policy.grad_accum_dtype != torch.float32:
-        raise ConfigError(
-            f'data_types.grad_accum_dtype must be "fp32", but is "{short_name(policy.grad_accum_dtype)}". {order} '
-            "Remove the key."
-        )
-    if policy.stage == 1 and policy.wire_dtype != torch.float32:
-        raise ConfigError(
-            'communication_data_type must be "fp32" at stage 1 with zeroamp.reproducible, but is '
-            f'"{short_name(policy.wire_dtype)}". Stage 1 sends sums of micro-batches, which would be rounded. Set it '
-            'to "fp32", or use stage 2 or 3.'
-        )
-    for index, override in enumerate(policy.overrides):
-        if policy.stage == 1 and override.communication in LOW_DTYPES:
-            raise ConfigError(
-                f'zeroamp.overrides.{index}.communication must be "fp32" at stage 1 with zeroamp.reproducible, but is '
-                f'"{short_name(override.communication)}". Remove it, or use stage 2 or 3.'
-            )
 
 
 def _check_sharding(policy: "Policy") -> None:

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 class Extension:
     """What one config key adds to a run. Here every method does nothing; a subclass overrides those that it needs."""
 
+    needs_train_step = ""
+    """A plain `optimizer.step()` would ignore the key: the key and its value, for the error. "" if it would not."""
+
     def check_config(self, policy: "Policy") -> None:
         """Raise ConfigError if other keys of the config contradict this one."""
 

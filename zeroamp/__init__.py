@@ -23,6 +23,7 @@ def _public_names() -> dict[str, str]:
 _HOMES = _public_names()
 
 EXTENSIONS = {
+    "zeroamp.reproducible": "zeroamp.reproducible.extension:Reproducible",
     "zeroamp.param_gather_dtype": "zeroamp.float8.extension:Float8",
     "torchao.WeightWithDynamicFloat8CastTensor": "zeroamp.float8.extension:Float8",
     "tensorboard": "zeroamp.reporting.monitors:Monitors",
@@ -30,6 +31,9 @@ EXTENSIONS = {
     "wandb": "zeroamp.reporting.monitors:Monitors",
     "wall_clock_breakdown": "zeroamp.reporting.monitors:Monitors",
     "torch.optim.Muon": "zeroamp.optimizers.muon:updating_matrices",
+    "TrainStep.micro_batch_index": "zeroamp.reproducible.order:index_of",
+    "TrainStep.micro_batch_indices": "zeroamp.reproducible.order:indices_of",
+    "TrainStep.micro_batch_seed": "zeroamp.reproducible.seeds:seed_of_next",
     "TrainStep.saving": "zeroamp.checkpoint.background:saving_of",
 }
 """Name -> a class or function outside of the core, as "module:name".

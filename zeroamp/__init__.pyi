@@ -39,6 +39,7 @@ from zeroamp.reporting.run_report import RunReport as RunReport
 from zeroamp.reporting.saved_runs import SavedRun as SavedRun
 from zeroamp.reporting.saved_runs import read_run as read_run
 from zeroamp.reporting.step_record import StepRecord as StepRecord
+from zeroamp.reproducible.sampler import MicroBatchSampler as MicroBatchSampler
 from zeroamp.training.callbacks import Callback as Callback
 from zeroamp.training.full_tensors import full_gradient as full_gradient
 from zeroamp.training.full_tensors import full_optimizer_state as full_optimizer_state
@@ -46,7 +47,6 @@ from zeroamp.training.full_tensors import full_parameter as full_parameter
 from zeroamp.training.full_tensors import set_full_gradient as set_full_gradient
 from zeroamp.training.full_tensors import set_full_optimizer_state as set_full_optimizer_state
 from zeroamp.training.full_tensors import set_full_parameter as set_full_parameter
-from zeroamp.training.micro_batch_sampler import MicroBatchSampler as MicroBatchSampler
 from zeroamp.training.step import TrainStep as TrainStep
 from zeroamp.training.step_report import StepReport as StepReport
 from zeroamp.version import __version__ as __version__

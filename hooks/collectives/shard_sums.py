@@ -11,14 +11,47 @@ been reduced: the host then waits for one event per group, and that event has us
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from zeroamp.hooks.collectives.micro_batch_sums import MicroBatchSum, TreeSum
+
+class MicroBatchSum(Protocol):
+    """The sum of one gradient over micro-batches."""
+
+    def add(self, number: int, term: torch.Tensor) -> None:
+        """Add `term`, the fp32 gradient of micro-batch `number`. The sum may retain and overwrite the tensor."""
+
+    def first(self) -> torch.Tensor:
+        """Return the sum, or the earliest partial sum."""
+
+    def total(self) -> torch.Tensor:
+        """Return the sum of all terms; it may share their memory. Call once, last."""
+
+
+class RoundedSum:
+    """The sum in the order of the micro-batches, rounded to `dtype` after each addition."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._sum: torch.Tensor | None = None
+
+    def add(self, number: int, term: torch.Tensor) -> None:  # noqa: D102
+        del number
+        if self._sum is None:
+            self._sum = term.to(self._dtype)
+        else:
+            self._sum.add_(term)  # computed in fp32, rounded once
+
+    def first(self) -> torch.Tensor:  # noqa: D102
+        if self._sum is None:
+            raise AssertionError("expected at least one term")
+        return self._sum
+
+    total = first
 
 
 class ShardAccumulator:
@@ -117,13 +150,10 @@ class ShardAccumulator:
             self._sums[parameter] = self._new_sum()
         self._sums[parameter].add(micro_batch, shard)
 
-    def take_sum(self, parameter: nn.Parameter) -> TreeSum | None:
-        """Remove and return the `TreeSum` of a parameter; None if it has none."""
+    def take_sum(self, parameter: nn.Parameter) -> MicroBatchSum | None:
+        """Remove and return the sum of a parameter; None if it has none."""
         self._sum_copied()
-        total = self._sums.pop(parameter, None)
-        if total is not None and not isinstance(total, TreeSum):
-            raise AssertionError(f"expected a sum in the order of the tree, got a {type(total).__name__}")
-        return total
+        return self._sums.pop(parameter, None)
 
     def flush(self) -> None:
         """Move the sums into `parameter.grad`, as DTensors of the parameter's dtype."""

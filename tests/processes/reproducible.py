@@ -12,7 +12,7 @@ import zeroamp
 from tests.models import adapters
 from tests.models.small import VOCAB, WIDTH, Block, RMSNorm, batch, build, loss_of
 from tests.processes.training import full_parameters, mesh_of
-from zeroamp.training.reproducible import seed_of
+from zeroamp.reproducible.seeds import seed_of
 
 SEED = 5
 

@@ -39,6 +39,7 @@ print(json.dumps(found))
 OUTSIDE = (
     "float8",
     "optimizers",
+    "reproducible",
     "weights",
     "checkpoint",
     "reporting",

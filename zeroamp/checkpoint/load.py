@@ -296,7 +296,7 @@ class _Load:
             )
 
     def _warn_of_broken_bits(self) -> None:
-        from zeroamp.checkpoint.reproducible import broken_bits
+        from zeroamp.reproducible.resume import broken_bits
 
         config, policy = self.manifest.config, self.state.plan.policy
         if why := broken_bits(config, self.manifest.world_size, policy, self.ranks.num_ranks):

@@ -20,7 +20,7 @@ Per group, in bytes of the group's parameters padded to the number of shards (`p
   the group exist twice for a moment. A reduction first copies their gradients one by one. Each copy is freed when the
   next one is made, the last one when the reduction was issued.
 * with `zeroamp.reproducible`, partial sums over micro-batches: one for each 1 in the binary form of the number of
-  earlier micro-batches, see `hooks/collectives/micro_batch_sums.py`. At most three micro-batches are replayed. The last
+  earlier micro-batches, see `zeroamp/reproducible/tree_sums.py`. At most three micro-batches are replayed. The last
   of them gets as many partial sums as the step has at most.
 * no reduction (stages 0 and 1 before the last micro-batch): the raw gradient becomes the unsharded sum, in the
   accumulation dtype.
@@ -38,7 +38,6 @@ from zeroamp.dry_run.events import MAX_MICRO_BATCHES, Change, Event, GradientRea
 from zeroamp.dry_run.optimizer_step import OptimizerCosts
 from zeroamp.dry_run.timeline import HOST_KINDS, Timeline, TimelineWriter
 from zeroamp.dry_run.traced_micro_batch import MicroBatch
-from zeroamp.hooks.collectives.exact_sum import workspace_bytes
 from zeroamp.hooks.collectives.tree_sum import BLOCK
 from zeroamp.planning.fsdp_replay import GroupListener, Replay
 from zeroamp.planning.group_dtypes import group_dtypes
@@ -180,7 +179,9 @@ class _GroupMemory(GroupListener):
             self._writer.add("gradients", -sum(sizes.low_sum for sizes in done))
 
     def sum_exactly(self) -> None:
-        """Add the workspace of the sum of squares, see `hooks/collectives/exact_sum.py`."""
+        """Add the workspace of the sum of squares, see `zeroamp/reproducible/exact_sum.py`."""
+        from zeroamp.reproducible.exact_sum import workspace_bytes  # only with `zeroamp.reproducible`
+
         num_shards = self._ranks.shards(self._plan.policy) or 1  # of experts too: they are refused in reproducible runs
         trained = [param for group in self._plan.groups for param in group.params if param.is_trainable]
         device_type = "cpu" if self._on_cpu or self._plan.policy.offload.to_cpu else "cuda"

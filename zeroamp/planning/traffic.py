@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zeroamp.hooks.collectives.exact_sum import NUM_NUMBERS
 from zeroamp.hooks.collectives.traffic import STEP, Collective, ReduceOp, Traffic, TrafficKey
 from zeroamp.planning.fsdp_replay import step_schedule
 from zeroamp.planning.group_dtypes import group_dtypes
@@ -140,24 +139,20 @@ def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
     traffic.calls[key] += 1
     # Several ranks compare a hash: one number.
     has_tensor = ranks.num_tensor > 1  # two numbers compare the gradients of the tensor axis' copies
-    num_numbers = num_statistics(plan, ranks) + (has_tensor or not ranks.is_one) + 2 * has_tensor
+    num_numbers = _num_statistics(plan) + (has_tensor or not ranks.is_one) + 2 * has_tensor
     traffic.num_bytes[key] += num_numbers * torch.float64.itemsize
     return traffic
 
 
-def num_statistics(plan: Plan, ranks: Ranks) -> int:
+def _num_statistics(plan: Plan) -> int:
     """Return how many fp64 numbers `TrainStep` sums over ranks in an optimizer step, without those of callbacks.
 
     These are the mean loss, the sum of squares, the counts of ranks that used each sharded parameter, and the gradients
-    of 0-D parameters. With `zeroamp.reproducible` the first two are exact sums of several numbers each, and 0-D
-    parameters have a gradient per micro-batch of each rank.
+    of 0-D parameters.
     """
-    policy = plan.policy
     num_sharded = sum(len(group.params) for group in plan.groups)
     num_replicated = 0 if plan.replicated is None else len(plan.replicated.params)
-    num_gradients = policy.gradient_accumulation_steps * (ranks.num_ranks or 1) if policy.reproducible else 1
-    num_sums = 2 * NUM_NUMBERS if policy.reproducible else 2
-    return num_sums + math.ceil(num_sharded / PARAMETERS_PER_NUMBER) + num_replicated * (num_gradients + 1)
+    return 2 + math.ceil(num_sharded / PARAMETERS_PER_NUMBER) + 2 * num_replicated
 
 
 def param_memory(param: ParamPlan, policy: Policy, num_shards: int) -> Memory:

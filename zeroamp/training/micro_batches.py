@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -18,14 +18,11 @@ from zeroamp.hooks._torch.fsdp import (
 from zeroamp.hooks.collectives.issued import peer_lost
 from zeroamp.hooks.guards import BackwardGuard
 from zeroamp.hooks.observers.trace_labels import label
-from zeroamp.planning.micro_batch_order import micro_batch_order
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import StepError
+from zeroamp.training.arithmetic import StepArithmetic
 from zeroamp.training.replicated import ReplicatedGradients
 from zeroamp.wrapping.state import WrapState, reshard
-
-if TYPE_CHECKING:
-    from zeroamp.training.reproducible import MicroBatchRandomness
 
 Where = Literal["backward", "step", "optimizer.step"]
 
@@ -57,13 +54,13 @@ class MicroBatches:
         self.ignored = frozenset(parameter for fqn, parameter in named.items() if fqn in ignored)
         """The parameters of `wrap_model(ignored_params=...)`. `parameters` contains them too."""
         self._averaged = {fqn: p for fqn, p in named.items() if p not in self.ignored} if self.ignored else named
-        policy = state.plan.policy
-        self.order = micro_batch_order(policy, state.mesh)
-        """The order of the micro-batches of all ranks, in which gradients are added with `zeroamp.reproducible`."""
-        self._is_reproducible = policy.reproducible
-        self.randomness: MicroBatchRandomness | None = None
-        """Seeds the generators for each micro-batch. None unless `zeroamp.reproducible` is true."""
-        self.replicated = ReplicatedGradients(self._averaged.values(), self.order if policy.reproducible else None)
+        self.averaged = self._averaged.values()
+        """The parameters without the ignored ones."""
+        self.replicated = ReplicatedGradients(self.averaged)
+        self.arithmetic = StepArithmetic(state, self)
+        """How losses and gradients are divided and added."""
+        for extension in state.extensions:
+            extension.attach_micro_batches(self)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Run the backward of one micro-batch. `loss` is already scaled and divided."""
@@ -76,43 +73,20 @@ class MicroBatches:
             accumulator.forget()  # one micro-batch: nothing to sum, so the gradient is not rounded
         elif accumulator is not None:
             accumulator.watch(list(self._averaged.values()))
-        if self._is_reproducible:
-            self._number_sums()
+        self.arithmetic.before_backward()
         self._set_flags(is_last=is_last)
         try:
             with BackwardGuard.let_pass(), label("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
                 for group in self._state.gradients:
                     group.end_backward()
-                if self._is_reproducible:
-                    self.replicated.take()
+                self.arithmetic.after_backward()
         except RuntimeError as error:
             raise peer_lost(error, None, self._state.listeners) from error
         finally:
-            if self.randomness is not None:
-                self.randomness.end()
+            self.arithmetic.end_micro_batch()
         self.num_done += 1
         self.is_complete = is_last
-
-    def refuse_other_count(self, *, is_last: bool) -> None:
-        """Raise StepError if the number of micro-batches is not the config's, and the order of additions depends on it.
-
-        Call before each backward.
-        """
-        per_rank, planned = self.num_done + 1, self._state.plan.policy.gradient_accumulation_steps
-        if is_last and self._is_reproducible and self.order.depends_on_count and per_rank != planned:
-            raise StepError(
-                f"An optimizer step ends after {per_rank} micro-batch(es), but gradient_accumulation_steps is "
-                f"{planned}. With zeroamp.reproducible both must be the same at stages 0 and 1 and with replicas. "
-                "Change one, or use stage 2 or 3 without replicas."
-            )
-
-    def _number_sums(self) -> None:
-        """Set the number of the micro-batch where its gradients are summed: the order of additions depends on it."""
-        for group in self._state.gradients:
-            group.micro_batch = self.num_done
-        if self._state.shard_accumulator is not None:
-            self._state.shard_accumulator.micro_batch = self.num_done
 
     def refuse_other_gradients(self) -> None:
         """Raise StepError if there are gradients that the first backward of an optimizer step would add to.
@@ -203,6 +177,7 @@ class MicroBatches:
         for group in self._state.gradients:
             group.reset()
         self.replicated.reset()
+        self.arithmetic.reset()
         self.on_end()
         self.num_done, self.is_complete, self._state.is_summed = 0, False, False
         self._close()
@@ -218,8 +193,7 @@ class MicroBatches:
         if other is not None and other is not self:
             other.discard()
         self._state.root_forward.reset()
-        if self.randomness is not None:
-            self.randomness.end()
+        self.arithmetic.end_micro_batch()
         if self.num_done > 0:
             for unit in self.units:
                 discard_unsharded_gradients(unit)
@@ -233,8 +207,7 @@ class MicroBatches:
         try:
             yield
         except BaseException as error:
-            if self.randomness is not None:
-                self.randomness.end()
+            self.arithmetic.end_micro_batch()
             if self._state.failure is None:  # later exceptions follow from the first
                 self._state.failure = f"{where} ({type(error).__name__}: {error})"
                 self._close()

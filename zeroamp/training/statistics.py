@@ -10,28 +10,21 @@ all ranks must skip the update. `StepStatistics.settle` reads the sums on the ho
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from zeroamp.hooks._torch.fsdp import divide_factors
 from zeroamp.hooks.collectives.issued import issue
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
-from zeroamp.planning.mesh import device_of, num_holders, replicate_size
 from zeroamp.training.callbacks import Callback, Callbacks, HostReader
 from zeroamp.training.checks import no_gradient
 from zeroamp.training.copies import GradientsOfCopies
 from zeroamp.training.host_copy import HostCopy
 from zeroamp.training.losses import LossSum
 from zeroamp.training.micro_batches import MicroBatches
-from zeroamp.training.norm import local_sum_of_squares, squares_counted_once
 from zeroamp.training.unused_parameters import UnusedParameters
 from zeroamp.wrapping.state import WrapState
-
-if TYPE_CHECKING:
-    from zeroamp.training.exact_statistics import ExactStatistics
 
 
 class Slice(NamedTuple):
@@ -112,16 +105,12 @@ class StepStatistics:
         state: WrapState,
         micro_batches: MicroBatches,
         callbacks: Callbacks,
-        exact: "ExactStatistics | None" = None,
     ) -> None:
-        """`exact` makes the loss and the norm independent of the order of additions, for `zeroamp.reproducible`."""
         self._state = state
         self._micro_batches = micro_batches
         self._callbacks = callbacks
         self._unused = UnusedParameters(state)
-        self._exact = exact
         self._copies: GradientsOfCopies | None = None  # made in the first step with a tensor axis
-        self._holders: dict[nn.Parameter, int] = {}  # how many ranks hold the parameter's shard
         self._before: Summed | None = None  # of the previous step, which late readers read in this one
 
     def sum_over_ranks(
@@ -143,7 +132,7 @@ class StepStatistics:
         """
         with self._micro_batches.noting("step"):
             self._micro_batches.finish()
-            statistics = self._local(losses) if self._exact is None else self._exact.local(losses)
+            statistics = self._micro_batches.arithmetic.local(losses)
             num_first = len(statistics)
             of_callbacks = [(callback, callback.statistics()) for callback in self._callbacks.with_statistics()]
             has_gradient = bool(self._micro_batches.with_gradient()) or self._micro_batches.replicated.have_gradient()
@@ -166,46 +155,13 @@ class StepStatistics:
         slices, to_callbacks = _parts_of(statistics, start, of_callbacks)
         self._unused.discard_gradients(statistics[num_first : num_first + len(usage)])
         self._state.is_summed = True
-        if self._exact is None:
-            loss, squares = statistics[0], statistics[1]
-        else:
-            loss, squares = self._exact.totals(statistics[:num_first], losses)
+        arithmetic = self._micro_batches.arithmetic
+        loss, squares = arithmetic.totals(statistics[:num_first], losses)
         if has_replicated:
             of_replicated = statistics[num_first + len(usage) : num_own]
-            squares = squares + replicated.set_gradients(of_replicated, self._divide_factor())
+            squares = squares + replicated.set_gradients(of_replicated, arithmetic.divide_factor())
         of_copies = statistics[num_own:start] if copies else None
         return Summed(loss, squares.sqrt() / scale, statistics, slices, to_callbacks, reads_norm, of_copies)
-
-    def _divide_factor(self) -> float:
-        """Return the number by which the sums of replicated gradients over all ranks are divided."""
-        if self._exact is not None:
-            return 1.0  # `TrainStep` divides all gradients
-        axes = self._state.axes
-        factors = (factor for _, factor in divide_factors(self._state.root))
-        factor = next(factors, 1.0 if self._state.plan.policy.reduce == "sum" else None)
-        return axes.whole.size() if factor is None else factor * axes.num_tensor
-
-    def _local(self, losses: Sequence[LossSum]) -> torch.Tensor:
-        """Return this rank's part of the mean loss and of the sum of squares, 1-D fp64 of 2 elements.
-
-        With replicas, several ranks hold the same shard. Each divides its squares by the number of these ranks, so that
-        the sum over ranks counts the shard once. Every rank has the whole gradient of an ignored parameter. The ranks
-        of a tensor axis have the same loss, so the mean over all ranks is the mean over the data ranks.
-        """
-        mesh, num_ranks = self._state.mesh, self._state.axes.whole.size()
-        device = device_of(mesh)  # the collective runs here; loss and shards may be elsewhere
-        parts = [loss.terms[0].to(device, torch.float64) / (loss.divisor * num_ranks) for loss in losses]
-        with_gradient, ignored = self._micro_batches.with_gradient(), self._micro_batches.ignored
-        averaged = [parameter for parameter in with_gradient if parameter not in ignored] if ignored else with_gradient
-        sharded = self._micro_batches.replicated.sharded(averaged)
-        if self._state.axes.is_plain:  # one number for all parameters
-            squares = local_sum_of_squares(sharded, device) / replicate_size(mesh)
-        else:
-            squares = squares_counted_once(sharded, device, [self._holders_of(each) for each in sharded])
-        if ignored:
-            own = [parameter for parameter in with_gradient if parameter in ignored]
-            squares = squares + local_sum_of_squares(own, device) / num_ranks
-        return torch.stack([sum(parts[1:], parts[0]), squares])
 
     def _statistics_of_copies(self) -> list[torch.Tensor]:
         state = self._state
@@ -215,11 +171,6 @@ class StepStatistics:
             self._copies = GradientsOfCopies(state.axes, state.axes.tensor, lambda: dict(state.root.named_parameters()))
         ignored = self._micro_batches.ignored
         return self._copies.statistics([each for each in self._micro_batches.with_gradient() if each not in ignored])
-
-    def _holders_of(self, parameter: nn.Parameter) -> int:
-        if parameter not in self._holders:
-            self._holders[parameter] = num_holders(parameter, self._state.axes.whole.size())
-        return self._holders[parameter]
 
     def settle(self, summed: Summed) -> None:
         """Pass the readers their sums: those of this step, and to late readers those of the previous step.

@@ -134,25 +134,16 @@ class TrainStep:
             for optimizer, on_shards in zip(self.optimizers, self._on_shards, strict=True)
         ]
         self.micro_batches.on_end = partial(_drop_gradients, self._updates)
-        exact = None
-        if self._policy.reproducible:
-            from zeroamp.training.exact_statistics import ExactStatistics
-
-            exact = ExactStatistics(self._state, self.micro_batches)
-        self._statistics = StepStatistics(self._state, self.micro_batches, self._callbacks, exact)
+        self._statistics = StepStatistics(self._state, self.micro_batches, self._callbacks)
         is_float16 = self._policy.low_dtype == torch.float16
         self._scaler = LossScaler(self._policy.loss_scale, self._state.mesh.device_type, enabled=is_float16)
-        self._losses = StepLosses(retains_each=self._policy.reproducible)
+        self._losses = StepLosses(retains_each=self.micro_batches.arithmetic.retains_losses)
         self._is_stepped = True  # whether `step` was called since the last backward
         self._is_ended_by_caller: bool | None = None  # whether the caller passes `is_last` in this optimizer step
         self._is_in_no_sync = False
         self._was_in_no_sync = False  # whether the last backward ran inside no_sync
         self._has_warned = False  # about a loss in low precision
         self._clipped: _Clipped | None = None  # between clip_grad_norm and update
-        if self._policy.reproducible:
-            from zeroamp.training.reproducible import MicroBatchRandomness
-
-            self.micro_batches.randomness = MicroBatchRandomness(self._state, lambda: self.micro_batch_seed)
         for extension in self._state.extensions:
             extension.attach_step(self)
         self._agreement: RankAgreement | None = None
@@ -172,10 +163,8 @@ class TrainStep:
             refuse_unsupported(optimizer, on_shards=on_shards)
             if not self._state.axes.is_plain:
                 refuse_on_two_axes(optimizer, on_shards=on_shards)
-            if self._policy.reproducible:
-                from zeroamp.training.reproducible import refuse_dependence_on_shards
-
-                refuse_dependence_on_shards(optimizer, on_shards=on_shards)
+            for extension in self._state.extensions:
+                extension.check_optimizer(optimizer, on_shards=on_shards)
         refuse_cuda_graphs(self.model, self._state.mesh.device_type)
         refuse_without_fp64(device_of(self._state.mesh), self._world)
         return None, description_of(self._state.root, self.optimizers, self.schedulers, self._on_shards)
@@ -243,8 +232,8 @@ class TrainStep:
 
         After the last micro-batch, until `step` has ended the optimizer step, this is the last micro-batch's index.
         """
-        number = self.micro_batches.num_done - self.micro_batches.is_complete
-        return self.micro_batches.order.index(number, self._policy.gradient_accumulation_steps)
+        index: int = load("TrainStep.micro_batch_index")(self)
+        return index
 
     @property
     def micro_batch_indices(self) -> range:
@@ -253,7 +242,8 @@ class TrainStep:
         A loop whose micro-batch depends only on the step and this index trains on the same data on any number of ranks.
         `zeroamp.MicroBatchSampler` assigns samples in this way. docs/reproducible.md has the order.
         """
-        return self.micro_batches.order.indices(self._policy.gradient_accumulation_steps)
+        indices: range = load("TrainStep.micro_batch_indices")(self)
+        return indices
 
     @property
     def micro_batch_seed(self) -> int:
@@ -265,14 +255,8 @@ class TrainStep:
         Raises:
             StepError: `zeroamp.reproducible` is false.
         """
-        if not self._policy.reproducible:
-            raise StepError(
-                'TrainStep.micro_batch_seed needs "zeroamp": {"reproducible": true} in the config, but it is false.'
-            )
-        index = self.micro_batch_index
-        from zeroamp.training.reproducible import seed_of
-
-        return seed_of(self._policy.seed, self.num_steps + self.num_skipped, index)
+        seed: int = load("TrainStep.micro_batch_seed")(self)
+        return seed
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the autocast of the config, for a loss that is computed outside of the model's forward.
@@ -338,37 +322,21 @@ class TrainStep:
         is_last = self._is_last(is_last)
         if self.is_between_steps:
             self._begin()
-        self.micro_batches.refuse_other_count(is_last=is_last)
+        arithmetic = self.micro_batches.arithmetic
+        arithmetic.refuse_count(is_last=is_last)
         refuse_loss(loss)
-        divides_here = divide and not self._policy.reproducible
-        if self._policy.reproducible:
-            from zeroamp.training.reproducible import refuse_division
-
-            refuse_division(self._policy, divide=divide, others=self._losses.are_divided)
+        divisor = arithmetic.loss_divisor(divide=divide, others=self._losses.are_divided)
         # In fp32: a float16 loss times its scale would overflow.
-        scaled = self._scaler.scale_loss(
-            loss.float() / self._policy.gradient_accumulation_steps if divides_here else loss.float()
-        )
+        scaled = self._scaler.scale_loss(loss.float() / divisor if divisor > 1 else loss.float())
         if self._state.issued is not None:
             self._state.issued.num_backwards += 1
-        self._state.gradient_scale = self._scaler.scale * self._divisor(divide) if is_last else None
+        self._state.gradient_scale = self._scaler.scale * arithmetic.gradient_divisor(divide) if is_last else None
         with self.micro_batches.noting("backward"), self.callbacks.phase("backward"):
             self.micro_batches.backward(scaled, is_last=is_last)
         if loss.dtype in LOW_DTYPES and not self._has_warned:
             self._warn_of_low_loss(loss.dtype)
         self._losses.add(loss, is_divided=divide)
         self._is_stepped = False
-
-    def _divisor(self, is_divided: bool | None) -> int:
-        """Return the number by which the step still has to divide the gradients. 1 without `zeroamp.reproducible`.
-
-        With it, gradients are divided only once, at the end, so that low-precision gradients and partial sums have the
-        same bits on any number of ranks. `is_divided`: whether to divide by the number of micro-batches too.
-        """
-        if not self._policy.reproducible:
-            return 1
-        num_ranks = self._state.mesh.size() if self._policy.reduce == "mean" else 1
-        return num_ranks * (self._policy.gradient_accumulation_steps if is_divided else 1)
 
     def reopen(self) -> None:
         """Continue an optimizer step whose last micro-batch has run: the next backward adds to its gradients.
@@ -390,11 +358,7 @@ class TrainStep:
             raise StepError(
                 "TrainStep.reopen was called, but the config counts micro-batches. Pass is_last to backward."
             )
-        if self._policy.reproducible and self.micro_batches.order.depends_on_count:
-            raise StepError(
-                "TrainStep.reopen was called with zeroamp.reproducible, whose order of micro-batches depends on their "
-                "number at stages 0 and 1 and with replicas. Pass is_last=False to the backwards before the last one."
-            )
+        self.micro_batches.arithmetic.refuse_reopen()
         if self._policy.grad_accum_dtype != torch.float32:
             raise StepError(
                 "TrainStep.reopen needs sums of micro-batches in fp32, but data_types.grad_accum_dtype is "
@@ -575,7 +539,9 @@ class TrainStep:
         if self._agreement is not None:
             done = (self.num_steps, self.num_skipped, self._losses.num_divided, self._is_ended_by_caller)
             self._agreement.done = Done(*done, max_norm, self._scaler.scale, self._state.root.training)
-        scale = self._scaler.scale * self._divisor(self._losses.are_divided)  # of the gradients
+        scale = self._scaler.scale * self.micro_batches.arithmetic.gradient_divisor(
+            self._losses.are_divided
+        )  # of the gradients
         skips = self._scaler.enabled or self._policy.skip_nonfinite_steps or self._policy.check_grad_overflow
         try:
             with label("norm"):

@@ -1,6 +1,6 @@
 """Attaches zeroamp's hooks to a model that FSDP2 has sharded."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import cast
 
@@ -18,9 +18,8 @@ from zeroamp.hooks._torch.fsdp import (
 )
 from zeroamp.hooks._torch.parameter_group import after_each_reduction
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
-from zeroamp.hooks.collectives.micro_batch_sums import MicroBatchSum, RoundedSum, TreeSum
 from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
-from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
+from zeroamp.hooks.collectives.shard_sums import MicroBatchSum, RoundedSum, ShardAccumulator
 from zeroamp.hooks.group_gradients import by_module, follow_gradients
 from zeroamp.hooks.guards import BackwardGuard, attach_safe_module_guard, attach_sharded_guard
 from zeroamp.hooks.own_units import OwnUnit
@@ -34,6 +33,7 @@ from zeroamp.planning.mesh import shard_device
 from zeroamp.planning.parameter_uses import modules_around
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import sharded_accumulation
+from zeroamp.policies.extensions import Extension
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, resolve_safe_classes
 from zeroamp.wrapping.collectives import attach_collectives
 from zeroamp.wrapping.cuda_graphs import refuse_capture
@@ -77,27 +77,16 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     if policy.mode == "autocast":
         state.handles += _guard_safe_modules(model, state)
         state.handles += cast_in_recomputation(model, state.plan)
-    _attach_sums_of_micro_batches(model, state)
+    if (dtype := sharded_accumulation(policy)) != torch.float32:
+        accumulate_shards(model, state, partial(RoundedSum, dtype))
 
 
-def _attach_sums_of_micro_batches(model: nn.Module, state: WrapState) -> None:
-    """Sum the gradients of micro-batches in the config's dtype and order, if FSDP2's differ from them."""
-    policy = state.plan.policy
-    new_sum: Callable[[], MicroBatchSum] | None = None
-    if policy.reproducible and policy.stage < 2:
-        for group in state.gradients:
-            group.add_in_tree_order()
-    elif policy.reproducible:
-        new_sum = TreeSum
-    elif (dtype := sharded_accumulation(policy)) != torch.float32:
-        new_sum = partial(RoundedSum, dtype)
-    if new_sum is not None:
-        state.shard_accumulator = ShardAccumulator(new_sum, state.mesh.device_type)
-        if shard_device(policy, state.mesh).type != state.mesh.device_type:
-            after_each_reduction(model, state.shard_accumulator.take)
-        if policy.reproducible:
-            for group in state.gradients:
-                group.take_sum = state.shard_accumulator.take_sum
+def accumulate_shards(model: nn.Module, state: WrapState, new_sum: Callable[[], MicroBatchSum]) -> ShardAccumulator:
+    """Sum the sharded gradients of micro-batches by `new_sum`, in another dtype or order than FSDP2 does."""
+    state.shard_accumulator = accumulator = ShardAccumulator(new_sum, state.mesh.device_type)
+    if shard_device(state.plan.policy, state.mesh).type != state.mesh.device_type:
+        after_each_reduction(model, accumulator.take)
+    return accumulator
 
 
 def _separates_reductions(state: WrapState) -> bool:
@@ -120,7 +109,7 @@ def _attach_root_forward(model: nn.Module, state: WrapState) -> None:
         forward.add("autocast", enter_autocast(device_type, policy.gather_dtype, policy.autocast_ops))
     elif policy.external_autocast == "error":
         forward.add("outer autocast", refuse_autocast(device_type, policy.mode))
-    if reasons := _needs_train_step(state.plan):
+    if reasons := _needs_train_step(state.plan, state.extensions):
         state.guard = BackwardGuard(reasons, partial(_leaves, model, state))
         forward.on_output(state.guard.watch)
     state.handles += forward.attach(model)
@@ -146,7 +135,7 @@ def _attach_own_units(model: nn.Module, state: WrapState) -> Iterator[OwnUnit]:
         yield own_unit
 
 
-def _needs_train_step(plan: Plan) -> str:
+def _needs_train_step(plan: Plan, extensions: Iterable[Extension]) -> str:
     """Return as text what a plain `loss.backward(); optimizer.step()` would ignore. "" if it ignores nothing."""
     policy = plan.policy
     keys = {
@@ -154,9 +143,9 @@ def _needs_train_step(plan: Plan) -> str:
         "gradient_clipping": policy.gradient_clipping > 0,
         "check_grad_overflow": policy.check_grad_overflow,
         "skip_nonfinite_steps": policy.skip_nonfinite_steps,
-        "reproducible": policy.reproducible,
     }
     reasons = [f"{key} {getattr(policy, key)}" for key, applies in keys.items() if applies]
+    reasons += [extension.needs_train_step for extension in extensions if extension.needs_train_step]
     if policy.low_dtype == torch.float16:
         reasons.append("float16, which scales the loss")
     if plan.replicated is not None:

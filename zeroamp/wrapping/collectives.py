@@ -61,7 +61,7 @@ def attach_collectives(
         shares_buffers=group.unit not in state.plan.own_units,
     )
     module.set_custom_reduce_scatter(reduction)
-    if state.plan.policy.reduce == "sum" or state.plan.policy.reproducible:  # `TrainStep` divides, once
+    if state.plan.policy.reduce == "sum":
         module.set_gradient_divide_factor(1.0)
     elif mesh is not state.mesh:  # experts get the tokens of all data ranks
         module.set_gradient_divide_factor(state.mesh.size())

@@ -49,7 +49,6 @@ from zeroamp.wrapping.materialize import cast_buffers, materialize_model
 from zeroamp.wrapping.nodes import nodes_of_mesh
 from zeroamp.wrapping.rank_group import Description, run_alike
 from zeroamp.wrapping.refused_meshes import refuse_combinations
-from zeroamp.wrapping.reproducible import check_reproducible
 from zeroamp.wrapping.shard import shard_model
 from zeroamp.wrapping.state import WrapState, record_state, wrap_state
 from zeroamp.wrapping.summary import describe_master_weights, describe_uncast_experts, size_summary
@@ -150,8 +149,6 @@ def wrap_model(
     mesh = mesh_for_stage(policy.stage, mesh, policy.dp_replicate_size)
     axes = plain_axes(mesh) if axes is None else axes.with_fsdp(mesh)
     _check_fits(policy, axes)
-    if policy.reproducible:
-        check_reproducible(model, plan, mesh)
     for extension in extensions:
         extension.check_mesh(model, plan, axes)
     for extension in extensions:

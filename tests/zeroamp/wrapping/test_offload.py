@@ -24,8 +24,7 @@ from tests.processes.training import (
 )
 from tests.selection import slow_but
 from zeroamp.hooks._torch.parameter_group import after_each_reduction
-from zeroamp.hooks.collectives.micro_batch_sums import RoundedSum
-from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
+from zeroamp.hooks.collectives.shard_sums import RoundedSum, ShardAccumulator
 from zeroamp.planning.mesh import shard_device
 from zeroamp.policies.policy import NO_OFFLOAD, Offload
 from zeroamp.training.norm import local_sum_of_squares, multiply_gradients

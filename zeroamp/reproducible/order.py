@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.planning.mesh import replicate_size, shard_size
 from zeroamp.policies.policy import Policy
+from zeroamp.training.step import TrainStep
+from zeroamp.wrapping.state import wrap_state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,3 +65,21 @@ def micro_batch_order(policy: Policy, mesh: DeviceMesh) -> MicroBatchOrder:
         rank=replica * num_shards + place,
         num_shards=num_shards if policy.stage >= 2 else 1,
     )
+
+
+def index_of(train: TrainStep) -> int:
+    """Return `TrainStep.micro_batch_index`."""
+    number = train.micro_batches.num_done - train.micro_batches.is_complete
+    policy, order = _order_of(train)
+    return order.index(number, policy.gradient_accumulation_steps)
+
+
+def indices_of(train: TrainStep) -> range:
+    """Return `TrainStep.micro_batch_indices`."""
+    policy, order = _order_of(train)
+    return order.indices(policy.gradient_accumulation_steps)
+
+
+def _order_of(train: TrainStep) -> tuple[Policy, MicroBatchOrder]:
+    state = wrap_state(train.model)
+    return state.plan.policy, micro_batch_order(state.plan.policy, state.mesh)

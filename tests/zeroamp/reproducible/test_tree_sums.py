@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.oracles.one_process import tree
-from zeroamp.hooks.collectives.micro_batch_sums import RoundedSum, TreeSum
+from zeroamp.hooks.collectives.shard_sums import RoundedSum
+from zeroamp.reproducible.tree_sums import TreeSum
 
 
 def _terms(num):

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import Sampler
 
 from zeroamp.policies.errors import StepError, describe
-from zeroamp.training.reproducible import seed_of
+from zeroamp.reproducible.seeds import seed_of
 from zeroamp.training.step import TrainStep
 from zeroamp.wrapping.state import wrap_state
 
@@ -64,18 +64,18 @@ class MicroBatchSampler(Sampler[list[int]]):
                     "Pass the number of samples of one micro-batch.",
                 )
             )
-        order, per_rank = train.micro_batches.order, len(train.micro_batch_indices)
+        num_ranks, per_rank = axes.fsdp.size(), len(train.micro_batch_indices)
         self._train = train
         self._num_samples = len(data)
         self._micro_batch_size = micro_batch_size
-        self._per_step = order.num_ranks * per_rank * micro_batch_size
+        self._per_step = num_ranks * per_rank * micro_batch_size
         self._shuffle, self._seed = shuffle, seed
         self.steps_per_epoch = self._num_samples // self._per_step
         """Optimizer steps of an epoch."""
         if self.steps_per_epoch == 0:
             raise StepError(
                 f"MicroBatchSampler was given {self._num_samples} samples, but an optimizer step takes "
-                f"{self._per_step}: {order.num_ranks} ranks x {per_rank} micro-batches x {micro_batch_size} samples. "
+                f"{self._per_step}: {num_ranks} ranks x {per_rank} micro-batches x {micro_batch_size} samples. "
                 "Use fewer micro-batches, smaller ones, or more data."
             )
 

@@ -5,23 +5,22 @@ from types import SimpleNamespace
 import pytest
 
 import zeroamp
-from zeroamp.planning.micro_batch_order import MicroBatchOrder
+from zeroamp.reproducible.order import MicroBatchOrder
 
 
 @pytest.fixture(autouse=True)
 def _no_context_axis(monkeypatch):
-    """The mesh of the `TrainStep`s below has data-parallel ranks only."""
-    state = SimpleNamespace(axes=SimpleNamespace(num_context=1))
-    monkeypatch.setattr("zeroamp.training.micro_batch_sampler.wrap_state", lambda _model: state)
+    """The model of a `TrainStep` below is its own state, with data-parallel ranks only."""
+    monkeypatch.setattr("zeroamp.reproducible.sampler.wrap_state", lambda model: model)
 
 
 def _train(num_ranks, rank, per_rank, *, num_shards=None, num_steps=0):
     """What the sampler reads of a `TrainStep`."""
     order = MicroBatchOrder(num_ranks=num_ranks, rank=rank, num_shards=num_ranks if num_shards is None else num_shards)
     indices = order.indices(per_rank)
+    axes = SimpleNamespace(num_context=1, fsdp=SimpleNamespace(size=lambda: num_ranks))
     return SimpleNamespace(
-        model=None,
-        micro_batches=SimpleNamespace(order=order),
+        model=SimpleNamespace(axes=axes),
         micro_batch_indices=indices,
         num_steps=num_steps,
         num_skipped=0,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.selection import slow_but
-from zeroamp.hooks.collectives.exact_sum import NUM_NUMBERS, ExactSum, total_of
+from zeroamp.reproducible.exact_sum import NUM_NUMBERS, ExactSum, total_of
 
 CPU = torch.device("cpu")
 

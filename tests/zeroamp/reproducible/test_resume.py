@@ -11,7 +11,7 @@ import zeroamp
 from tests.processes import reproducible
 from tests.processes.ranks import Ranks
 from tests.processes.training import config, full_parameters, mesh_of, same_bits
-from zeroamp.checkpoint.reproducible import broken_bits
+from zeroamp.reproducible.resume import broken_bits
 
 NUM_MICRO_BATCHES = 4
 

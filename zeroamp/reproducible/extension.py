@@ -1,0 +1,76 @@
+"""`Reproducible`: attaches the arithmetic, seeds and checks of `zeroamp.reproducible` to a run."""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from zeroamp.hooks.collectives.traffic import STEP, Traffic, TrafficKey
+from zeroamp.planning.mesh import Ranks
+from zeroamp.planning.mesh_axes import MeshAxes
+from zeroamp.planning.plan import Plan
+from zeroamp.policies.extensions import Extension
+from zeroamp.policies.policy import Policy
+from zeroamp.reproducible.arithmetic import ReproducibleArithmetic
+from zeroamp.reproducible.checks import check_config, check_reproducible, refuse_dependence_on_shards
+from zeroamp.reproducible.exact_sum import NUM_NUMBERS
+from zeroamp.reproducible.seeds import MicroBatchRandomness
+from zeroamp.reproducible.tree_sums import TreeSum, UnshardedSums, take_shard_sum
+from zeroamp.training.micro_batches import MicroBatches
+from zeroamp.training.step import TrainStep
+from zeroamp.wrapping.attach import accumulate_shards
+from zeroamp.wrapping.state import WrapState
+
+
+class Reproducible(Extension):
+    """Gives a run the same bits on any number of ranks."""
+
+    needs_train_step = "reproducible True"
+
+    def __init__(self) -> None:
+        self._state: WrapState | None = None
+        self._unsharded: list[UnshardedSums] = []
+
+    def check_config(self, policy: Policy) -> None:
+        """Raise for keys with which the bits would depend on the number of ranks."""
+        check_config(policy)
+
+    def check_mesh(self, model: nn.Module, plan: Plan, axes: MeshAxes) -> None:
+        """Raise for models and numbers of ranks with which the bits would depend on the number of ranks."""
+        check_reproducible(model, plan, axes.fsdp)
+
+    def attach(self, model: nn.Module, state: WrapState) -> None:
+        """Sum micro-batches in the order of the tree, and leave all divisions to `TrainStep`."""
+        self._state = state
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+        if state.plan.policy.stage < 2:
+            self._unsharded = [UnshardedSums(group) for group in state.gradients]
+            return
+        sums = accumulate_shards(model, state, TreeSum)
+        for group in state.gradients:
+            group.take_sum = lambda parameter: take_shard_sum(sums, parameter)
+
+    def attach_micro_batches(self, micro_batches: MicroBatches) -> None:
+        """Replace the arithmetic of the steps."""
+        if self._state is None:
+            raise AssertionError("expected `attach` to be called before")
+        micro_batches.arithmetic = ReproducibleArithmetic(self._state, micro_batches, self._unsharded)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer, *, on_shards: bool) -> None:
+        """Raise for an optimizer whose updates may depend on the shards."""
+        refuse_dependence_on_shards(optimizer, on_shards=on_shards)
+
+    def attach_step(self, train: TrainStep) -> None:
+        """Seed the random numbers of each micro-batch."""
+        arithmetic = train.micro_batches.arithmetic
+        if self._state is None or not isinstance(arithmetic, ReproducibleArithmetic):
+            raise AssertionError("expected the arithmetic of `attach_micro_batches`")
+        arithmetic.randomness = MicroBatchRandomness(self._state, lambda: train.micro_batch_seed)
+
+    def add_traffic(self, plan: Plan, ranks: Ranks, traffic: Traffic) -> None:
+        """Add the numbers of the exact sums, and the gradients of 0-D parameters of each micro-batch of each rank."""
+        num_replicated = 0 if plan.replicated is None else len(plan.replicated.params)
+        num_gradients = plan.policy.gradient_accumulation_steps * (ranks.num_ranks or 1)
+        num_more = 2 * (NUM_NUMBERS - 1) + num_replicated * (num_gradients - 1)
+        traffic.num_bytes[TrafficKey("all_reduce", torch.float64, STEP)] += num_more * torch.float64.itemsize

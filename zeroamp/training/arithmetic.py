@@ -1,0 +1,99 @@
+"""`StepArithmetic`: how an optimizer step divides losses, adds micro-batches, and sums loss and norm over the ranks."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from zeroamp.hooks._torch.fsdp import divide_factors
+from zeroamp.planning.mesh import device_of, num_holders, replicate_size
+from zeroamp.training.losses import LossSum
+from zeroamp.training.norm import local_sum_of_squares, squares_counted_once
+from zeroamp.wrapping.state import WrapState
+
+if TYPE_CHECKING:
+    from zeroamp.training.micro_batches import MicroBatches
+
+
+class StepArithmetic:
+    """The arithmetic of the optimizer steps of one `MicroBatches`. An extension may replace it by a subclass."""
+
+    retains_losses = False
+    """Whether the loss of each micro-batch is retained, instead of their sum."""
+
+    def __init__(self, state: WrapState, micro_batches: "MicroBatches") -> None:
+        self._state = state
+        self._micro_batches = micro_batches
+        self._holders: dict[nn.Parameter, int] = {}  # how many ranks hold the parameter's shard
+
+    def loss_divisor(self, *, divide: bool, others: bool | None) -> int:
+        """Return the number by which `TrainStep.backward` divides a loss.
+
+        `divide`: the argument of `backward`. `others`: that of the optimizer step's earlier micro-batches, or None
+        before the first.
+        """
+        del others
+        return self._state.plan.policy.gradient_accumulation_steps if divide else 1
+
+    def gradient_divisor(self, is_divided: bool | None) -> int:
+        """Return the number by which the end of the step divides the gradients. `is_divided`: whether losses were."""
+        del is_divided
+        return 1
+
+    def refuse_count(self, *, is_last: bool) -> None:
+        """Raise StepError if the number of micro-batches does not fit. Called before each backward."""
+
+    def refuse_reopen(self) -> None:
+        """Raise StepError if a step cannot continue after its last micro-batch."""
+
+    def before_backward(self) -> None:
+        """Prepare the backward of a micro-batch."""
+
+    def after_backward(self) -> None:
+        """Take the gradients of a micro-batch, when its backward has ended."""
+
+    def end_micro_batch(self) -> None:
+        """Restore what the forward of a micro-batch changed. Called when its backward ended or raised."""
+
+    def reset(self) -> None:
+        """Discard the sums of an optimizer step."""
+
+    def local(self, losses: Sequence[LossSum]) -> torch.Tensor:
+        """Return this rank's part of the mean loss and of the sum of squares, 1-D fp64 of 2 elements.
+
+        With replicas, several ranks hold the same shard. Each divides its squares by the number of these ranks, so that
+        the sum over ranks counts the shard once. Every rank has the whole gradient of an ignored parameter. The ranks
+        of a tensor axis have the same loss, so the mean over all ranks is the mean over the data ranks.
+        """
+        mesh, num_ranks = self._state.mesh, self._state.axes.whole.size()
+        device = device_of(mesh)  # the collective runs here; loss and shards may be elsewhere
+        parts = [loss.terms[0].to(device, torch.float64) / (loss.divisor * num_ranks) for loss in losses]
+        with_gradient, ignored = self._micro_batches.with_gradient(), self._micro_batches.ignored
+        averaged = [parameter for parameter in with_gradient if parameter not in ignored] if ignored else with_gradient
+        sharded = self._micro_batches.replicated.sharded(averaged)
+        if self._state.axes.is_plain:  # one number for all parameters
+            squares = local_sum_of_squares(sharded, device) / replicate_size(mesh)
+        else:
+            squares = squares_counted_once(sharded, device, [self._holders_of(each) for each in sharded])
+        if ignored:
+            own = [parameter for parameter in with_gradient if parameter in ignored]
+            squares = squares + local_sum_of_squares(own, device) / num_ranks
+        return torch.stack([sum(parts[1:], parts[0]), squares])
+
+    def totals(self, summed: torch.Tensor, losses: Sequence[LossSum]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss and the sum of squared gradients, 0-D fp64 each, from the sums over ranks of `local`."""
+        del losses
+        return summed[0], summed[1]
+
+    def divide_factor(self) -> float:
+        """Return the number by which the sums of replicated gradients over all ranks are divided."""
+        axes = self._state.axes
+        factors = (factor for _, factor in divide_factors(self._state.root))
+        factor = next(factors, 1.0 if self._state.plan.policy.reduce == "sum" else None)
+        return axes.whole.size() if factor is None else factor * axes.num_tensor
+
+    def _holders_of(self, parameter: nn.Parameter) -> int:
+        if parameter not in self._holders:
+            self._holders[parameter] = num_holders(parameter, self._state.axes.whole.size())
+        return self._holders[parameter]

@@ -3,7 +3,7 @@
 | order | place | when | what |
 |---|---|---|---|
 | 1 | "report" | outermost, with gradients | a `RunReport` measures the time and counts tokens |
-| 2 | "outer autocast" | every forward | the caller's autocast and CUDA graphs are checked, cached casts cleared |
+| 2 | "outer autocast" | every forward | the caller's autocast is checked, cached casts cleared |
 | 3 | "random state" | outermost, with gradients, training mode | `zeroamp.reproducible` seeds the generators |
 | 4 | "autocast" | every forward | `torch.autocast` of the config is entered |
 | 5 | "reshard" | outermost | when it ends: without gradients, all groups are resharded |
@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import wraps
-from types import FrameType
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -31,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.dispatch import untraced
 from zeroamp.hooks._torch.fsdp import PostForward, PreForward, init_unsharded, release
+from zeroamp.policies.errors import StepError
 
 Place = Literal["report", "outer autocast", "random state", "autocast", "reshard", "before unshard"]
 PLACES: tuple[Place, ...] = get_args(Place)
@@ -60,8 +60,8 @@ class _OpenForward:
 
     handled_before: BaseException | None
     """The exception that was being handled when the forward began."""
-    frame: FrameType | None
-    """The frame of `nn.Module.__call__`. None in a registered method, which has no such frame."""
+    is_method: bool
+    """Whether it is a registered method, and not a call of the root."""
     has_begun: bool = False
     """Whether the model's own code runs, after FSDP2 has unsharded the root."""
     entered: ExitStack = field(default_factory=ExitStack)
@@ -73,22 +73,6 @@ class _OpenForward:
             self.entered.close()
         else:
             self.entered.__exit__(type(error), error, error.__traceback__)
-
-    def has_ended(self) -> bool:
-        """Return whether the call is no longer on the stack: a KeyboardInterrupt ends it without calling hooks."""
-        return self.frame is not None and all(frame is not self.frame for frame in _frames())
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _frame_of_call() -> FrameType | None:
-    """Return the innermost frame of `nn.Module.__call__`."""
-    return next((frame for frame in _frames() if frame.f_code.co_filename == nn.modules.module.__file__), None)
 
 
 class RootForward:
@@ -180,7 +164,7 @@ class RootForward:
 
         @wraps(method)
         def outside(*args: Any, **kwargs: Any) -> Any:
-            self._enter(args, kwargs)
+            self._enter(args, kwargs, is_method=True)
             try:
                 return registered(*args, **kwargs)
             finally:
@@ -203,12 +187,17 @@ class RootForward:
                 self._open.pop().leave(_AbandonedError())
 
     @untraced
-    def _enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._open and self._open[-1].has_ended():
+    def _enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_method: bool = False) -> None:
+        if self._open and not (is_method or self._open[-1].is_method):
             self.reset()
+            raise StepError(
+                "The model was called while its forward was running. If a KeyboardInterrupt ended that forward, its "
+                "state has been discarded now: call the model again. If the forward calls the model itself, let it "
+                "call the model's modules instead."
+            )
         call = ForwardCall(args, kwargs, is_outermost=not self._open)
         # Appended before anything can raise, because torch calls `_leave` then too.
-        self._open.append(forward := _OpenForward(sys.exception(), _frame_of_call()))
+        self._open.append(forward := _OpenForward(sys.exception(), is_method))
         with ExitStack() as entered:
             for around in self._arounds:
                 if (context := around(call)) is not None:

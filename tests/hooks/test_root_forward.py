@@ -8,22 +8,32 @@ from torch import nn
 
 from zeroamp.hooks import root_forward
 from zeroamp.hooks.root_forward import PLACES, RootForward
+from zeroamp.policies.errors import StepError
 
 
 class Calls(nn.Module):
-    """A root that logs its forward, may call itself, and may raise."""
+    """A root that logs its forward, has a method that calls it, and may raise."""
 
     def __init__(self, log, *, raises_at=None):
         super().__init__()
         self.log, self.raises_at = log, raises_at
 
-    def forward(self, depth=0):
-        if depth == self.raises_at:
+    def forward(self, number=0):
+        if number == self.raises_at:
             raise ValueError("in the forward")
-        if depth:
-            self(depth - 1)
         self.log.append("forward")
-        return depth
+        return number
+
+    def generate(self, last):
+        for number in range(last):
+            self(number)
+        return self(last)
+
+
+def _attached(forward, root):
+    forward.attach(root)
+    forward.register_method(root, "generate", pre_forwards=[], groups=[])
+    return root
 
 
 def _around(log, name, raises=None):
@@ -55,23 +65,24 @@ def test_the_order_is_the_table_of_the_docstring():
     rows = [line.split("|")[2].strip() for line in root_forward.__doc__.splitlines() if line.startswith("| ")]
     assert rows[1 : 1 + len(PLACES)] == [f'"{place}"' for place in PLACES]
     log = []
-    root = Calls(log)
-    _all_places(log).attach(root)
-    assert root(2) == 2
+    root = _attached(_all_places(log), Calls(log))
     enters, leaves = _expected(*PLACES)
+    assert root() == 0
+    assert log == [*enters, "forward", *leaves]
+    log.clear()
+    assert root.generate(2) == 2
     assert log == [*enters, *["forward"] * 3, *leaves]
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_everything_is_left_when_the_forward_raises_at_any_depth(depth):
+@pytest.mark.parametrize("is_method", [False, True])
+def test_everything_is_left_when_the_forward_raises_at_any_depth(is_method):
     log = []
-    root = Calls(log, raises_at=depth)
     forward = _all_places(log)
-    forward.attach(root)
+    root = _attached(forward, Calls(log, raises_at=0))
     for _ in range(2):
         log.clear()
         with pytest.raises(ValueError, match="in the forward"):
-            root(1)
+            root.generate(1) if is_method else root()
         enters, leaves = _expected(*PLACES)
         assert log == [*enters, *leaves]
         assert forward.depth == 0
@@ -126,20 +137,23 @@ def test_what_a_keyboard_interrupt_left_open_is_left_by_reset():
     assert forward.depth == 0
 
 
-def test_a_forward_after_a_keyboard_interrupt_is_outermost_again():
+def test_a_forward_after_a_keyboard_interrupt_raises_and_the_next_one_is_outermost():
     log = []
     forward = _all_places(log)
     root = Calls(log)
     forward.attach(root)
     root.forward = _interrupted  # torch calls no hook where it raises
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            root()
+    with pytest.raises(KeyboardInterrupt):
+        root()
     del root.forward
     log.clear()
-    root(1)
     enters, leaves = _expected(*PLACES)
-    assert log == [*leaves, *enters, *["forward"] * 2, *leaves], "the interrupted one is left first"
+    with pytest.raises(StepError, match="If a KeyboardInterrupt ended that forward.*call the model again"):
+        root()
+    assert log == leaves
+    log.clear()
+    root()
+    assert log == [*enters, "forward", *leaves]
     assert forward.depth == 0
 
 
@@ -157,8 +171,8 @@ def test_outputs_are_shown_unchanged_and_a_removed_context_is_not_entered():
     forward.attach(root)
     forward.remove("report", around)
     assert root(1) == 1
-    assert outputs == [0, 1]
-    assert log == ["forward"] * 2
+    assert outputs == [1]
+    assert log == ["forward"]
 
 
 def test_a_context_may_be_for_training_only():

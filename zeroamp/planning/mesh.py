@@ -21,13 +21,6 @@ from zeroamp.policies.policy import Policy, Stage
 
 logger = logging.getLogger("zeroamp")
 REPLICATE, SHARD = "replicate", "shard"
-TORCHFT = "torchft"
-TORCHFT_REMEDY = (
-    "torchft's replicas cannot be combined with zeroamp, which uses FSDP2's all-reduce hook itself and computes the "
-    "gradient norm over the ranks of its own mesh. For replicas, set zeroamp.dp_replicate_size or pass a 2-D mesh of "
-    "torch's own groups. To go on after a lost host, start the job with `torchrun --max-restarts` and resume from a "
-    "checkpoint: docs/multi-node.md."
-)
 _SIZES_OF_LAUNCHERS = (WORLD_SIZE, "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
@@ -61,18 +54,6 @@ def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None, num_replicas: int = 1)
         groups = [mesh.get_group(), alone]
         return DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh.view(-1, 1), mesh_dim_names=(REPLICATE, SHARD))
     return mesh
-
-
-def refuse_torchft(mesh: DeviceMesh) -> None:
-    """Raise WrapError for a mesh of torchft, or one with a process group of torchft. Does not import torchft.
-
-    torchft 0.2 changes the ranks of such a group from step to step, and divides by their number itself. zeroamp plans
-    the dtypes, the divisor and the norm of the gradients for the ranks that the mesh has when the model is wrapped.
-    """
-    for part in (mesh, *mesh.get_all_groups()):
-        for cls in type(part).__mro__:
-            if cls.__module__.split(".")[0] == TORCHFT:
-                raise WrapError(f"The mesh given has a {TORCHFT} {cls.__name__}. {TORCHFT_REMEDY}")
 
 
 def start_process_group() -> None:

@@ -26,7 +26,6 @@ from zeroamp.training.checks import (
     refuse_metric,
     refuse_unusable,
 )
-from zeroamp.training.fp64 import refuse_without_fp64
 from zeroamp.training.loss_scale import LossScaler
 from zeroamp.training.losses import StepLosses
 from zeroamp.training.micro_batches import MicroBatches
@@ -37,7 +36,6 @@ from zeroamp.training.statistics import StepStatistics, Summed
 from zeroamp.training.step_report import StepReport, learning_rates, log_step
 from zeroamp.training.step_sums import StepSums, step_sums_of
 from zeroamp.training.update import OptimizerUpdate
-from zeroamp.wrapping.cuda_graphs import refuse_cuda_graphs
 from zeroamp.wrapping.rank_group import Description, run_alike
 from zeroamp.wrapping.state import autocast_of, reshard, wrap_state
 
@@ -165,8 +163,6 @@ class TrainStep:
                 refuse_on_two_axes(optimizer, on_shards=on_shards)
             for extension in self._state.extensions:
                 extension.check_optimizer(optimizer, on_shards=on_shards)
-        refuse_cuda_graphs(self.model, self._state.mesh.device_type)
-        refuse_without_fp64(device_of(self._state.mesh), self._world)
         return None, description_of(self._state.root, self.optimizers, self.schedulers, self._on_shards)
 
     @property

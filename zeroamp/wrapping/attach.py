@@ -36,7 +36,6 @@ from zeroamp.policies.accumulation import sharded_accumulation
 from zeroamp.policies.extensions import Extension
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, resolve_safe_classes
 from zeroamp.wrapping.collectives import attach_collectives
-from zeroamp.wrapping.cuda_graphs import refuse_capture
 from zeroamp.wrapping.prefetch import attach_prefetch
 from zeroamp.wrapping.quantized import keep_packing
 from zeroamp.wrapping.refused_calls import refuse_calls
@@ -102,8 +101,6 @@ def _attach_root_forward(model: nn.Module, state: WrapState) -> None:
     policy, forward, device_type = state.plan.policy, state.root_forward, state.mesh.device_type
     forward.add("reshard", reshard_after_no_grad(model))
     forward.add("outer autocast", forget_casts)
-    if device_type == "cuda":
-        forward.add("outer autocast", refuse_capture(model, state.plan.ignored_fqns))
     if policy.mode == "autocast":
         forward.add("outer autocast", warn_of_other_autocast(device_type, policy.gather_dtype))
         forward.add("autocast", enter_autocast(device_type, policy.gather_dtype, policy.autocast_ops))

@@ -4,9 +4,8 @@ No rank ever has a full copy of the model. The shards are allocated first. Then 
 full parameters for its own initialisation, and the shards of these are copied.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from zeroamp.hooks._torch.dispatch import TorchDispatchMode, is_view_op, storage_key, storage_of, tree_leaves
 from zeroamp.hooks.random_state import random_state, set_random_state
 from zeroamp.planning.mesh import axis_groups
 from zeroamp.planning.parameter_uses import children_first
@@ -94,75 +92,21 @@ def _run_first_that_covers(
 
 
 def _first_unset(module: nn.Module, initializer: Callable[[], object], device: torch.device) -> str | None:
-    """Run `initializer`; return the name of the module's first tensor that it did not set, or None if it set all.
-
-    The ops of `initializer` are recorded, which costs nothing per element and does not wait for the device. If the
-    record does not prove that all tensors were set (one was set in parts, or from its own values), the tensors are
-    filled and `initializer` runs once more.
-    """
-    states = random_state(device)
-    with _Overwrites(tensor for _, tensor in _own_tensors(module)) as overwrites:
-        initializer()
-    if overwrites.are_whole():
-        return None
-    return _first_left_of_a_fill(module, initializer, states, device)
-
-
-_OVERWRITES = frozenset(
-    (
-        *("bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_"),
-        *("random_", "uniform_", "zero_"),
-    )
-)
-"""Ops that set every element of their first argument."""
-
-
-class _Overwrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records which of `tensors` are overwritten whole by one op, and whether any is read before that."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        wanted = [tensor for tensor in tensors if tensor.numel() > 0]
-        self._unset = {storage_key(tensor): tensor.numel() for tensor in wanted}
-        self._is_certain = len(self._unset) == len(wanted)  # False if two of them share a storage
-
-    def are_whole(self) -> bool:
-        """Return whether all elements of each tensor were overwritten by one op before any op read the tensor."""
-        return self._is_certain and not self._unset
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        reads = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
-        written = reads.pop(0) if name in _OVERWRITES else None
-        takes_values = not (is_view_op(func) or name.startswith("new_") or name.endswith("_like"))
-        if takes_values and any(
-            storage_of(tensor) is not None and storage_key(tensor) in self._unset for tensor in reads
-        ):
-            self._is_certain = False
-        if written is not None and written.numel() == self._unset.get(storage_key(written)):
-            # Elements of a tensor that is written in place do not overlap. So with equal counts, all were written.
-            del self._unset[storage_key(written)]
-        return func(*args, **(kwargs or {}))
-
-
-def _first_left_of_a_fill(
-    module: nn.Module, initializer: Callable[[], object], states: dict[str, Any], device: torch.device
-) -> str | None:
     """Fill the module's tensors, run `initializer`, and return the name of the first tensor that still has the fill.
 
-    The fill is NaN. Integer and boolean tensors are filled with 0 and then, in a second run, with 1. Elements that
-    differ between the two runs were not set. Each run starts from the random states `states`.
+    The fill is NaN. Integer and boolean tensors are filled with 0 and then, in a second run from the same random state,
+    with 1. Elements that differ between the two runs were not set.
     """
-    exact = [(name, tensor) for name, tensor in _own_tensors(module) if not _has_nan(tensor)]
-    results = []
+    states, results = random_state(device), []
+    exact = {name: tensor for name, tensor in _own_tensors(module) if not _has_nan(tensor)}
     for fill in (0, 1) if exact else (0,):
         set_random_state(states, device)
         for _, tensor in _own_tensors(module):
             tensor.fill_(float("nan") if _has_nan(tensor) else fill)
         initializer()
-        results.append({name: tensor.clone() for name, tensor in _own_tensors(module) if not _has_nan(tensor)})
+        results.append({name: tensor.clone() for name, tensor in exact.items()})
     for name, tensor in _own_tensors(module):
-        is_set = not tensor.isnan().any() if _has_nan(tensor) else torch.equal(results[0][name], results[-1][name])
+        is_set = torch.equal(results[0][name], results[1][name]) if name in exact else not tensor.isnan().any()
         if not is_set:
             return name
     return None

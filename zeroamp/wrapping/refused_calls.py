@@ -4,9 +4,7 @@ A method that is set on an instance hides the method of its class. `wrap_model` 
 `unwrap_model` removes them. They do not run in a forward or in an optimizer step.
 """
 
-import sys
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
@@ -17,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import can_be_sharded, take_sharded_memory, units_of
-from zeroamp.planning.mesh import TORCHFT_REMEDY
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import WrapError
 from zeroamp.wrapping.state import Removable
@@ -34,13 +31,6 @@ _REFUSED = {
     ),
 }
 """Name of a method -> the text of the error that it raises on a wrapped model."""
-_ALL_REDUCE_HOOK = f"set_all_reduce_hook was called on a wrapped model, as torchft does. {TORCHFT_REMEDY}"
-_ADAPTERS = (
-    "Adapters of a wrapped model cannot be added, merged or removed, because its parameters are sharded. Call "
-    "get_peft_model, add_adapter and load_adapter before wrap_model. To write an adapter, or the model with an adapter "
-    "merged, call zeroamp.integrations.peft.export_adapter or export_merged. To change the adapters of a wrapped "
-    "model, call zeroamp.unwrap_model(model) first, and wrap it again."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +49,10 @@ def refuse_calls(model: nn.Module) -> Iterator[Removable]:
     """Replace methods that a wrapped model cannot run by methods that raise. Yield an object that undoes each."""
     for name, text in _REFUSED.items():
         yield from replace_method(model, name, partial(_raising, text))
-    configs = _AdapterConfigs(model)
-    for root in _roots_of_adapters(model):
-        yield from replace_method(root, "save_pretrained", _save_pretrained)
-        yield from replace_method(root, "get_submodule", partial(_get_submodule, configs))
-        for name in ("merge_adapter", "delete_adapter"):
-            yield from replace_method(root, name, partial(_raising, _ADAPTERS))
+    yield from replace_method(model, "save_pretrained", _save_pretrained)
     moves = _Moves(model)
     for fqn, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            yield from replace_method(module, "set_all_reduce_hook", partial(_raising, _ALL_REDUCE_HOOK))
             yield from replace_method(module, "_apply", partial(_same_dtypes, model.get_submodule(fqn), fqn, moves))
     # Not a pre-hook of load_state_dict: FSDP2's own pre-hook, which reshards the root's parameters, runs before it.
     yield from replace_method(model, "_load_from_state_dict", partial(_shards_only, model))
@@ -81,47 +65,6 @@ def replace_method(
     if hasattr(module, name) and name not in vars(module):
         setattr(module, name, make(getattr(module, name)))
         yield _Shadow(module, name)
-
-
-def _roots_of_adapters(model: nn.Module) -> list[nn.Module]:
-    """Return the modules on which peft calls `get_submodule` to replace modules: a `PeftModel` has some inside."""
-    inside = ("base_model", "base_model.model")
-    is_of_peft = any(cls.__module__.startswith("peft.") for cls in type(model).__mro__)
-    modules = dict(model.named_modules())
-    return [model, *(modules[fqn] for fqn in inside if is_of_peft and fqn in modules)]
-
-
-class _AdapterConfigs:
-    """The configs of a model's adapters, as they were when the model was wrapped.
-
-    peft stores the config of a new adapter, and changes it, before it replaces modules. If replacing then raises, the
-    model must have the configs of its existing adapters, because an export writes them.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        configs: Any = getattr(model, "peft_config", None)
-        self._live: dict[str, Any] = configs if isinstance(configs, dict) else {}
-        self._known = {name: (config, deepcopy(vars(config))) for name, config in self._live.items()}
-
-    def restore(self) -> None:
-        """Restore the configs that were stored or changed since."""
-        self._live.clear()
-        for name, (config, values) in self._known.items():
-            config.__dict__.update(deepcopy(values))
-            self._live[name] = config
-
-
-def _get_submodule(configs: _AdapterConfigs, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `get_submodule` that raises if peft calls it. peft calls it for each module that it replaces."""
-
-    @wraps(method)
-    def get_submodule(*args: Any, **kwargs: Any) -> Any:
-        if str(sys._getframe(1).f_globals.get("__name__")).startswith("peft."):
-            configs.restore()
-            raise WrapError(_ADAPTERS)
-        return method(*args, **kwargs)
-
-    return get_submodule
 
 
 def _raising(text: str, _method: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,6 @@ from zeroamp.planning.mesh import (
     mesh_for_stage,
     process_group,
     refuse_partition,
-    refuse_torchft,
     shard_device,
     start_process_group,
 )
@@ -44,7 +43,6 @@ from zeroamp.wrapping.checks import (
     check_torch,
     description_of,
 )
-from zeroamp.wrapping.cuda_graphs import refuse_cuda_graphs
 from zeroamp.wrapping.materialize import cast_buffers, materialize_model
 from zeroamp.wrapping.nodes import nodes_of_mesh
 from zeroamp.wrapping.rank_group import Description, run_alike
@@ -113,8 +111,6 @@ def wrap_model(
         _refuse_unusable(model)
         refuse_other_than_policy(policy)
         start_process_group()
-    if mesh is not None:
-        refuse_torchft(mesh)
     device_type = current_device_type() if mesh is None else mesh.device_type
     axes = find_axes(model, mesh) if isinstance(model, nn.Module) else None
     mesh = mesh if axes is None else axes.fsdp
@@ -130,7 +126,6 @@ def wrap_model(
         nonlocal extensions
         extensions = extensions_of(policy, model)
         plan = build_plan(model, policy, auto_wrap_policy, example_inputs, device_type, ignored_params)
-        refuse_cuda_graphs(model, device_type, plan.ignored_fqns)
         for extension in extensions:
             extension.check_model(model, plan)
         if axes is not None:

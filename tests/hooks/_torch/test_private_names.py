@@ -23,7 +23,6 @@ PRIVATE = {
         *("_get_fsdp_state", "_init_extensions", "_sharded_local_tensor", "_sharded_param_data", "_foreach_norm"),
         "_local_tensor",
     },
-    "compiled.py": {"_compiled_call_impl"},
     "dispatch.py": {
         *("torch._compile", "_disable_dynamo", "torch._subclasses.fake_tensor", "torch.utils._python_dispatch"),
         *("torch.utils._pytree", "_C", "_cdata", "_current_graph_task_id", "_execution_engine"),

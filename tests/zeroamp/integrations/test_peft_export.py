@@ -232,8 +232,6 @@ def _refused(folder):
     model = training.model
     path = zeroamp.save_checkpoint(f"{folder}/checkpoints", model, training.train)
     plain = zeroamp.wrap_model(Adapted().base_model(), zeroamp.policy_from_config(config(3)))
-    adapter = peft.LoraConfig(target_modules=list(LINEARS))
-    dora = peft.LoraConfig(target_modules=list(LINEARS), use_dora=True)
     prompt = peft.get_peft_model(
         Adapted().base_model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     )
@@ -241,23 +239,7 @@ def _refused(folder):
     shared, unmergeable = (
         zeroamp.wrap_model(each.build(), zeroamp.policy_from_config({})) for each in (_Shared(), _Unmergeable())
     )
-    before = "before wrap_model"
     refused = {
-        "get_peft_model": (lambda: peft.get_peft_model(plain, adapter), before),
-        "get_peft_model, DoRA": (lambda: peft.get_peft_model(plain, dora), before),
-        "inject": (lambda: peft.inject_adapter_in_model(adapter, plain), before),
-        "add_adapter of transformers": (lambda: plain.add_adapter(adapter), before),
-        "add_adapter": (lambda: model.add_adapter("second", adapter), before),
-        "merge_and_unload": (model.merge_and_unload, "export_merged"),
-        "merge_and_unload inside": (model.base_model.merge_and_unload, "export_merged"),
-        "get_peft_model of adapters": (
-            lambda: peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear")),
-            before,
-        ),
-        "merge_adapter": (model.merge_adapter, "export_merged"),
-        "merge_adapter inside": (model.base_model.merge_adapter, "export_merged"),
-        "delete_adapter": (lambda: model.delete_adapter("default"), "unwrap_model"),
-        "save_pretrained inside": (lambda: model.get_base_model().save_pretrained(folder), "export_adapter"),
         "save_pretrained": (lambda: model.save_pretrained(folder), "export_adapter(model, folder)"),
         "export_hf": (lambda: zeroamp.export_hf(model, folder), "export_merged(model, folder)"),
         "export_checkpoint": (lambda: zeroamp.export_checkpoint(path, f"{folder}/of"), "export_adapter"),

@@ -1,7 +1,6 @@
 """What a wrapped model cannot do: each call is an error that names what to do, and leaves the model as it was."""
 
 import copy
-import sys
 import warnings
 from functools import partial
 
@@ -10,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import AveragedModel
 
@@ -46,11 +44,6 @@ def _calls(name, model):
         "load": (lambda: model.load_state_dict(build(name).state_dict()), "set_model_state_dict"),
         "cast": (lambda: model.to(torch.bfloat16), "is stored in fp32 and cannot be cast to bf16"),
         "half": (model.half, "cast to fp16 after wrap_model"),
-        # torchft's FSDP2 example sets it on every unit.
-        "all-reduce hook": (
-            lambda: model.apply(lambda m: isinstance(m, FSDPModule) and m.set_all_reduce_hook(dist.all_reduce)),
-            "torchft's replicas cannot be combined with zeroamp",
-        ),
     }
     if name == "hf_llama":
         calls |= {
@@ -80,37 +73,6 @@ def _refused(name):
 def test_a_refused_call_says_what_to_do_and_leaves_the_model_as_it_was(ranks2, name):
     for texts in ranks2.run(_refused, name):
         assert [kind for kind, (text, says) in texts.items() if says not in text] == []
-
-
-class _ManagedDeviceMesh(DeviceMesh):  # as torchft had until 0.1
-    __module__ = "torchft.device_mesh"
-
-
-class _ManagedProcessGroup:
-    __module__ = "torchft.process_group"
-
-
-class _MeshOfManagedGroups(DeviceMesh):
-    def get_all_groups(self):
-        return [_ManagedProcessGroup()]
-
-
-def _wrapped_on_meshes_of_torchft():
-    texts = []
-    for kind in (_ManagedDeviceMesh, _MeshOfManagedGroups):
-        mesh = init_device_mesh("cpu", (2,))
-        mesh.__class__ = kind
-        call = partial(zeroamp.wrap_model, build("llama_untied"), zeroamp.policy_from_config(config(3)), mesh)
-        texts.append(_raised(zeroamp.WrapError, call))
-    return texts, "torchft" in sys.modules
-
-
-def test_a_mesh_or_a_group_of_torchft_is_refused_by_name(ranks2):
-    for (of_mesh, of_group), is_imported in ranks2.run(_wrapped_on_meshes_of_torchft):
-        assert "torchft _ManagedDeviceMesh" in of_mesh
-        assert "torchft _ManagedProcessGroup" in of_group
-        assert all("zeroamp.dp_replicate_size" in text and "--max-restarts" in text for text in (of_mesh, of_group))
-        assert not is_imported
 
 
 def _set_after_a_forward(stage):

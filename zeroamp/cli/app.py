@@ -22,7 +22,6 @@ from zeroamp.cli.options import (
     Auto,
     AutoWrap,
     ConfigPath,
-    GpusPerNode,
     Html,
     Inputs,
     Model,
@@ -78,18 +77,13 @@ def check(
     *,
     model: OptionalModel = None,
     world_size: WorldSize = None,
-    gpus_per_node: GpusPerNode = 8,
     auto: Auto = None,
     auto_wrap: AutoWrap = None,
     inputs: Inputs = None,
     all_keys: Annotated[bool, typer.Option("--all", help="Also list the defaults of all other keys.")] = False,
     verbose: Verbosity = 0,
 ) -> None:
-    """Print how every key of a config is used, or what is wrong with it.
-
-    With --model and --world-size, also print what is slow on that many ranks: padding, long rings,
-    all-to-alls in one level between nodes.
-    """
+    """Print how every key of a config is used, or what is wrong with it."""
     if auto_wrap and model is None:
         raise typer.BadParameter("it needs a model. Name one with --model.", param_hint="--auto-wrap")
     if inputs and model is None:
@@ -107,7 +101,7 @@ def check(
         if unchecked:
             typer.echo(f"Names of modules and classes that only --model checks: {some_of(unchecked)}.")
         if model is not None and plan is not None:
-            typer.echo(f"\n{describe_plan(model, plan, world_size, gpus_per_node)}")
+            typer.echo(f"\n{describe_plan(model, plan)}")
 
 
 def _names_for_the_model(policy: Policy) -> list[str]:
@@ -161,7 +155,7 @@ def explain(
         if page is not None:
             check_page(page)
         if sizes is not None:
-            refuse_sizes(policy, sizes)
+            refuse_sizes(policy, is_plain=not sizes.distributes_parameters, num_context=sizes.context)
         if sizes is not None and sizes.distributes_parameters and takes_mesh(model):
             ledger = ledger_on_axes(model, policy, auto_wrap, inputs, sizes)
         else:

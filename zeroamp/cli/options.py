@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from zeroamp.planning.mesh_axes import AxisSizes, axis_sizes
+from zeroamp.cli.axis_sizes import AxisSizes, axis_sizes
 from zeroamp.policies.errors import ZeroAmpError
 
 logger = logging.getLogger("zeroamp")

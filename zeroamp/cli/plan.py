@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from zeroamp.cli.axis_sizes import AxisSizes
 from zeroamp.cli.model_source import check_source, load_inputs, load_model
 from zeroamp.cli.options import (
     MESH_HELP,
@@ -32,7 +33,6 @@ from zeroamp.dry_run.gpus import GPUS, find_gpu
 from zeroamp.dry_run.plot import drawn_timeline
 from zeroamp.dry_run.render import title
 from zeroamp.dry_run.run_plan import plan_run
-from zeroamp.planning.mesh_axes import AxisSizes
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Stage, policy_from_config
 from zeroamp.reporting.files import check_picture
@@ -101,7 +101,7 @@ def plan(
         if page is not None:
             check_page(page)
         if sizes is not None and not sizes.distributes_parameters:  # else plan_run leaves single stages out
-            refuse_sizes(policy, sizes)
+            refuse_sizes(policy, is_plain=not sizes.distributes_parameters, num_context=sizes.context)
         with ExitStack() as stack:
             stack.enter_context(redirect_stdout(sys.stderr))  # a factory may print, and stdout may be parsed
             distributed = None

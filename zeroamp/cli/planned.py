@@ -10,13 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from zeroamp.cli.axis_sizes import AxisSizes
 from zeroamp.cli.model_source import load_inputs, load_model, takes_mesh
 from zeroamp.hooks._torch.process_groups import fake_ranks
 from zeroamp.ledger.explain import Ledger
 from zeroamp.planning.mesh import Ranks, current_device_type, mesh_shape
-from zeroamp.planning.mesh_axes import AxisSizes, find_axes, ranks_of_axes
-from zeroamp.planning.mesh_notes import mesh_notes
-from zeroamp.planning.nodes import ranks_per_node
+from zeroamp.planning.mesh_axes import find_axes, ranks_of_axes
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies.errors import WrapError, some_of
 from zeroamp.policies.policy import Policy
@@ -92,14 +91,11 @@ def ledger_of(plan: Plan, world_size: int | None, sizes: AxisSizes | None = None
     return Ledger(plan=plan, num_shards=ranks.num_shards, num_replicas=ranks.num_replicas)
 
 
-def describe_plan(model: str, plan: Plan, world_size: int | None, gpus_per_node: int) -> str:
-    """Return lines about units and groups, what each override applies to, and what is slow on `world_size` ranks."""
-    policy, low = plan.policy, plan.describe_low_share()
+def describe_plan(model: str, plan: Plan) -> str:
+    """Return lines about units and groups, and what each override applies to."""
+    low = plan.describe_low_share()
     head = f"{model}: {len(plan.units)} units below the root, {len(plan.groups)} groups{f', {low}' if low else ''}"
     lines = [head, *_override_lines(plan)]
-    per_node = gpus_per_node if policy.ranks_per_node == "auto" else ranks_per_node(policy)
-    if world_size is not None and (notes := mesh_notes(plan, _ranks(policy, world_size), per_node)):
-        lines.append(notes)
     return paragraph("\n".join(lines))
 
 

@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 
 from zeroamp.dry_run.step_time import StepTime
 from zeroamp.planning.mesh import Ranks
-from zeroamp.planning.mesh_notes import LONGEST_RING
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.traffic import padded_numel
 from zeroamp.policies.errors import some_of
 
+LONGEST_RING = 1024
+"""The latency of a ring of more ranks than this is avoided. A collective takes as many hops as the ring has ranks."""
 EQUAL_TIME = 0.005
 """Meshes count as equally fast if their steps are at most this fraction longer than the shortest step."""
 

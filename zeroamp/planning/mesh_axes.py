@@ -10,7 +10,7 @@ samples, so they are data ranks. Each has a part of the experts, which FSDP2 sha
 parameters are sharded over all data ranks.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.mesh_slices import flattened, joined, root_of
 from zeroamp.planning.mesh import Ranks, ranks_of
-from zeroamp.policies.errors import ConfigError, WrapError
+from zeroamp.policies.errors import WrapError
 
 Role = Literal["replicate", "shard", "context", "tensor", "expert", "pipeline"]
 
@@ -101,67 +101,6 @@ def ranks_of_axes(axes: MeshAxes) -> Ranks:
     return replace(ranks_of(axes.fsdp), num_tensor=axes.num_tensor, num_expert=num_expert)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AxisSizes:
-    """The sizes of the axes of a mesh that is not made yet."""
-
-    replicate: int = 1
-    shard: int = 1
-    context: int = 1
-    tensor: int = 1
-    expert: int = 1
-    names: tuple[str, ...] = ()
-    """The names of the axes, as they were given."""
-
-    @property
-    def by_name(self) -> dict[str, int]:
-        """The sizes in the order of a mesh: the ranks of the last axes are in one node."""
-        roles = ("replicate", "shard", "context", "expert", "tensor")
-        return {name: getattr(self, role) for role in roles for name in self.names if ROLES[name] == role}
-
-    @property
-    def distributes_parameters(self) -> bool:
-        """Whether there is a tensor or expert axis of several ranks."""
-        return self.tensor > 1 or self.expert > 1
-
-    @property
-    def num_data(self) -> int:
-        """The number of ranks that get different samples. Batch sizes are multiplied by it."""
-        return self.replicate * self.shard * self.expert
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of all ranks."""
-        return self.num_data * self.context * self.tensor
-
-    @property
-    def num_shards(self) -> int:
-        """The number of ranks over which FSDP2 shards parameters that are not experts."""
-        return self.shard * self.context * self.expert
-
-
-def axis_sizes(text: str) -> AxisSizes:
-    """Parse a text such as "dp=8,tp=4,cp=2" into sizes of axes. Names are those of `ROLES`.
-
-    Raises:
-        ConfigError: a name is unknown, two names have the same role, or a size is not a whole number from 1 on.
-    """
-    sizes: dict[str, int] = {}
-    found: list[str] = []
-    for part in text.split(","):
-        name, _, size = part.partition("=")
-        role = ROLES.get(name)
-        if role in (None, "pipeline") or role in sizes or not size.isdecimal() or int(size) < 1:
-            names = ", ".join(name for name, role in ROLES.items() if role != "pipeline")
-            raise ConfigError(
-                f"A mesh must be NAME=SIZE parts, such as dp=8,tp=4,cp=2, but has the part {part!r}. Names: {names}. "
-                "Each kind of axis may occur once. A size is a whole number from 1 on. Correct that part."
-            )
-        sizes[str(role)] = int(size)
-        found.append(name)
-    return AxisSizes(**sizes, names=tuple(found))
-
-
 def plain_axes(mesh: DeviceMesh) -> MeshAxes:
     """Return the axes of a mesh that has all ranks of the model, each of which gets different samples."""
     return MeshAxes(fsdp=mesh, whole=mesh)
@@ -220,40 +159,27 @@ def find_axes(model: nn.Module, mesh: DeviceMesh | None) -> MeshAxes | None:
 def _given(mesh: DeviceMesh) -> MeshAxes:
     """Return the axes of the caller's mesh itself."""
     names = mesh.mesh_dim_names or ()
-    roles = {name: ROLES.get(name) for name in names}
-    if not any(role in _OF_MODEL for role in roles.values()):
+    roles = [ROLES.get(name) for name in names]
+    if not any(role in _OF_MODEL for role in roles):
         return plain_axes(mesh)
-    if unknown := [name for name, role in roles.items() if role is None]:
-        raise WrapError(
-            f"The mesh has an axis {unknown[0]!r} of unknown use beside {_others(names, unknown[0])}. Known names are "
-            f"{', '.join(ROLES)}. Rename it, or slice the axes of this model out of the mesh."
-        )
     _refuse_pipeline(mesh)
-    of_role = {role: [name for name in names if roles[name] == role] for role in set(roles.values())}
-    data = tuple(name for name in names if roles[name] in ("shard", "context", "expert"))
-    shard, context = of_role.get("shard", []), of_role.get("context", [])
-    replicas, tensor, experts = of_role.get("replicate", []), of_role.get("tensor", []), of_role.get("expert", [])
-    for role, found in of_role.items():
-        if len(found) > 1:
-            raise WrapError(
-                f"The mesh has the axes {' and '.join(found)}, which are both for {role} ranks. Flatten them into one, "
-                "or leave one out."
-            )
-    if not shard:
+    if None in roles or "shard" not in roles or len(set(roles)) < len(roles):
         raise WrapError(
-            f"The mesh has the axes {', '.join(names)}, but none over which FSDP2 shards: dp, dp_shard or fsdp. Add "
-            "one, of size 1 if all ranks are for something else."
+            f"The mesh has the axes {', '.join(names)}. Beside a context, tensor or expert axis, each axis must have a "
+            f"name of {', '.join(ROLES)}, no two may have the same use, and FSDP2 must shard over one: dp, dp_shard or "
+            "fsdp. Rename them, or slice the axes of this model out of the mesh."
         )
-    flat = flattened(mesh[data])
-    fsdp = flat if not replicas else joined([mesh[replicas[0]], flat])
+    axis_of_role = {role: mesh[name] for role, name in zip(roles, names, strict=True)}
+    flat = flattened(mesh[tuple(name for name in names if ROLES[name] in ("shard", "context", "expert"))])
+    fsdp = flat if "replicate" not in roles else joined([axis_of_role["replicate"], flat])
     axes = plain_axes(fsdp)
-    if context:
-        axes = replace(axes, num_context=mesh[context[0]].size(), context_names=tuple(context))
-    if tensor and mesh[tensor[0]].size() > 1:
-        axes = replace(axes, tensor=mesh[tensor[0]])
-    if experts and mesh[experts[0]].size() > 1:
+    if (context := axis_of_role.get("context")) is not None:
+        axes = replace(axes, num_context=context.size(), context_names=context.mesh_dim_names or ())
+    if (tensor := axis_of_role.get("tensor")) is not None and tensor.size() > 1:
+        axes = replace(axes, tensor=tensor)
+    if (experts := axis_of_role.get("expert")) is not None and experts.size() > 1:
         # The experts' own data ranks; a context axis beside it is refused elsewhere.
-        axes = replace(axes, experts=mesh[shard[0]])
+        axes = replace(axes, experts=axis_of_role["shard"])
     return axes
 
 
@@ -266,24 +192,17 @@ def _with_root(axes: MeshAxes, mesh: DeviceMesh) -> MeshAxes:
     if root is mesh:
         return axes
     _refuse_pipeline(root)
-    ranks = _ranks(mesh)
     for axis in _named_axes(root):
-        role, own = ROLES[axis.mesh_dim_names[0]], _ranks(axis)  # type: ignore[index]  # it has one name
-        if own <= ranks:
-            if role == "context" and not axes.context_names:
-                axes = replace(axes, num_context=axis.size(), context_names=axis.mesh_dim_names or ())
-            elif role == "expert" and axes.experts is None:
-                raise WrapError(
-                    f"The mesh given ({_described(mesh)}) has the ranks of the axis {axis.mesh_dim_names}, but not the "
-                    "axis itself, over which experts are distributed. Pass the mesh with its axes: "
-                    'wrap_model(model, policy, mesh=mesh["dp", "ep"]).'
-                )
-        elif role in ("context", "expert"):
-            name = (axis.mesh_dim_names or ("",))[0]
+        name = (axis.mesh_dim_names or ("",))[0]
+        role, is_inside = ROLES[name], _ranks(axis) <= _ranks(mesh)
+        if role == "context" and is_inside:
+            if not axes.context_names:
+                axes = replace(axes, num_context=axis.size(), context_names=(name,))
+        elif role == "context" or (role == "expert" and not (is_inside and axes.experts is not None)):
             raise WrapError(
                 f"The mesh given ({_described(mesh)}) is a slice of one with the axis {name!r} of {axis.size()} ranks, "
-                "which is not in it. These ranks compute different losses, and gradients must be averaged over them "
-                f'too. Pass both: mesh=mesh["dp", "{name}"].'
+                "which is not in it. Gradients must be averaged over these ranks too. Pass both: "
+                f'mesh=mesh["dp", "{name}"].'
             )
     return axes
 
@@ -291,39 +210,26 @@ def _with_root(axes: MeshAxes, mesh: DeviceMesh) -> MeshAxes:
 def _with_model_axis(axes: MeshAxes, split: Mapping[str, DTensor]) -> MeshAxes:
     """Add the tensor axis of the model's DTensors, check that it fits the other axes, and join all ranks."""
     for fqn, parameter in split.items():
-        own, roles = parameter.device_mesh, [ROLES.get(name) for name in parameter.device_mesh.mesh_dim_names or ()]
-        if own.ndim > 1:
-            raise WrapError(
-                f"{fqn} is a DTensor of {_described(own)}, which has {own.ndim} axes. Before FSDP2 shards a parameter, "
-                "it may be distributed over one axis only (tensor or expert parallelism). Distribute it over one."
-            )
-        if roles == ["expert"]:
-            if axes.experts is None:
-                raise WrapError(
-                    f"{fqn} is an expert, distributed over {_described(own)}, but the mesh given has no such axis: the "
-                    "other parameters must be sharded, and averaged, over its ranks too. Pass the mesh with both axes: "
-                    'wrap_model(model, policy, mesh=mesh["dp", "ep"]).'
-                )
+        own = parameter.device_mesh
+        if is_expert(parameter) and axes.experts is not None:
             continue
         if axes.tensor is None:
             axes = replace(axes, tensor=own)
-        if _ranks(axes.tensor) != _ranks(own):  # type: ignore[arg-type]  # set above
+        if own.ndim > 1 or is_expert(parameter) or _ranks(axes.tensor or own) != _ranks(own):
             raise WrapError(
-                f"{fqn} is a DTensor of {_described(own)}, but the tensor axis has the ranks "
-                f"{sorted(_ranks(axes.tensor))}. Parallelize all of the model over one mesh."  # type: ignore[arg-type]
+                f"{fqn} is a DTensor of {_described(own)}. Before FSDP2 shards a parameter, it may be distributed over "
+                "one axis of the mesh given: the tensor axis, the same for all parameters, or the expert axis. Pass "
+                'the mesh with that axis: wrap_model(model, policy, mesh=mesh["dp", "ep"]).'
             )
     if axes.tensor is None:
         return axes
-    if len(_ranks(axes.tensor) & _ranks(axes.fsdp)) != 1:
-        raise WrapError(
-            f"The mesh given ({_described(axes.fsdp)}) has ranks of {_described(axes.tensor)}, over which the model is "
-            'tensor-parallel. FSDP2 shards over the other ranks: pass the data axis of the same mesh, mesh=mesh["dp"].'
-        )
-    if root_of(axes.tensor) is not root_of(axes.fsdp):
+    overlaps = len(_ranks(axes.tensor) & _ranks(axes.fsdp)) != 1
+    if overlaps or root_of(axes.tensor) is not root_of(axes.fsdp):
         raise WrapError(
             f"The mesh given ({_described(axes.fsdp)}) and {_described(axes.tensor)}, over which the model is "
-            "tensor-parallel, are not slices of one mesh, which FSDP2 needs. Make one with init_device_mesh("
-            'device, (dp, tp), mesh_dim_names=("dp", "tp")), and slice both out of it.'
+            "tensor-parallel, must be slices of one mesh without a rank in common but this one. Make one with "
+            'init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp")), parallelize the model over mesh["tp"], '
+            'and pass the data axis of the same mesh, mesh=mesh["dp"].'
         )
     return replace(axes, whole=joined([axes.fsdp, axes.tensor]))
 
@@ -333,9 +239,8 @@ def _refuse_pipeline(mesh: DeviceMesh) -> None:
         name = (axis.mesh_dim_names or ("",))[0]
         if ROLES[name] == "pipeline":
             raise WrapError(
-                f"The mesh has an axis {name!r} of {axis.size()} ranks: pipeline parallelism. zeroamp does not support "
-                "it: the gradient norm, and what ranks agree on, would be those of one stage of the pipeline. Use "
-                "data, context, tensor or expert parallelism instead."
+                f"The mesh has an axis {name!r} of {axis.size()} ranks: pipeline parallelism, which is not supported. "
+                "Use data, context, tensor or expert parallelism instead."
             )
 
 
@@ -357,7 +262,3 @@ def _described(mesh: DeviceMesh) -> str:
         return f"a mesh of shape {tuple(sizes)}"
     parts = [f"{name} {size}" for name, size in zip(names, sizes, strict=True)]
     return f"the mesh {' x '.join(parts)}"
-
-
-def _others(names: Iterable[str], name: str) -> str:
-    return ", ".join(repr(each) for each in names if each != name)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.hooks._torch.fsdp import can_shard_integers, has_reduction_options
 from zeroamp.planning.mesh import axis_groups, device_of, expected_shards, local_part, num_shards_of
 from zeroamp.planning.mesh_axes import MeshAxes, is_expert
-from zeroamp.planning.nodes import is_one_node
+from zeroamp.planning.node_layout import is_one_node
 from zeroamp.planning.parameter_uses import has_own_storage_class, quantization_tensors
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.dtypes import INTEGER_BY_NUM_BYTES, short_name

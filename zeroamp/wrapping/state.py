@@ -27,8 +27,8 @@ from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.errors import StepError, WrapError
 from zeroamp.policies.extensions import Extension
-from zeroamp.wrapping.nodes import MeshNodes
 from zeroamp.wrapping.rank_group import RankGroup
+from zeroamp.wrapping.two_levels import MeshNodes
 
 _ATTRIBUTE = "_zeroamp_state"
 _roots: "WeakSet[nn.Module]" = WeakSet()

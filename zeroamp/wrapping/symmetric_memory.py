@@ -15,7 +15,7 @@ from zeroamp.hooks._torch.symmetric_memory import has_symmetric_all_gather, symm
 from zeroamp.planning.mesh import device_of, is_first_rank, shard_size
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Policy
-from zeroamp.wrapping.nodes import MeshNodes
+from zeroamp.wrapping.two_levels import MeshNodes
 
 logger = logging.getLogger("zeroamp")
 

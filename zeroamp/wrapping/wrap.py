@@ -25,8 +25,6 @@ from zeroamp.planning.mesh import (
     start_process_group,
 )
 from zeroamp.planning.mesh_axes import MeshAxes, find_axes, plain_axes, ranks_of_axes
-from zeroamp.planning.mesh_notes import mesh_notes
-from zeroamp.planning.nodes import ranks_per_node
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.batch_sizes import check_batch_sizes
@@ -44,13 +42,13 @@ from zeroamp.wrapping.checks import (
     description_of,
 )
 from zeroamp.wrapping.materialize import cast_buffers, materialize_model
-from zeroamp.wrapping.nodes import nodes_of_mesh
 from zeroamp.wrapping.rank_group import Description, run_alike
 from zeroamp.wrapping.refused_meshes import refuse_combinations
 from zeroamp.wrapping.shard import shard_model
 from zeroamp.wrapping.state import WrapState, record_state, wrap_state
 from zeroamp.wrapping.summary import describe_master_weights, describe_uncast_experts, size_summary
 from zeroamp.wrapping.symmetric_memory import symmetric_gather
+from zeroamp.wrapping.two_levels import nodes_of_mesh
 
 logger = logging.getLogger("zeroamp")
 
@@ -179,8 +177,13 @@ def _log_summary(state: WrapState, name: str, seconds: float) -> None:
     plan, ranks = state.plan, ranks_of_axes(state.axes)
     if warning := describe_uncast_experts(plan, state.root):
         logger.warning("%s", warning)
-    if notes := mesh_notes(plan, ranks, ranks_per_node(plan.policy), state.nodes.why_flat):
-        logger.warning("%s", notes)
+    if state.nodes.why_flat is not None:
+        logger.warning(
+            "Gradients are sent between nodes by all-to-alls in one level, because %s. With g ranks per node, these "
+            "send up to g times the bytes of a ring through each network card. More replicas "
+            '(zeroamp.dp_replicate_size, or a mesh) avoid this. With "ranks_per_node": "off" nothing is logged.',
+            state.nodes.why_flat,
+        )
     if logger.isEnabledFor(logging.INFO):
         logger.info("%s", size_summary(plan, ranks, name=name, seconds=seconds))
 

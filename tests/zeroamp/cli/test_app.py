@@ -387,12 +387,3 @@ def test_help_is_plain_text(arguments):
     assert (code, err) == (0, "")
     assert out.isascii()  # no boxes
     assert "\x1b" not in out
-
-
-def test_check_says_what_many_ranks_make_slow(cfg, net):
-    assert "Sharded over" not in run("check", cfg, "--model", net)[1]
-    assert "Sharded over" not in run("check", cfg, "--model", net, "--world-size", 8)[1]
-    assert "Sharded over" not in run("check", cfg, "--model", net, "--world-size", 16)[1]
-    out = run("check", cfg, "--model", net, "--world-size", 16, "--gpus-per-node", 6)[1]
-    text = " ".join(out.split())  # the terminal's width breaks lines
-    assert "Sharded over 16 ranks: gradients are sent between nodes by all-to-alls in one level" in text

@@ -12,7 +12,7 @@ from tests.selection import slow_but
 from zeroamp.hooks._torch import symmetric_memory as of_torch
 from zeroamp.hooks._torch.fsdp import AllGather, all_gather
 from zeroamp.wrapping import symmetric_memory
-from zeroamp.wrapping.nodes import MeshNodes
+from zeroamp.wrapping.two_levels import MeshNodes
 
 needs_class = pytest.mark.skipif(
     not of_torch.has_symmetric_all_gather(), reason="FSDP2 has no all-gather in symmetric memory before torch 2.13"

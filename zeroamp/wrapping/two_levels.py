@@ -13,7 +13,7 @@ from zeroamp.hooks.collectives.issued import issue
 from zeroamp.hooks.collectives.nodes import Nodes
 from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.planning.mesh import device_of, parts_of_axis
-from zeroamp.planning.nodes import AxisNodes, is_one_node, nodes_of_axis, ranks_per_node
+from zeroamp.planning.node_layout import AxisNodes, is_one_node, nodes_of_axis, ranks_per_node
 from zeroamp.policies.errors import some_of
 from zeroamp.policies.policy import Policy
 

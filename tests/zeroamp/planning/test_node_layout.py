@@ -3,7 +3,7 @@
 import pytest
 
 import zeroamp
-from zeroamp.planning.nodes import nodes_of_axis, ranks_per_node
+from zeroamp.planning.node_layout import nodes_of_axis, ranks_per_node
 
 
 @pytest.mark.parametrize(

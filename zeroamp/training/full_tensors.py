@@ -7,7 +7,7 @@ as `model.named_parameters()` yields it at any time: sharded, or unsharded in th
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from zeroamp.planning.mesh import axis_groups, device_of, local_part, local_slices
 from zeroamp.policies.errors import StepError, describe, some_of
@@ -174,10 +174,6 @@ def _fill(tensor: torch.Tensor, value: torch.Tensor, state: WrapState, method: s
         found, valid = f"of shape {tuple(value.shape)}", f"of the whole shape, {tuple(tensor.shape)}"
         raise StepError(describe(f"{method}(value=)", found, valid, "Pass the whole tensor, on every rank."))
     whole = value.detach().to(device_of(state.mesh), tensor.dtype).contiguous()
-    if not state.axes.is_plain:
-        for group in axis_groups(state.axes.whole):
-            dist.broadcast(whole, group=group, group_src=0)
-        local_part(tensor).copy_(whole[local_slices(tensor)] if isinstance(tensor, DTensor) else whole)
-        return
-    placements = tensor.placements if isinstance(tensor, DTensor) else None
-    local_part(tensor).copy_(local_part(distribute_tensor(whole, state.mesh, placements)))
+    for group in axis_groups(state.axes.whole):
+        dist.broadcast(whole, group=group, group_src=0)
+    local_part(tensor).copy_(whole[local_slices(tensor)] if isinstance(tensor, DTensor) else whole)

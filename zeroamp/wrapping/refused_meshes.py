@@ -118,6 +118,6 @@ def _is_uneven(parameter: DTensor) -> bool:
 
 
 def _is_padded(parameter: DTensor, num_shards: int) -> bool:
-    """Return whether dimension 0 is distributed over an axis, and FSDP2 would shard it too, with padding."""
-    is_twice = any(split_dim(kind) == 0 for kind in parameter.placements)
+    """Return whether dimension 0 is distributed evenly over an axis, and FSDP2 would shard it too, with padding."""
+    is_twice = any(split_dim(kind) == 0 for kind in parameter.placements) and not _is_uneven(parameter)
     return is_twice and bool(parameter.to_local().shape[0] % num_shards)

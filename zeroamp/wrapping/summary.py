@@ -5,9 +5,8 @@ from collections import Counter
 import torch
 from torch import nn
 
-from zeroamp.hooks.tracing.experts import experts_implementation
 from zeroamp.planning.group_dtypes import PER_OP
-from zeroamp.planning.groups import GroupPlan, ParamPlan
+from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.traffic import param_memory
@@ -74,7 +73,7 @@ def describe_master_weights(model: nn.Module, plan: Plan) -> str | None:
     )
 
 
-def describe_uncast_experts(plan: Plan, model: nn.Module) -> str | None:
+def describe_uncast_experts(plan: Plan) -> str | None:
     """Return a warning if autocast leaves MoE experts of more than `UNCAST_FRACTION` of the elements in fp32."""
     trained = [param for param in plan.params if param.is_trainable]
     experts = [
@@ -87,31 +86,11 @@ def describe_uncast_experts(plan: Plan, model: nn.Module) -> str | None:
         return None
     largest = max(experts, key=lambda param: param.numel)
     return (
-        f"{share:.0%} of the trainable elements are 3-D parameters that stay in fp32, such as {largest.fqn}: they are "
-        f"all-gathered and reduced in fp32. {_remedy(largest, plan, model)}"
-    )
-
-
-def _remedy(param: ParamPlan, plan: Plan, model: nn.Module) -> str:
-    low, key = short_name(plan.policy.gather_dtype), 'write "zeroamp": {"autocast_ops": ["grouped_mm"]} in the config'
-    how = experts_implementation(model.get_submodule(param.owner_fqns[0]))
-    if how == "batched_mm":
-        return (
-            "The experts implementation batched_mm copies them in fp32. To use "
-            f'{low}, call model.set_experts_implementation("grouped_mm") and {key}.'
-        )
-    if plan.policy.autocast_ops:
-        return f"{param.fqn} is {param.reason}."
-    if how == "eager":
-        return (
-            f"Autocast casts them at each use: the same bits come from {low} parameters. Add "
-            f'"{param.owner_classes[0]}" to torch_autocast.lower_precision_safe_modules, or set that to "auto".'
-        )
-    if how == "grouped_mm" or "_grouped_mm" in param.reason:
-        return f"Autocast does not cast torch._grouped_mm, which multiplies them. To use {low}, {key}."
-    return (
-        f"If torch._grouped_mm multiplies them, which autocast does not cast, {key}. If autocast casts them, set "
-        '"lower_precision_safe_modules" to "auto".'
+        f"{share:.0%} of the trainable elements are 3-D parameters that stay in fp32, such as {largest.fqn} "
+        f"({largest.reason}): they are all-gathered and reduced in fp32. If torch._grouped_mm multiplies them, write "
+        '"zeroamp": {"autocast_ops": ["grouped_mm"]} in the config; for transformers\' batched_mm, also call '
+        'model.set_experts_implementation("grouped_mm"). If autocast casts them at each use, add '
+        f'"{largest.owner_classes[0]}" to torch_autocast.lower_precision_safe_modules, or set that to "auto".'
     )
 
 

@@ -32,8 +32,8 @@ from zeroamp.policies.errors import WrapError, describe
 from zeroamp.policies.extensions import Extension, extensions_of
 from zeroamp.policies.policy import Policy, refuse_other_than_policy
 from zeroamp.wrapping.attach import attach_hooks
-from zeroamp.wrapping.broadcast import broadcast_module_states
 from zeroamp.wrapping.checks import (
+    broadcast_module_states,
     check_all_gather,
     check_device,
     check_integers,
@@ -175,7 +175,7 @@ def wrap_model(
 
 def _log_summary(state: WrapState, name: str, seconds: float) -> None:
     plan, ranks = state.plan, ranks_of_axes(state.axes)
-    if warning := describe_uncast_experts(plan, state.root):
+    if warning := describe_uncast_experts(plan):
         logger.warning("%s", warning)
     if state.nodes.why_flat is not None:
         logger.warning(

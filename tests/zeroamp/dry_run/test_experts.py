@@ -67,7 +67,7 @@ def test_experts_that_stay_in_fp32_under_autocast_are_warned_of():
 
 
 def _warning(model, **options):
-    return describe_uncast_experts(build_plan(model, policy(config(3, **options))), model)
+    return describe_uncast_experts(build_plan(model, policy(config(3, **options))))
 
 
 @pytest.mark.parametrize(

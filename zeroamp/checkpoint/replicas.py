@@ -87,17 +87,13 @@ def checksum(tensor: torch.Tensor, *, chunk: int = _CHUNK) -> torch.Tensor:
 def refuse_different_replicas(own: list[ShardSums], ranks: RankGroup) -> None:
     """Raise CheckpointError if two ranks that hold the same shard have different checksums of it. All ranks call this.
 
-    The ranks compare one digest per shard. They send each other the checksums only if digests differ.
-
     Args:
         own: the result of `checksums` on this rank.
         ranks: all ranks of the model.
     """
-    if own and not ranks.are_equal({(each.axes, each.number): each.sums for each in own}):
-        _refuse_differing(ranks.run(lambda: own), ranks)
-
-
-def _refuse_differing(of_ranks: list[list[ShardSums]], ranks: RankGroup) -> None:
+    if not own:
+        return
+    of_ranks = ranks.run(lambda: own)
     by_shard: dict[tuple[str, tuple[str, ...], int], dict[int, int]] = {}  # -> rank -> checksum
     for rank, found in zip(ranks.ranks, of_ranks, strict=True):
         for each in found:

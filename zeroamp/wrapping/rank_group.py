@@ -6,7 +6,6 @@ reports on a gloo group of its own.
 """
 
 import hashlib
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -29,11 +28,7 @@ R = TypeVar("R")
 Description = Mapping[str, str]
 """Name -> value, which must be equal on all ranks and in the same order. Errors read "<name> is <value> on rank 0"."""
 Use = Literal["saving", "signals"]
-_USES: dict[Use, str] = {
-    "saving": "save or load",
-    "signals": "agree on what is reported of the run (RunReport, monitors, profile) and on signals",
-}
-"""What ranks use such a group for, as text for errors: "ranks that ..."."""
+"""What a group is for: saves and loads, or reports (RunReport, monitors, profile) and signals of the main thread."""
 _NUM_NAMED = 4  # differences that an error names; others often follow from the first ones
 _LONGEST = 160  # characters of a value in an error
 _shared: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], RankGroup]]" = WeakKeyDictionary()
@@ -116,16 +111,6 @@ class RankGroup:
         results = self.run(action)
         return self.on_first(lambda: combine(results))
 
-    def are_equal(self, values: Mapping[Any, object]) -> bool:
-        """Return whether ranks that pass a value for the same key pass the same value. All ranks call this.
-
-        The ranks exchange digests of the values.
-        """
-        digests = {key: _digest(pickle.dumps(value)) for key, value in values.items()}
-        found: dict[Any, int] = {}
-        of_ranks = self.run(lambda: digests)
-        return all(found.setdefault(key, own) == own for of_rank in of_ranks for key, own in of_rank.items())
-
     def any(self, value: bool) -> bool:
         """Return whether `value` is true on any rank. All ranks call this."""
         return any(self.run(lambda: value))
@@ -143,8 +128,8 @@ class RankGroup:
         except RuntimeError as lost:
             texts = [str(lost).strip()] if outcome.text is None else [outcome.text, str(lost).strip()]
             raise CheckpointError(
-                f"An exchange between the {self.num_ranks} ranks that {_USES[self._use]} failed on rank "
-                f"{dist.get_rank()}: {'; '.join(texts)}. A rank is lost, or did not answer within the process group's "
+                f"An exchange between the {self.num_ranks} ranks for {self._use} failed on rank {dist.get_rank()}: "
+                f"{'; '.join(texts)}. A rank is lost, or did not answer within the process group's "
                 "timeout. Read the output of the other ranks, and restart from the last checkpoint."
             ) from error or lost
         return outcomes

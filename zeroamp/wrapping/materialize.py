@@ -66,10 +66,13 @@ def _initialize(module: nn.Module, fqn: str, initializers: list[Callable[[], obj
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         module._parameters[name] = nn.Parameter(full, requires_grad=parameter.requires_grad)
     try:
-        missed = _run_first_that_covers(module, initializers, device)
-        if missed is not None:
+        unset = next((name for name, _ in _own_tensors(module)), None)
+        for initializer in initializers:
+            if (unset := _first_unset(module, initializer, device)) is None:
+                break
+        if unset is not None:
             raise WrapError(
-                f"{f'{fqn}.{missed}' if fqn else missed} is on the meta device, and "
+                f"{f'{fqn}.{unset}' if fqn else unset} is on the meta device, and "
                 f"{type(module).__name__.removeprefix('FSDP')} does not initialise it. Give the class a "
                 "reset_parameters() that sets it, or build the model off the meta device."
             )
@@ -77,18 +80,6 @@ def _initialize(module: nn.Module, fqn: str, initializers: list[Callable[[], obj
             _copy_shard(parameter, module.get_parameter(name))
     finally:
         module._parameters.update(sharded)
-
-
-def _run_first_that_covers(
-    module: nn.Module, initializers: list[Callable[[], object]], device: torch.device
-) -> str | None:
-    """Run the initialisers in turn until one sets all own tensors. Return the name of an unset tensor, or None."""
-    missed = next((name for name, _ in _own_tensors(module)), None)
-    for initializer in initializers:
-        missed = _first_unset(module, initializer, device)
-        if missed is None:
-            break
-    return missed
 
 
 def _first_unset(module: nn.Module, initializer: Callable[[], object], device: torch.device) -> str | None:

@@ -36,9 +36,9 @@ from zeroamp.policies.accumulation import sharded_accumulation
 from zeroamp.policies.extensions import Extension
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, resolve_safe_classes
 from zeroamp.wrapping.collectives import attach_collectives
-from zeroamp.wrapping.prefetch import attach_prefetch
 from zeroamp.wrapping.quantized import keep_packing
 from zeroamp.wrapping.refused_calls import refuse_calls
+from zeroamp.wrapping.shard import attach_prefetch
 from zeroamp.wrapping.state import WrapState
 
 

@@ -1,0 +1,80 @@
+"""Extensions: what a config key adds from a package outside of the core, loaded only if the key is on."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import zeroamp
+from tests.measuring.sources import ROOT
+from zeroamp import policy_from_config
+from zeroamp.policies.extensions import Extension, extensions_of, load
+
+PLAIN = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+KEYS = {
+    "zeroamp.reproducible": ({"zeroamp": {"reproducible": True}}, "zeroamp.reproducible.extension"),
+    "zeroamp.param_gather_dtype": ({"zeroamp": {"param_gather_dtype": "float8_e4m3fn"}}, "zeroamp.float8.extension"),
+    "csv_monitor": ({"csv_monitor": {"enabled": True, "output_path": "runs"}}, "zeroamp.reporting.monitors"),
+}
+
+CHECK = """
+import sys
+from zeroamp import policy_from_config
+
+outside = ("zeroamp.reproducible", "zeroamp.float8", "zeroamp.optimizers", "zeroamp.reporting")
+policy_from_config({config!r})
+print([name for name in outside if name in sys.modules])
+"""
+
+
+def test_a_config_without_such_keys_has_none():
+    assert extensions_of(policy_from_config(PLAIN), nn.Linear(2, 2)) == ()
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_that_is_on_has_its_extension(key):
+    config, module = KEYS[key]
+    (extension,) = extensions_of(policy_from_config(PLAIN | config))
+    assert isinstance(extension, Extension)
+    assert type(extension).__module__ == module
+    assert zeroamp.EXTENSIONS[key] == f"{module}:{type(extension).__name__}"
+
+
+def test_keys_of_one_extension_make_it_once():
+    config = PLAIN | KEYS["csv_monitor"][0] | {"wall_clock_breakdown": True}
+    assert len(extensions_of(policy_from_config(config))) == 1
+
+
+def test_a_class_of_parameters_has_its_extension_without_a_key():
+    class WeightWithDynamicFloat8CastTensor(nn.Parameter):
+        pass
+
+    model = nn.Linear(2, 2)
+    model.weight = WeightWithDynamicFloat8CastTensor(torch.zeros(2, 2))
+    (extension,) = extensions_of(policy_from_config(PLAIN), model)
+    assert type(extension).__module__ == "zeroamp.float8.extension"
+
+
+def test_all_names_of_the_table_can_be_loaded():
+    assert all(callable(load(key)) for key in zeroamp.EXTENSIONS)
+
+
+def test_extensions_have_the_methods_of_the_base_class_only():
+    """A misspelt method would never be called."""
+    methods = {name for name, _ in inspect.getmembers(Extension, inspect.isfunction)}
+    for key in KEYS:
+        own = {name for name, value in vars(load(key)).items() if inspect.isfunction(value)}
+        assert own - {"__init__"} <= methods
+
+
+@pytest.mark.parametrize("key", [None, "zeroamp.reproducible"])
+def test_a_package_is_imported_only_if_its_key_is_on(key):
+    config = PLAIN if key is None else PLAIN | KEYS[key][0]
+    command = [sys.executable, "-c", CHECK.format(config=config)]
+    result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    assert ("zeroamp.reproducible" in result.stdout) is (key is not None)
+    assert "zeroamp.float8" not in result.stdout
+    assert "zeroamp.reporting" not in result.stdout

@@ -6,13 +6,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeroamp.optimizers.kinds import is_of_bitsandbytes
 from zeroamp.planning.mesh import replicate_size, shard_size
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import ConfigError, StepError, WrapError
 from zeroamp.policies.policy import Policy
 from zeroamp.reproducible.order import micro_batch_order
-from zeroamp.training.optimizer_kinds import ELEMENTWISE, is_of_bitsandbytes
+from zeroamp.training.optimizer_kinds import ELEMENTWISE
 
 _WHY = "With zeroamp.reproducible, gradients are added as a binary tree over all micro-batches"
 

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.hooks._torch.optimizer import guarded, has_own_step, has_step_hooks, takes_found_inf
 from zeroamp.planning.mesh import num_shards_of
 from zeroamp.policies.extensions import load
-from zeroamp.training.optimizer_kinds import is_guarded_by_the_device, kind_of, resolve_overrides
+from zeroamp.training.optimizer_kinds import is_guarded_by_the_device, kind_of
 from zeroamp.training.prepared_shards import PreparedShards, is_sharded_like
 from zeroamp.wrapping.state import WrapState
 
@@ -66,7 +66,8 @@ class OptimizerUpdate:
         self.drop()
         self._shards = None
         if works_on_shards(self.optimizer, on_shards=self._on_shards):
-            resolve_overrides(self.optimizer)
+            if self._on_shards:
+                load("TrainStep.resolve_overrides")(self.optimizer)
             self._shards = PreparedShards(self.optimizer, as_parameters=self._on_shards)
             self._shards.take_gradients()
 

@@ -5,9 +5,9 @@ import inspect
 import pytest
 import torch
 
-from zeroamp.training.optimizer_kinds import WHOLE_PARAMETERS
+from zeroamp.optimizers.kinds import WHOLE_PARAMETERS
 
-KINDS = "zeroamp/training/optimizer_kinds.py"
+KINDS = "zeroamp/optimizers/kinds.py"
 
 
 def _parameter():

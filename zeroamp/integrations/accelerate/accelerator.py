@@ -37,11 +37,11 @@ from zeroamp.integrations.accelerate.arguments import (
 )
 from zeroamp.integrations.accelerate.optimizer import ZeroampOptimizer
 from zeroamp.integrations.data_ranks import refuse_shared_samples
+from zeroamp.optimizers.kinds import is_of_bitsandbytes
 from zeroamp.optimizers.schedulers import CurveLR
 from zeroamp.planning.mesh import local_part
 from zeroamp.policies.errors import CheckpointError, ConfigError, StepError
 from zeroamp.policies.policy import Policy
-from zeroamp.training.optimizer_kinds import is_of_bitsandbytes
 from zeroamp.training.parameters_before import ParametersBefore
 from zeroamp.training.step import TrainStep
 from zeroamp.training.step_report import StepReport

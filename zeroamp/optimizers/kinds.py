@@ -1,0 +1,122 @@
+"""How optimizers are updated that are not torch's element-wise ones: Muon, Adafactor, those of bitsandbytes and others.
+
+docs/optimizers.md has a table of optimizers.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from zeroamp.hooks._torch.optimizer import has_own_step
+from zeroamp.planning.mesh import num_shards_of
+from zeroamp.policies.errors import StepError
+from zeroamp.training.optimizer_kinds import Kind, full_name
+
+WHOLE_PARAMETERS = (
+    "torch.optim.Adafactor",
+    "torch.optim._adafactor.Adafactor",  # where torch does not set the public module's name
+    "transformers.optimization.Adafactor",
+)
+"""Optimizers that need the rows and columns of whole matrices, or the root mean square of a whole parameter."""
+
+_INSTEAD = (
+    "Use torchao.optim.AdamW8bit or AdamW4bit, whose state is small too, torch.optim.Muon for matrices, or "
+    '"zero_optimization": {"stage": 0}, where every rank holds whole parameters. docs/optimizers.md has a table.'
+)
+
+
+def kind_of_other(optimizer: torch.optim.Optimizer) -> Kind:
+    """Return how an optimizer is updated that is not one of torch's element-wise ones."""
+    if _is_one_of(optimizer, WHOLE_PARAMETERS):
+        return "shards"
+    if type(optimizer) is torch.optim.Muon and not has_own_step(optimizer):
+        return "muon"
+    return "DTensors"
+
+
+def resolve_overrides(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer of bitsandbytes find the parameters that its `GlobalOptimManager` has other settings for.
+
+    In its first step it would search its param groups for them by identity, but the groups then hold shards. So call
+    this while the groups hold the model's parameters. bitsandbytes stores the settings by position in the groups.
+    """
+    if isinstance(optimizer, _Overridable) and not optimizer.initialized:
+        optimizer.check_overrides()
+        optimizer.mng.register_parameters(optimizer.param_groups)
+
+
+@runtime_checkable
+class _Overridable(Protocol):
+    """The interface of bitsandbytes' optimizers that `resolve_overrides` uses."""
+
+    initialized: bool
+    mng: Any
+    param_groups: list[dict[str, Any]]
+
+    def check_overrides(self) -> None: ...
+
+
+def refuse_other(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> None:
+    """Raise StepError for an optimizer that would fail on sharded parameters, or update them wrongly.
+
+    Also for settings of an optimizer that have no effect on parameters stored in fp32.
+    """
+    name = f"TrainStep was given {full_name(optimizer)}"
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise StepError(
+            f"{name}, which takes sparse gradients only. Gradients of sharded parameters are dense: use torch.optim."
+            "AdamW."
+        )
+    if on_shards and isinstance(optimizer, torch.optim.Muon):
+        raise StepError(
+            f"{name} with on_shards=True, but it needs whole matrices. Leave on_shards out: TrainStep gathers each "
+            "matrix on one rank. With several optimizers, pass a list of one bool each, False for Muon."
+        )
+    if is_of_bitsandbytes(optimizer) and not on_shards:
+        raise StepError(
+            f"{name}, whose kernels take plain tensors. Pass TrainStep(model, optimizer, on_shards=True): it then "
+            "updates this rank's shards, and quantizes its state in blocks of them."
+        )
+    has_norms = is_of_bitsandbytes(optimizer) and _has_norms_of_updates(optimizer)
+    needs_whole = has_norms or _is_one_of(optimizer, WHOLE_PARAMETERS)
+    if needs_whole and (ranks := _most_shards(optimizer)) > 1:
+        raise StepError(
+            f"{name}, which needs statistics of whole parameters, but each rank holds a shard only, one of {ranks}. "
+            f"{_INSTEAD}"
+        )
+    _refuse_low_storage(optimizer, name)
+
+
+def _refuse_low_storage(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Refuse settings for parameters stored in bf16: `TrainStep` trains parameters that are stored in fp32."""
+    if getattr(optimizer, "bf16_stochastic_round", False):
+        setting = "bf16_stochastic_round=True"
+    elif any(group.get("kahan_sum") is True for group in optimizer.param_groups):
+        setting = "kahan_sum=True"
+    else:
+        return
+    raise StepError(
+        f"{name} with {setting}, which is for parameters stored in bf16. Trainable parameters are stored in fp32 here, "
+        "where the setting has no effect. Leave it out."
+    )
+
+
+def is_of_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is one of bitsandbytes. `TrainStep` takes these only with `on_shards=True`."""
+    return any(cls.__module__.startswith("bitsandbytes.") for cls in type(optimizer).__mro__)
+
+
+def _has_norms_of_updates(optimizer: Any) -> bool:
+    """Return whether an optimizer of bitsandbytes scales updates by norms of whole parameters, as LAMB and LARS do."""
+    return bool(getattr(getattr(optimizer, "args", None), "max_unorm", 0.0) > 0.0)
+
+
+def _most_shards(optimizer: torch.optim.Optimizer) -> int:
+    return max(
+        (num_shards_of(parameter) for group in optimizer.param_groups for parameter in group["params"]), default=1
+    )
+
+
+def _is_one_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> bool:
+    return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(optimizer).__mro__)

@@ -27,7 +27,7 @@ class LanguageModel(nn.Module):
 dist.init_process_group()
 log = print if dist.get_rank() == 0 else lambda *_: None
 if torch.cuda.is_available():
-    torch.cuda.set_device(dist.get_node_local_rank())
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
 torch.manual_seed(0)  # the same weights on every rank
 model = zeroamp.wrap_model(LanguageModel(), zeroamp.policy_from_config(CONFIG))
 train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-3))  # the optimizer after wrapping
@@ -35,6 +35,6 @@ log(zeroamp.explain(model))  # which dtype is used where
 torch.manual_seed(1 + dist.get_rank())  # other data on every rank
 for _ in range(20):
     train.backward(model(torch.randint(0, 256, (8, 32))))  # the forward is under torch.autocast, entered by a hook
-    report = train.step()
-    log(f"step {report.step}: loss {report.loss:.3f}, gradient norm {report.grad_norm:.3f}")
+    if report := train.step():  # None before the last micro-batch of an optimizer step
+        log(f"step {report.step}: loss {report.loss:.3f}, gradient norm {report.grad_norm:.3f}")
 dist.destroy_process_group()

@@ -52,7 +52,7 @@ def load_checkpoint(
     load_lr_scheduler_states: bool = True,
     missing_ok: bool = False,
     extra_rank: int | None = None,
-) -> Any:
+) -> dict[str, Any] | None:
     """Load a checkpoint of `save_checkpoint`, and return this rank's `extra`. All ranks call it.
 
     Stage, number of ranks, mesh, groups and communication dtypes may differ from those of the save: tensors are
@@ -172,7 +172,7 @@ class _Load:
         self.has_optimizer = self.has_scheduler = True
         """Whether to load the state of the optimizer, and that of the scheduler."""
         self.is_same_size = manifest.world_size == ranks.num_ranks
-        self.extra: Any = None
+        self.extra: dict[str, Any] | None = None
         self.tensors: dict[str, torch.Tensor] = {}
         self.values: dict[str, Any] = {}
         self.own: dict[str, Any] = {}

@@ -12,7 +12,7 @@ must be equal on all ranks, the ranks exchange digests, and the values only if d
 import io
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -53,7 +53,7 @@ def save_checkpoint(
     train: TrainStep,
     *,
     step: int | None = None,
-    extra: Any = None,
+    extra: Mapping[str, Any] | None = None,
     async_: Literal[False] = False,
     keep: int | None = None,
     exclude_frozen_parameters: bool = False,
@@ -67,7 +67,7 @@ def save_checkpoint(
     train: TrainStep,
     *,
     step: int | None = None,
-    extra: Any = None,
+    extra: Mapping[str, Any] | None = None,
     async_: bool,
     keep: int | None = None,
     exclude_frozen_parameters: bool = False,
@@ -80,7 +80,7 @@ def save_checkpoint(
     train: TrainStep,
     *,
     step: int | None = None,
-    extra: Any = None,
+    extra: Mapping[str, Any] | None = None,
     async_: bool = False,
     keep: int | None = None,
     exclude_frozen_parameters: bool = False,
@@ -96,7 +96,7 @@ def save_checkpoint(
         model: a model that `wrap_model` returned.
         train: the model's `TrainStep`, between two optimizer steps.
         step: number in the checkpoint's name; `train.num_steps` by default.
-        extra: values of this rank, such as the position in the data: tensors, numbers, strings, and containers of them.
+        extra: a dict of this rank, such as the position in the data: tensors, numbers, strings, and containers of them.
         async_: copy the state to CPU memory, return, and write while training continues. A second save waits for the
             first. If the save fails, `TrainStep.step` raises the error, on all ranks in the same step.
         keep: how many checkpoints of this run to retain, this one included. Older ones are removed once this one is on

@@ -156,6 +156,8 @@ def _load_ours(engine: "DeepSpeedEngine", path: Path, parts: Parts) -> dict[str,
         load_lr_scheduler_states=parts.scheduler and engine.lr_scheduler is not None,
         extra_rank=0,
     )
+    if extra is None:
+        raise AssertionError(f"expected client_state in {path}, which engine.save_checkpoint wrote")
     if parts.counts:
         counts = extra["counts"]
         engine.global_steps, engine.global_samples = counts["steps"], counts["samples"]

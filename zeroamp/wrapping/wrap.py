@@ -2,7 +2,7 @@
 
 import logging
 import time
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -52,9 +52,11 @@ from zeroamp.wrapping.two_levels import nodes_of_mesh
 
 logger = logging.getLogger("zeroamp")
 
+M = TypeVar("M", bound=nn.Module)
+
 
 def wrap_model(
-    model: nn.Module,
+    model: M,
     policy: Policy,
     mesh: DeviceMesh | None = None,
     auto_wrap_policy: AutoWrapPolicy = None,
@@ -62,7 +64,7 @@ def wrap_model(
     ignored_params: set[nn.Parameter] | None = None,
     *,
     materialize: bool = True,
-) -> FSDPModule:
+) -> M:
     """Shard `model` in place with FSDP2 according to `policy`. Return the same object, now an `FSDPModule`.
 
     All ranks call this. Build the optimizer after this call, because the parameters become sharded DTensors. The first
@@ -170,7 +172,7 @@ def wrap_model(
     record_state(model, state)
     if is_first_rank(axes.whole):
         _log_summary(state, name, time.perf_counter() - begin)
-    return cast(FSDPModule, model)
+    return model
 
 
 def _log_summary(state: WrapState, name: str, seconds: float) -> None:

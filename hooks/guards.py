@@ -27,7 +27,7 @@ def attach_safe_module_guard(module: nn.Module, fqn: str, device_type: str) -> R
                 "low precision. Outside of the model's forward, call it under train.autocast(), or in a method of the "
                 'model that is registered: zeroamp.register_forward_method(model, "generate"), for example. If the '
                 "model switches autocast off, leave its class out of torch_autocast.lower_precision_safe_modules, or "
-                "set gather fp32 for it in zeroamp.overrides: its parameters then stay fp32."
+                "set param fp32 for it in zeroamp.overrides: its parameters then stay fp32."
             )
 
     return module.register_forward_pre_hook(check)

@@ -20,7 +20,7 @@ _FP16_ALL_REDUCE = "an all-reduce of fp16 may overflow, because it divides after
 def check_policy(policy: "Policy") -> None:
     """Raise ConfigError if values of a policy contradict each other."""
     _check_communication("communication_data_type", policy.communication_data_type, policy)
-    if policy.stage == 0 and policy.reduce_accumulate_dtype == "native" and policy.wire_dtype == torch.float16:
+    if policy.stage == 0 and policy.reduce_accumulate_dtype == "native" and policy.communication_dtype == torch.float16:
         raise ConfigError(
             'zeroamp.reduce_accumulate_dtype must be "fp32" at stage 0 with communication in fp16, but is "native". '
             f"Change it, or set communication_data_type to fp32 or bf16: {_FP16_ALL_REDUCE}"
@@ -44,7 +44,7 @@ def check_policy(policy: "Policy") -> None:
         )
     if reason := refusal(policy.low_dtype, policy.grad_accum_dtype):
         raise ConfigError(
-            f'data_types.grad_accum_dtype must be "fp32" or "bf16" with compute in {short_name(policy.gather_dtype)}, '
+            f'data_types.grad_accum_dtype must be "fp32" or "bf16" with compute in {short_name(policy.param_dtype)}, '
             f'but is "{short_name(policy.grad_accum_dtype)}": {reason}. Change one of the two.'
         )
 
@@ -73,8 +73,8 @@ def _check_override(where: str, override: OverrideBlock, policy: "Policy") -> No
             "or class names."
         )
     if not override.settings():
-        raise ConfigError(f"{where} sets no dtype. Add compute, gather or communication, or remove the item.")
-    for name, asked in (("compute", override.compute), ("gather", override.gather)):
+        raise ConfigError(f"{where} sets no dtype. Add compute, param or communication, or remove the item.")
+    for name, asked in (("compute", override.compute), ("param", override.param)):
         if asked in (None, torch.float32, policy.low_dtype):
             continue
         low = "" if policy.low_dtype is None else f' or "{short_name(policy.low_dtype)}"'
@@ -84,10 +84,10 @@ def _check_override(where: str, override: OverrideBlock, policy: "Policy") -> No
         raise ConfigError(
             f'{where}.{name} must be "fp32"{low} in mode {policy.mode}, but is "{short_name(asked)}". {remedy}'
         )
-    if override.compute is not None and override.gather not in (None, override.compute):
+    if override.compute is not None and override.param not in (None, override.compute):
         raise ConfigError(
-            f'{where}.gather must be "{short_name(override.compute)}", as compute is, but is '
-            f'"{short_name(override.gather)}". Remove one of them. Without compute, the modules compute in the '
+            f'{where}.param must be "{short_name(override.compute)}", as compute is, but is '
+            f'"{short_name(override.param)}". Remove one of them. Without compute, the modules compute in the '
             "precision of the mode."
         )
     _check_communication(f"{where}.communication", override.communication, policy)

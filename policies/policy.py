@@ -221,22 +221,22 @@ class Policy:
         return self.config.torch_autocast.lower_precision_safe_modules or ()
 
     @property
-    def gather_dtype(self) -> torch.dtype:
+    def param_dtype(self) -> torch.dtype:
         """FSDP2's `param_dtype` of low-precision parameters, the dtype of their all-gather (fp32 in mode "fp32")."""
         return self.low_dtype or torch.float32
 
     @property
-    def wire_dtype(self) -> torch.dtype:
+    def communication_dtype(self) -> torch.dtype:
         """Communication dtype of the gradients of low-precision parameters; in mode "fp32", of all parameters.
 
         At stage 0 it is used only with `reduce_accumulate_dtype` "native". Otherwise stage 0 communicates in fp32.
         """
-        return self.communication_data_type or self.gather_dtype
+        return self.communication_data_type or self.param_dtype
 
     @property
     def export_dtype(self) -> torch.dtype:
         """Dtype in which `zeroamp.export_hf` writes parameters if its caller passes none."""
-        return self.gather_dtype if self.gather_16bit_weights_on_save else torch.float32
+        return self.param_dtype if self.gather_16bit_weights_on_save else torch.float32
 
     @property
     def loss_scale(self) -> LossScale:

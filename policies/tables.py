@@ -8,7 +8,7 @@ import math
 import re
 import shutil
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from tabulate import tabulate
@@ -65,7 +65,6 @@ def render(
     style: TableStyle = "simple",
     *,
     names: Collection[str] = (),
-    headers: Mapping[str, str] | None = None,
     width: int | None = None,
 ) -> str:
     """Return a table with the rows' keys as its header, and underscores of keys as spaces.
@@ -77,12 +76,11 @@ def render(
         rows: dicts with equal keys.
         style: see `TableStyle`. Markdown is not narrowed.
         names: keys that are names, such as the FQN of a module. Their headers are the keys, unchanged.
-        headers: key -> its header, if not the key.
         width: characters of a line of text. None stands for `terminal_width()`.
     """
     if not rows:
         return ""
-    heads = [key if key in names else (headers or {}).get(key, key).replace("_", " ") for key in rows[0]]
+    heads = [key if key in names else key.replace("_", " ") for key in rows[0]]
     columns = [(head, *_texts([row[key] for row in rows])) for head, key in zip(heads, rows[0], strict=True)]
     if style == "github":
         cells = [column[1:] for column in columns]

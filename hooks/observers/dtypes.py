@@ -18,7 +18,7 @@ from zeroamp.policies.dtypes import short_name
 
 
 class Observations:
-    """The dtypes that were seen, by parameter and by boundary: the key of a column of the ledger, such as "gather"."""
+    """The dtypes that were seen, by parameter and by boundary: the key of a column of the ledger, such as "param"."""
 
     def __init__(self) -> None:
         self.seen: dict[str, dict[str, dict[str, str]]] = {}
@@ -124,7 +124,7 @@ class UnitObserver:
         if isinstance(parameter, DTensor):
             return  # sharded
         values = values_of(parameter)
-        self._observations.see(fqn, "gather", values.dtype, f"the forward of {unit}")
+        self._observations.see(fqn, "param", values.dtype, f"the forward of {unit}")
         self._ops.follow(fqn, values)
         if parameter.requires_grad and parameter not in self._watched:
             self._watched[parameter] = self._watch_gradient(fqn, parameter)

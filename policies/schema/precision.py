@@ -115,7 +115,7 @@ class OverrideBlock(Block):
             "all-gathered in fp32. The config's low dtype: the parameters are all-gathered in it, whatever their class"
         ),
     ] = None
-    gather: Annotated[
+    param: Annotated[
         Dtype | None,
         Honoured("dtype of the all-gather, fp32 or the config's low dtype. Does not change the compute dtype"),
     ] = None
@@ -123,5 +123,5 @@ class OverrideBlock(Block):
 
     def settings(self) -> str:
         """Return the dtypes that are given: "compute fp32, communication bf16"."""
-        given = {name: getattr(self, name) for name in ("compute", "gather", "communication")}
+        given = {name: getattr(self, name) for name in ("compute", "param", "communication")}
         return ", ".join(f"{name} {short_name(dtype)}" for name, dtype in given.items() if dtype is not None)

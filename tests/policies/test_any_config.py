@@ -18,7 +18,7 @@ POOL = [
     True, False, None, 0, 1, 2, 3, 4, 16, 1000, 100_000, 5e8, 0.5, 1.0, 0.0, 256.0, -1, float("nan"), float("inf"),
     "auto", "fp32", "bf16", "fp16", "half", "int8", "cpu", "none", "nvme", "mean", "sum", "native", "Warn", "text", "",
     [], ["Linear"], ["torch.nn.Linear"], [1], {}, {"enabled": False}, {"enabled": True}, "Linear",
-    [{"modules": ["head"], "compute": "fp32"}], [{"modules": ["norm"], "gather": "bf16", "communication": "bf16"}],
+    [{"modules": ["head"], "compute": "fp32"}], [{"modules": ["norm"], "param": "bf16", "communication": "bf16"}],
     [{"modules": ["head"], "compute": "fp16"}, {"modules": ["*"], "communication": "fp32"}], [{"modules": []}],
     [{"modules": ["head"]}], [{"modules": ["head"], "compute": 1}], [{"modules": ["head"], "fast": True}],
 ]  # fmt: skip

@@ -135,7 +135,7 @@ class EngineConfig:
     @property
     def communication_data_type(self) -> torch.dtype:
         """The dtype in which gradients of low-precision parameters are sent."""
-        return self.policy.wire_dtype
+        return self.policy.communication_dtype
 
     # Step
 

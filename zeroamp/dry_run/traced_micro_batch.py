@@ -100,7 +100,7 @@ def trace_micro_batch(
             with recorder, casting(plan.policy.autocast_ops):  # in recomputation, too
                 with ExitStack() as autocast:
                     if plan.policy.mode == "autocast":
-                        autocast.enter_context(torch.autocast(device_type, dtype=plan.policy.gather_dtype))
+                        autocast.enter_context(torch.autocast(device_type, dtype=plan.policy.param_dtype))
                     output = model(*args, **kwargs)
                 loss = loss_of(output, loss_fn, where=type(model).__name__, error=ConfigError)
                 del output

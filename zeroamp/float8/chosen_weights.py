@@ -43,10 +43,10 @@ def with_float8(
             yield precision
             continue
         found = True
-        compute: Compute = "as gathered" if is_of_torchao(use.parameter) else precision.compute
+        compute: Compute = "as param" if is_of_torchao(use.parameter) else precision.compute
         yield replace(
             precision,
-            gather=policy.param_gather_dtype,
+            param=policy.param_gather_dtype,
             compute=compute,
             reason=f"{precision.reason}; Linear weight: {KEY}",
         )
@@ -80,7 +80,7 @@ def _is_chosen(use: ParameterUses, overrides: Overrides, precision: Precision) -
     if not precision.is_low or stored_dtype(use.parameter) != torch.float32:
         return False
     asked = [override.asked for fqn in use.fqns if (override := overrides.of(fqn)) is not None]
-    if any(each.gather is not None or each.compute is not None for each in asked):
+    if any(each.param is not None or each.compute is not None for each in asked):
         return is_of_torchao(use.parameter)
     owners = use.named_owners()
     return is_of_torchao(use.parameter) or all(name == "weight" and computes_as_linear(owner) for owner, name in owners)

@@ -9,7 +9,6 @@ from torch import nn
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.ledger.rows import (
     DTYPE_COLUMNS,
-    HEADERS,
     PER_RANK,
     PER_STEP,
     SHARD_DIM,
@@ -91,11 +90,11 @@ class Ledger:
         """
         return [
             {
-                "all-gathered in": row["gather"],
-                "reduced in": row["wire"],
+                "all-gathered in": row["param"],
+                "reduced in": row["communication"],
                 "params": row["params"],
                 "elements": row["elements"],
-                "GB per all-gather": gb(row["bytes_per_gather"]),
+                "GB per all-gather": gb(row["bytes_per_all_gather"]),
                 "GB all-gathered per step": gb(row[PER_STEP[0]]),
                 "GB reduced per step": gb(row[PER_STEP[1]]),
             }
@@ -244,7 +243,7 @@ _UNITS: dict[str, tuple[str, Callable[[int], float | None]]] = {
 
 
 def _render(rows: list[Row], style: TableStyle = "simple") -> str:
-    return render([_in_units(row) for row in rows], style, headers=HEADERS)
+    return render([_in_units(row) for row in rows], style)
 
 
 def _in_units(row: Row) -> Row:
@@ -280,7 +279,7 @@ def explain(model: nn.Module) -> Ledger:
         >>> policy = zeroamp.policy_from_config({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
         >>> model = zeroamp.wrap_model(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), policy)
         >>> ledger = zeroamp.explain(model)
-        >>> {row["parameter"]: row["gather"] for row in ledger.parameter_rows()}
+        >>> {row["parameter"]: row["param"] for row in ledger.parameter_rows()}
         {'0.weight': 'bf16', '0.bias': 'bf16', '1.weight': 'fp32', '1.bias': 'fp32'}
         >>> seen = ledger.verify(model, torch.ones(4, 8), loss_fn=lambda output: output.float().sum())
         >>> seen.is_traffic_as_planned

@@ -33,7 +33,7 @@ class ObservedStep:
         self._scaler = LossScaler(policy.loss_scale, state.mesh.device_type, enabled=is_float16)
         for parameter in self._micro_batches.parameters:
             observations.seen.setdefault(self._names[id(parameter)], {})
-            self._see(parameter, "storage", parameter.dtype, "the shard")
+            self._see(parameter, "stored", parameter.dtype, "the shard")
 
     def _see(self, parameter: nn.Parameter, boundary: str, dtype: torch.dtype, where: str) -> None:
         self._observations.see(self._names[id(parameter)], boundary, dtype, where)

@@ -17,15 +17,9 @@ from zeroamp.planning.plan import Plan
 from zeroamp.planning.traffic import REPLICATED_BYTES, param_memory, plan_traffic, step_collectives
 from zeroamp.policies.dtypes import short_name
 
-KEYS = {"stored": "storage", "param": "gather", "communication": "wire"}
-"""Field of `ParamDtypes` -> key in rows, where they differ: readers of `Ledger.to_dict` rely on the keys."""
-DTYPE_COLUMNS = tuple(KEYS.get(column.name, column.name) for column in fields(ParamDtypes))
-HEADERS = {
-    **{key: name for name, key in KEYS.items()},
-}
-"""Key -> printed header, where they differ."""
-PER_STEP = ("gathered_bytes_per_step", "reduced_bytes_per_step")
-PER_RANK = ("storage_bytes_per_rank", "gathered_bytes_per_rank", "gradient_bytes_per_rank")
+DTYPE_COLUMNS = tuple(column.name for column in fields(ParamDtypes))
+PER_STEP = ("all_gathered_bytes_per_step", "reduced_bytes_per_step")
+PER_RANK = ("stored_bytes_per_rank", "unsharded_bytes_per_rank", "gradient_bytes_per_rank")
 
 SHARD_DIMS = "shard_dims"
 """Key of group rows: the dimensions that are sharded, each once; [] where they are not known, or nothing is sharded."""
@@ -72,7 +66,7 @@ def ledger_rows(plan: Plan, ranks: Ranks) -> LedgerRows:
             for param in group.params
         ],
         traffic=[
-            {**_names(key._asdict()), "calls": calls, "bytes": traffic.num_bytes[key]}
+            {**key._asdict(), "dtype": short_name(key.dtype), "calls": calls, "bytes": traffic.num_bytes[key]}
             for key, calls in traffic.calls.items()
         ],
     )
@@ -112,15 +106,14 @@ def _summary(plan: Plan, on_ranks: OnRanks, costs: Costs) -> list[Row]:
             pairs.setdefault((short_name(param.dtypes.param), communication), []).append(param)
     return [
         {
-            "gather": gather,
-            "wire": communication,
+            "param": param_dtype,
             "communication": communication,
             "params": len(params),
             "elements": sum(p.numel for p in params),
-            "bytes_per_gather": sum(p.numel * p.dtypes.param.itemsize for p in params),
+            "bytes_per_all_gather": sum(p.numel * p.dtypes.param.itemsize for p in params),
             **_totals(params, costs),
         }
-        for (gather, communication), params in sorted(pairs.items())
+        for (param_dtype, communication), params in sorted(pairs.items())
     ]
 
 
@@ -152,7 +145,7 @@ def _group_row(group: GroupPlan, on_ranks: OnRanks, costs: Costs, num_shards: in
         "elements": group.numel,
         SHARD_DIMS: sorted(dim for dim in dims if dim is not None),
         **dtype_names(on_ranks[group.name].on_these_ranks(group.dtypes)),
-        "gather": ", ".join(sorted({short_name(param.dtypes.param) for param in group.params})),
+        "param": ", ".join(sorted({short_name(param.dtypes.param) for param in group.params})),
         **_totals(group.params, costs),
     }
 
@@ -178,13 +171,6 @@ def _param_row(param: ParamPlan, group: GroupPlan, on_ranks: OnRanks, costs: Cos
 
 
 def dtype_names(dtypes: ParamDtypes) -> dict[str, str | None]:
-    """Return the seven dtypes by their short names; None where a frozen parameter has none.
-
-    The communication dtype has two keys: "communication", and its former key "wire".
-    """
-    names = {KEYS.get(column.name, column.name): getattr(dtypes, column.name) for column in fields(dtypes)}
-    return _names({**names, "communication": dtypes.communication})
-
-
-def _names(cells: dict[str, Any]) -> Row:
-    return {key: short_name(cell) if isinstance(cell, torch.dtype) else cell for key, cell in cells.items()}
+    """Return the seven dtypes by their short names; None where a frozen parameter has none."""
+    cells = {column: getattr(dtypes, column) for column in DTYPE_COLUMNS}
+    return {column: short_name(cell) if isinstance(cell, torch.dtype) else cell for column, cell in cells.items()}

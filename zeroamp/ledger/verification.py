@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from zeroamp.hooks.collectives.traffic import Traffic
-from zeroamp.ledger.rows import DTYPE_COLUMNS, HEADERS, KEYS, dtype_names
+from zeroamp.ledger.rows import DTYPE_COLUMNS, dtype_names
 from zeroamp.ledger.tables import fold
 from zeroamp.planning.group_dtypes import PER_OP, ParamDtypes, group_dtypes
 from zeroamp.planning.groups import GroupPlan, ParamPlan
@@ -21,18 +21,15 @@ REPLICAS = "replicas"
 """The boundary of the all-reduce of shards over replicas (HSDP), which has no column in the ledger."""
 
 _REMEDIES = {
-    "storage": "Do not cast a wrapped model: cast before wrap_model, or not at all.",
-    "gather": "Leave FSDP2's mixed-precision policy of the unit as wrap_model set it.",
+    "stored": "Do not cast a wrapped model: cast before wrap_model, or not at all.",
+    "param": "Leave FSDP2's mixed-precision policy of the unit as wrap_model set it.",
     "compute": "The module casts by itself: remove the cast, or name the module in data_types.keep_in_fp32_modules.",
     "gradient": "Remove the hook that casts the gradient.",
-    "wire": "Leave the reduce-scatter of the unit as wrap_model set it.",
+    "communication": "Leave the reduce-scatter of the unit as wrap_model set it.",
     "accumulate": "Leave the accumulation as wrap_model set it; data_types.grad_accum_dtype sets another dtype.",
     "optimizer": "Keep optimizer state in the dtype of the stored parameters.",
     REPLICAS: "Leave the reduce-scatter of the unit, whose output replicas average, as wrap_model set it.",
 }
-
-_NAMES = {key: name for name, key in KEYS.items()}
-"""Boundary -> its name in texts, where they differ."""
 
 Seen = Mapping[str, Mapping[str, Mapping[str, str]]]
 """Parameter -> boundary -> dtype -> the op, collective or tensor that had this dtype first."""
@@ -55,7 +52,7 @@ class Difference:
     def __str__(self) -> str:
         """Return a sentence with the boundary, the expected and the observed dtype, and what to do."""
         return describe(
-            f"{self.parameter} of {self.owner}: {_NAMES.get(self.boundary, self.boundary)}",
+            f"{self.parameter} of {self.owner}: {self.boundary}",
             f"{self.observed} ({self.where})",
             self.expected or "none, because it is frozen",
             _REMEDIES[self.boundary],
@@ -91,7 +88,7 @@ class Verification:
             if boundary != REPLICAS or any(row["observed"][REPLICAS] for row in dicts)
         ]
         pairs = fold(
-            [{**row, "expected": _cells(row["promised"], used), "observed": _seen(row, used)} for row in dicts]
+            [{**row, "expected": _cells(row["expected"], used), "observed": _seen(row, used)} for row in dicts]
         )
         rows = [
             {"group": pair["group"], "groups": pair["groups"], "dtypes": what, **pair[what]}
@@ -105,7 +102,7 @@ class Verification:
         return "\n".join(
             [
                 paragraph(title),
-                render(rows, headers=HEADERS),
+                render(rows),
                 "",
                 paragraph(note),
                 paragraph(f"Collectives and their bytes are {traffic}."),
@@ -115,7 +112,7 @@ class Verification:
     def to_dict(self) -> dict[str, Any]:
         """Return values that JSON can hold: micro-batches, whether traffic was as planned, groups, parameters.
 
-        Each group and parameter has, by boundary, the expected dtype ("promised") and a list of those "observed".
+        Each group and parameter has, by boundary, the expected dtype ("expected") and a list of those "observed".
         """
         return {
             "num_micro_batches": self.num_micro_batches,
@@ -125,7 +122,7 @@ class Verification:
                 {
                     "parameter": param.fqn,
                     "group": group.name,
-                    "promised": expected_dtypes(param.dtypes, group, self.plan, self.ranks),
+                    "expected": expected_dtypes(param.dtypes, group, self.plan, self.ranks),
                     "observed": self._observed((param,)),
                 }
                 for group in self.plan.all_groups
@@ -137,9 +134,9 @@ class Verification:
         return [
             {
                 "group": group.name,
-                "promised": {
+                "expected": {
                     **expected_dtypes(group.dtypes, group, self.plan, self.ranks),
-                    "gather": ", ".join(sorted({short_name(param.dtypes.param) for param in group.params})),
+                    "param": ", ".join(sorted({short_name(param.dtypes.param) for param in group.params})),
                 },
                 "observed": self._observed(group.params),
             }
@@ -199,13 +196,13 @@ def see_collectives(traffic: Traffic, plan: Plan, observed: dict[str, dict[str, 
         of_group = calls.get(group.name, {})
         is_scattered = bool({"reduce_scatter", "all_to_all"} & of_group.keys())
         for collective, name in of_group.items():
-            if name == short_name(group.gather_dtype) == "uint8" and collective == "all_gather":
+            if name == short_name(group.all_gather_dtype) == "uint8" and collective == "all_gather":
                 continue
-            boundary = "gather" if collective == "all_gather" else "wire"
+            boundary = "param" if collective == "all_gather" else "communication"
             if collective == "all_reduce" and is_scattered:
                 boundary = REPLICAS
             for param in group.params:
-                if boundary == "gather" or param.is_trainable:
+                if boundary == "param" or param.is_trainable:
                     observed[param.fqn].setdefault(boundary, {}).setdefault(name, f"{collective} of {group.name}")
 
 

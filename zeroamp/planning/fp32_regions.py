@@ -61,7 +61,7 @@ def find_fp32_regions(
     modules = _with_forward(model, modules, tensors)
     for fqn, _ in model.named_parameters(remove_duplicate=False):
         first = overrides.of(fqn)
-        if first is not None and first.asked.compute is None and first.asked.gather == torch.float32:
+        if first is not None and first.asked.compute is None and first.asked.param == torch.float32:
             tensors.setdefault(fqn, str(first))
     outermost = {fqn: pattern for fqn, pattern in modules.items() if not _is_inside(fqn, modules)}
     return Fp32Regions(

@@ -119,9 +119,9 @@ def param_dtypes(parameter: nn.Parameter, policy: Policy, precision: Precision) 
     if parameter.dim() == 0:
         return _replicated_dtypes(stored, is_trained=parameter.requires_grad)
     is_low = precision.is_low and stored == torch.float32
-    low = policy.gather_dtype if is_low else stored
-    param = precision.gather if is_low else None
-    computes_in = {"low": policy.gather_dtype, "fp32": torch.float32, "as stored": stored, "as gathered": param or low}
+    low = policy.param_dtype if is_low else stored
+    param = precision.param if is_low else None
+    computes_in = {"low": policy.param_dtype, "fp32": torch.float32, "as stored": stored, "as param": param or low}
     compute = PER_OP if precision.compute == PER_OP else short_name(computes_in[precision.compute])
     communication = communication_dtype(policy, is_low=is_low)
     if precision.communication is not None and stored == torch.float32:
@@ -170,9 +170,7 @@ def ignored_dtypes(parameter: nn.Parameter, policy: Policy) -> tuple[ParamDtypes
 
 def unit_key(policy: Policy) -> GroupKey:
     """Return the key of a parameter in the mode's low precision. A model need not have such a parameter."""
-    return GroupKey(
-        torch.float32, policy.gather_dtype, communication_dtype(policy, is_low=policy.low_dtype is not None)
-    )
+    return GroupKey(torch.float32, policy.param_dtype, communication_dtype(policy, is_low=policy.low_dtype is not None))
 
 
 def communication_dtype(policy: Policy, *, is_low: bool) -> torch.dtype:
@@ -181,7 +179,7 @@ def communication_dtype(policy: Policy, *, is_low: bool) -> torch.dtype:
         return torch.float32
     if policy.stage == 0 and policy.reduce_accumulate_dtype == "fp32":
         return torch.float32  # an all-reduce sums in the dtype that it sends, so fp32 sums need fp32
-    return policy.wire_dtype
+    return policy.communication_dtype
 
 
 def group_dtypes(key: GroupKey, policy: Policy, ranks: Ranks) -> GroupDtypes:

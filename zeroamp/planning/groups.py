@@ -101,7 +101,7 @@ class GroupPlan:
         return next((param.dtypes for param in self.params if param.is_trainable), self.params[0].dtypes)
 
     @property
-    def gather_dtype(self) -> torch.dtype:
+    def all_gather_dtype(self) -> torch.dtype:
         """The dtype of its all-gather: that of its unsharded parameters, or uint8 (bytes) where they have several."""
         dtypes = {param.dtypes.param for param in self.params}
         return dtypes.pop() if len(dtypes) == 1 else torch.uint8

@@ -41,7 +41,7 @@ class Override:
     @property
     def low_dtype(self) -> torch.dtype | None:
         """The low dtype in which parameters are all-gathered; None if the override sets none."""
-        asked = self.asked.compute or self.asked.gather
+        asked = self.asked.compute or self.asked.param
         return None if asked == torch.float32 else asked
 
 
@@ -168,7 +168,7 @@ def _refuse_impossible(override: Override, match: _Match, model: nn.Module) -> N
     alone = [fqn for fqn in sorted(match.parameters) if not set(modules_around(fqn)) & match.modules]
     if asks_compute and alone:
         raise ConfigError(
-            f"{override} sets compute, but {alone[0]} is a parameter. Name a module, or set gather, which applies to "
+            f"{override} sets compute, but {alone[0]} is a parameter. Name a module, or set param, which applies to "
             "parameters."
         )
     for fqn in sorted(match.modules) if asks_compute else ():
@@ -176,7 +176,7 @@ def _refuse_impossible(override: Override, match: _Match, model: nn.Module) -> N
         if module._parameters and not has_forward(module):
             raise ConfigError(
                 f"{override} sets compute, but {fqn} is a {type(module).__name__}, which has parameters and no "
-                "forward. Name the module that computes with them, or set gather."
+                "forward. Name the module that computes with them, or set param."
             )
     if override.asked.compute == torch.float32 and "" in match.modules:
         raise ConfigError(
@@ -218,7 +218,7 @@ def _matched_parameters(match: _Match, model: nn.Module) -> Iterator[tuple[str, 
 def _applied_to(
     override: Override, match: _Match, overrides: Overrides, model: nn.Module, ignored: Container[int]
 ) -> Iterator[str]:
-    gathers = override.asked.compute is not None or override.asked.gather is not None
+    gathers = override.asked.compute is not None or override.asked.param is not None
     for fqn, parameter in _matched_parameters(match, model):
         # Parameters of another dtype than fp32 are frozen, and have no gradient to communicate.
         takes_dtype = stored_dtype(parameter) == torch.float32 or (gathers and parameter.is_floating_point())

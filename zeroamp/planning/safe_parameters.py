@@ -19,7 +19,7 @@ from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, KEY, resolve_safe_classes, unsafe_owner
 
-Compute = Literal["low", "per op", "fp32", "as stored", "as gathered"]
+Compute = Literal["low", "per op", "fp32", "as stored", "as param"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,11 +30,11 @@ class Precision:
     """Whether it is all-gathered in the mode's low precision, if it is stored in fp32."""
     compute: Compute
     """ "low": in the mode's low precision; "per op": `torch.autocast` decides; "fp32": in an fp32 region; "as
-    stored": nothing casts it; "as gathered": in `gather`."""
+    stored": nothing casts it; "as param": in `param`."""
     reason: str
     communication: torch.dtype | None = None
     """Communication dtype of its gradient, if an override sets it. None: from the other keys of the config."""
-    gather: torch.dtype | None = None
+    param: torch.dtype | None = None
     """The dtype in which it is all-gathered and unsharded, if `is_low`. None: the mode's low precision."""
 
 
@@ -103,7 +103,7 @@ def _overridden(
         is_compute = override.asked.compute is not None or policy.mode != "autocast" or precision.compute == "low"
         precision = replace(precision, is_low=True, compute="low" if is_compute else "per op")
     reason = f"{override}: {override.asked.settings()}"
-    if override.asked.compute is None and override.asked.gather is None:
+    if override.asked.compute is None and override.asked.param is None:
         reason = f"{precision.reason}; {reason}"
     return replace(precision, communication=override.asked.communication, reason=reason)
 

@@ -95,7 +95,7 @@ def group_collectives(
     ranks = ranks.of(is_expert=group.is_expert)
     dtypes, num_shards = group_dtypes(group.key, plan.policy, ranks), ranks.shards(plan.policy)
     if dtypes.all_gathers and all_gathers:
-        yield GroupCollective(collective="all_gather", dtype=group.gather_dtype, calls=all_gathers)
+        yield GroupCollective(collective="all_gather", dtype=group.all_gather_dtype, calls=all_gathers)
     if dtypes.reduction is not None and reductions:
         yield GroupCollective(
             collective=dtypes.reduction, dtype=dtypes.communication, calls=reductions, op=dtypes.reduction_op

@@ -33,11 +33,11 @@ def check_config(policy: Policy) -> None:
             f'data_types.grad_accum_dtype must be "fp32", but is "{short_name(policy.grad_accum_dtype)}". {order} '
             "Remove the key."
         )
-    if policy.stage == 1 and policy.wire_dtype != torch.float32:
+    if policy.stage == 1 and policy.communication_dtype != torch.float32:
         raise ConfigError(
             'communication_data_type must be "fp32" at stage 1 with zeroamp.reproducible, but is '
-            f'"{short_name(policy.wire_dtype)}". Stage 1 sends sums of micro-batches, which would be rounded. Set it '
-            'to "fp32", or use stage 2 or 3.'
+            f'"{short_name(policy.communication_dtype)}". Stage 1 sends sums of micro-batches, which would be rounded. '
+            'Set it to "fp32", or use stage 2 or 3.'
         )
     for index, override in enumerate(policy.overrides):
         if policy.stage == 1 and override.communication in LOW_DTYPES:

@@ -44,7 +44,7 @@ def _changes(before: Policy, saved_ranks: int, now: Policy, num_ranks: int) -> I
         if key.startswith(_KEYS) and ours.get(key) != theirs.get(key):
             yield f"{key} was {shown(theirs.get(key))}, and is {shown(ours.get(key))} here"
     dtypes = [
-        policy.wire_dtype if policy.wire_dtype.itemsize < policy.gather_dtype.itemsize else None
+        policy.communication_dtype if policy.communication_dtype.itemsize < policy.param_dtype.itemsize else None
         for policy in (before, now)
     ]
     if dtypes[0] != dtypes[1]:

@@ -102,8 +102,8 @@ def _attach_root_forward(model: nn.Module, state: WrapState) -> None:
     forward.add("reshard", reshard_after_no_grad(model))
     forward.add("outer autocast", forget_casts)
     if policy.mode == "autocast":
-        forward.add("outer autocast", warn_of_other_autocast(device_type, policy.gather_dtype))
-        forward.add("autocast", enter_autocast(device_type, policy.gather_dtype, policy.autocast_ops))
+        forward.add("outer autocast", warn_of_other_autocast(device_type, policy.param_dtype))
+        forward.add("autocast", enter_autocast(device_type, policy.param_dtype, policy.autocast_ops))
     elif policy.external_autocast == "error":
         forward.add("outer autocast", refuse_autocast(device_type, policy.mode))
     if reasons := _needs_train_step(state.plan, state.extensions):

@@ -181,7 +181,7 @@ def autocast_of(state: WrapState) -> AbstractContextManager[object]:
     policy = state.plan.policy
     if policy.mode != "autocast":
         return nullcontext()
-    return config_autocast(state.mesh.device_type, policy.gather_dtype, policy.autocast_ops)
+    return config_autocast(state.mesh.device_type, policy.param_dtype, policy.autocast_ops)
 
 
 def signals_of(state: WrapState) -> RankGroup:

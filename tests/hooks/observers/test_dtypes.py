@@ -117,8 +117,8 @@ def _watch(sums_in=None, **grad_dtypes):
 
 def test_gathered_dtypes_are_noted_where_the_unit_runs_and_raw_gradients_in_backward():
     observations, units, handles, model = _watch()
-    assert observations.seen["first.weight"]["gather"] == {"bf16": "the forward of the root"}
-    assert observations.seen["first.bias"]["gather"] == {"bf16": "the forward of second"}
+    assert observations.seen["first.weight"]["param"] == {"bf16": "the forward of the root"}
+    assert observations.seen["first.bias"]["param"] == {"bf16": "the forward of second"}
     assert observations.seen["first.weight"]["gradient"] == {"bf16": "backward"}
     assert "gradient" not in observations.seen["second.weight"], "frozen"
     units.detach()

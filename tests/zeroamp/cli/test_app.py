@@ -100,8 +100,8 @@ def _words(text):
 
 def test_check_counts_one_parameter(tmp_path, net):
     path = tmp_path / "zero.json"
-    path.write_text(json.dumps(config(3, zeroamp={"overrides": [{"modules": "0.0.weight", "gather": "fp32"}]})))
-    assert run("check", path, "--model", net)[1].endswith(": gather fp32 for 1 parameter: blocks.0.0.weight\n")
+    path.write_text(json.dumps(config(3, zeroamp={"overrides": [{"modules": "0.0.weight", "param": "fp32"}]})))
+    assert run("check", path, "--model", net)[1].endswith(": param fp32 for 1 parameter: blocks.0.0.weight\n")
 
 
 def test_check_shows_to_what_each_override_applies(tmp_path, net):
@@ -291,7 +291,7 @@ def test_explain_counts_bytes_per_rank_where_the_ranks_are_said(tmp_path, net, m
     as_dict = json.loads(out)
     assert (code, tuple(as_dict["ranks"].values())) == (0, shape)
     rows = {row["parameter"]: row for row in as_dict["parameters"]}
-    assert rows["blocks.0.0.weight"]["storage_bytes_per_rank"] == 8 * 8 * 4 // shape[0]
+    assert rows["blocks.0.0.weight"]["stored_bytes_per_rank"] == 8 * 8 * 4 // shape[0]
     assert "The number of ranks is not known" not in run("explain", path, "--model", net, "--world-size", 8)[1]
 
 

@@ -192,10 +192,10 @@ def test_a_parameter_is_found_filtered_and_sorted(pages, browser):
     assert search("nothing") == []
     assert len(search("")) == 12
     browser.evaluate(
-        "(() => { const choice = document.querySelector('select[name=gather]'); choice.value = 'bf16';"
+        "(() => { const choice = document.querySelector('select[name=param]'); choice.value = 'bf16';"
         "choice.dispatchEvent(new Event('change')); })()"
     )
-    low = [row["parameter"] for row in printed["parameters"] if row["gather"] == "bf16"]
+    low = [row["parameter"] for row in printed["parameters"] if row["param"] == "bf16"]
     assert [row[0] for row in cells(browser, 1)] == low
     browser.evaluate("document.querySelectorAll('table')[1].querySelectorAll('th button')[1].click()")  # elements
     numbers = [int(row[1].replace(",", "")) for row in cells(browser, 1)]

@@ -185,10 +185,10 @@ def test_mixtral_8x7b_is_all_gathered_in_bf16_with_the_key(mixtral_8x7b):
         plan = build_plan(mixtral_8x7b, policy(config(3, zeroamp={"autocast_ops": list(ops)})))
         assert (plan.low_share >= 0.95) == bool(ops)
         ledger = Ledger(plan=plan, num_shards=64)  # dimension 0, of 8 experts, would be padded to 64 rows
-        gathered[ops] = sum(row["gathered_bytes_per_step"] for row in ledger.group_rows())
+        gathered[ops] = sum(row["all_gathered_bytes_per_step"] for row in ledger.group_rows())
         experts = [row for row in ledger.parameter_rows() if ".experts." in row["parameter"]]
         assert len(experts) == 2 * mixtral_8x7b.config.num_hidden_layers
-        stored = sum(row["storage_bytes_per_rank"] for row in experts)
+        stored = sum(row["stored_bytes_per_rank"] for row in experts)
         assert stored <= 1.02 / 64 * 4 * sum(row["elements"] for row in experts)
     assert gathered[("grouped_mm",)] <= 2.1 * 2 * numel
     assert gathered[()] > 3.9 * 2 * numel

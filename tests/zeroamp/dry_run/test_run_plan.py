@@ -71,7 +71,7 @@ def test_json_has_every_number_in_bytes_and_seconds(run):
     last = data["stages"][3]
     assert set(last["memory"]["peak"]) == set(KINDS)
     assert sum(last["memory"]["peak"].values()) == last["peak_bytes"]
-    assert last["memory"]["init"]["parameters"] == sum(group["storage_bytes_per_rank"] for group in last["groups"])
+    assert last["memory"]["init"]["parameters"] == sum(group["stored_bytes_per_rank"] for group in last["groups"])
     assert data["activation_bytes"]["blocks.2"] == dict(
         zip(("kept", "checkpointed"), run.activations["blocks.2"], strict=True)
     )

@@ -60,8 +60,8 @@ def test_classes_with_a_forward_of_their_own_frozen_bf16_and_overridden_weights_
     model["patched"].forward = lambda x: 3 * x
     model["frozen"].requires_grad_(False).bfloat16()
     overrides = [
-        {"modules": "low", "gather": "bf16"},
-        {"modules": "high", "gather": "fp32"},
+        {"modules": "low", "param": "bf16"},
+        {"modules": "high", "param": "fp32"},
         {"modules": "sent", "communication": "fp32"},
     ]
     assert float8(plan(model, zeroamp={**FLOAT8, "overrides": overrides})) == {"plain.weight", "sent.weight"}

@@ -102,7 +102,7 @@ def test_replicas_and_nodes(ranks4, mesh_shape, keys):
 
 OPTIONS = {
     "reproducible": {"zeroamp": {"reproducible": True}},
-    "a weight in bf16": {"zeroamp": {"overrides": [{"modules": "head", "gather": "bf16"}]}},
+    "a weight in bf16": {"zeroamp": {"overrides": [{"modules": "head", "param": "bf16"}]}},
 }
 
 
@@ -164,9 +164,7 @@ def _verified(cfg, prepare):
         step.step()
     traffic, planned = zeroamp.traffic(model), plan_traffic(ledger.plan, ranks_of(wrap_state(model).mesh))
     counted = [{key: (n, each.num_bytes[key]) for key, n in each.calls.items()} for each in (traffic, planned)]
-    rows = {
-        row["parameter"]: (row["gather"], row["compute"], row["gradient"]) for row in ledger.to_dict()["parameters"]
-    }
+    rows = {row["parameter"]: (row["param"], row["compute"], row["gradient"]) for row in ledger.to_dict()["parameters"]}
     dtypes = {key.dtype for key in traffic.calls if key.collective == "all_gather"}
     return verification.is_traffic_as_planned, counted, rows, dtypes
 

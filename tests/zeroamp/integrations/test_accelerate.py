@@ -578,7 +578,7 @@ def _filled():
     early = script.accelerator.mixed_precision
     policy = script.prepare().accelerator.policy
     sizes = policy.train_micro_batch_size_per_gpu, policy.gradient_accumulation_steps, policy.train_batch_size
-    return early, policy.mode, policy.gather_dtype, sizes, policy.gradient_clipping
+    return early, policy.mode, policy.param_dtype, sizes, policy.gradient_clipping
 
 
 def test_auto_values_are_filled_from_the_arguments_and_the_dataloaders(ranks2):

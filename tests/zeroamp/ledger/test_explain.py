@@ -22,17 +22,17 @@ def test_one_row_per_group_and_one_per_parameter(ranks2):
         "kind": "unit",
         "params": 5,
         "elements": 10_272,
-        "storage": "fp32",
-        "gather": "bf16",
+        "stored": "fp32",
+        "param": "bf16",
         "compute": "bf16",
         "gradient": "bf16",
-        "wire": "bf16",
+        "communication": "bf16",
         "accumulate": "fp32",
         "optimizer": "fp32",
-        "gathered_bytes_per_step": 2 * 2 * 10_272,
+        "all_gathered_bytes_per_step": 2 * 2 * 10_272,
         "reduced_bytes_per_step": 2 * 10_272,
-        "storage_bytes_per_rank": 4 * 10_272 // 2,
-        "gathered_bytes_per_rank": 2 * 10_272,
+        "stored_bytes_per_rank": 4 * 10_272 // 2,
+        "unsharded_bytes_per_rank": 2 * 10_272,
         "gradient_bytes_per_rank": 4 * 10_272 // 2,
     }
     embed = next(row for row in parameters if row["parameter"] == "embed.weight")
@@ -50,7 +50,7 @@ def test_one_row_per_group_and_one_per_parameter(ranks2):
 
 def test_a_frozen_parameter_has_no_gradient_dtypes(ranks2):
     rows = ranks2.run(_frozen)[0]
-    assert {row["wire"] for row in rows if "qkv" in row["parameter"]} == {"-"}
+    assert {row["communication"] for row in rows if "qkv" in row["parameter"]} == {"-"}
 
 
 def _frozen():
@@ -99,26 +99,28 @@ def test_the_dict_has_the_rows_of_the_tables_with_none_for_no_dtype():
         for fqn in ("embed.weight", "blocks.1.qkv.weight")
     )
     assert (embed["aliases"], embed["shape"], embed["unit"]) == (["head.weight"], [80, 32], "root")
-    assert (frozen["gather"], frozen["gradient"], frozen["wire"], frozen["optimizer"]) == ("bf16", None, None, None)
+    assert (frozen["param"], frozen["gradient"], frozen["communication"], frozen["optimizer"]) == (
+        "bf16",
+        None,
+        None,
+        None,
+    )
     group = next(row for row in as_dict["groups"] if row["group"] == "blocks.1")  # all of it is frozen
-    assert (group["unit"], group["gather"], group["wire"]) == ("blocks.1", "bf16", None)
-    for table in ("summary", "classes", "groups", "parameters"):
-        assert all(row["communication"] == row["wire"] for row in as_dict[table])
+    assert (group["unit"], group["param"], group["communication"]) == ("blocks.1", "bf16", None)
 
 
 def test_the_summary_of_the_dict_counts_bytes():
     summary = _meta_ledger().to_dict()["summary"]
     assert summary[0] == {
-        "gather": "bf16",
-        "wire": "bf16",
+        "param": "bf16",
         "communication": "bf16",
         "params": 15,
         "elements": 30_816,
-        "bytes_per_gather": 61_632,
-        "gathered_bytes_per_step": 123_264,
+        "bytes_per_all_gather": 61_632,
+        "all_gathered_bytes_per_step": 123_264,
         "reduced_bytes_per_step": 2 * (30_816 - 10_272),  # one block of three is frozen
-        "storage_bytes_per_rank": None,
-        "gathered_bytes_per_rank": None,
+        "stored_bytes_per_rank": None,
+        "unsharded_bytes_per_rank": None,
         "gradient_bytes_per_rank": None,
     }
-    assert summary[1]["bytes_per_gather"] == 4 * summary[1]["elements"]
+    assert summary[1]["bytes_per_all_gather"] == 4 * summary[1]["elements"]

@@ -43,12 +43,12 @@ def _sum(rows, column):
 
 def test_a_row_per_class_of_owners_and_dtypes():
     rows = ledger(ranks={"num_shards": 2}).class_rows()
-    assert [(row["class"], row["params"], row["gather"], row["compute"]) for row in rows] == [
+    assert [(row["class"], row["params"], row["param"], row["compute"]) for row in rows] == [
         ("Embedding, Linear", 1, "fp32", "per op"),  # the tied weight
         ("RMSNorm", 7, "fp32", "per op"),
         ("Linear", 15, "bf16", "bf16"),
     ]
-    assert rows[2]["storage_bytes_per_rank"] == 4 * 30_816 // 2
+    assert rows[2]["stored_bytes_per_rank"] == 4 * 30_816 // 2
 
 
 def test_bytes_per_rank_count_padded_rows():
@@ -58,11 +58,11 @@ def test_bytes_per_rank_count_padded_rows():
         for row in ledger(ConvNet, {"num_shards": 4}, stage=3, wrap={"Sequential"}).to_dict()["parameters"]
     }
     row = rows["stages.0.0.weight"]
-    assert row["storage_bytes_per_rank"] == row["gradient_bytes_per_rank"] == 3 * 27 * 4
-    assert row["gathered_bytes_per_rank"] == 12 * 27 * 2
-    assert row["gathered_bytes_per_step"] == 2 * 12 * 27 * 2
+    assert row["stored_bytes_per_rank"] == row["gradient_bytes_per_rank"] == 3 * 27 * 4
+    assert row["unsharded_bytes_per_rank"] == 12 * 27 * 2
+    assert row["all_gathered_bytes_per_step"] == 2 * 12 * 27 * 2
     assert row["reduced_bytes_per_step"] == 12 * 27 * 2
-    assert rows["head.bias"]["storage_bytes_per_rank"] == 2 * 4  # of 5 rows, 2 each
+    assert rows["head.bias"]["stored_bytes_per_rank"] == 2 * 4  # of 5 rows, 2 each
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(None, 4), ("bf16", 2)])
@@ -97,7 +97,7 @@ def test_frozen_parameters_cost_no_gradient():
     rows = {row["parameter"]: row for row in ledger(build, {"num_shards": 2}).to_dict()["parameters"]}
     frozen, trained = rows["blocks.1.qkv.weight"], rows["blocks.0.qkv.weight"]
     assert (frozen["reduced_bytes_per_step"], frozen["gradient_bytes_per_rank"]) == (0, 0)
-    assert frozen["gathered_bytes_per_step"] == trained["gathered_bytes_per_step"] > 0
+    assert frozen["all_gathered_bytes_per_step"] == trained["all_gathered_bytes_per_step"] > 0
     assert trained["reduced_bytes_per_step"] > 0
 
 
@@ -116,9 +116,9 @@ def test_without_the_ranks_the_text_says_so_and_has_no_bytes_per_rank():
 
 def test_stage_0_knows_its_shards_without_ranks():
     as_dict = ledger(stage=0).to_dict()
-    assert as_dict["groups"][1]["storage_bytes_per_rank"] == 4 * 10_272
+    assert as_dict["groups"][1]["stored_bytes_per_rank"] == 4 * 10_272
     assert as_dict["groups"][1]["reduced_bytes_per_step"] == 4 * 10_272, "one all-reduce in fp32"
-    assert as_dict["groups"][1]["gathered_bytes_per_step"] == 0
+    assert as_dict["groups"][1]["all_gathered_bytes_per_step"] == 0
 
 
 def test_markdown_has_the_tables_of_the_text_and_of_the_parameters_if_asked():

@@ -53,8 +53,8 @@ def test_every_ready_to_use_config_keeps_what_the_ledger_promises(ranks2, path):
             expected = {"accumulation_autocast_bf16": 4, "reproducible_autocast_bf16": 2}  # the second by its ranks
             assert seen["num_micro_batches"] == expected.get(path.stem, 1)
             for row in seen["groups"]:
-                for boundary in ("storage", "gather", "compute", "gradient", "wire", "accumulate", "optimizer"):
-                    promised, observed = row["promised"][boundary], row["observed"][boundary]
+                for boundary in ("stored", "param", "compute", "gradient", "communication", "accumulate", "optimizer"):
+                    promised, observed = row["expected"][boundary], row["observed"][boundary]
                     assert observed == [promised] or (promised == "per op" and observed), (name, row["group"], boundary)
 
 
@@ -84,7 +84,7 @@ def _of_options(options, fields, mesh_shape=None):
 def test_every_option_keeps_what_the_ledger_promises(ranks2, options, stage):
     seen = ranks2.run(_of_options, {"stage": stage, **options}, {})[0]
     assert seen["is_traffic_as_planned"]
-    assert all(row["observed"]["accumulate"] == [row["promised"]["accumulate"]] for row in seen["groups"])
+    assert all(row["observed"]["accumulate"] == [row["expected"]["accumulate"]] for row in seen["groups"])
 
 
 def _of_auto():
@@ -117,7 +117,7 @@ def test_sharding_options_and_replicas(ranks4, fields):
     seen = ranks4.run(_of_options, {"stage": 3, "threshold": 0, "accumulation": 2}, fields, (2, 2))[0]
     assert seen["is_traffic_as_planned"]
     low = next(row for row in seen["groups"] if row["group"] == "blocks.0")
-    assert (low["promised"]["wire"], low["promised"]["replicas"]) == ("bf16", "fp32")
+    assert (low["expected"]["communication"], low["expected"]["replicas"]) == ("bf16", "fp32")
     assert low["observed"]["replicas"] == ["fp32"]
 
 
@@ -302,7 +302,7 @@ def test_a_table_of_promised_and_seen_per_group(ranks2):
     assert lines[-1] == "Collectives and their bytes are as planned."
     embed = as_dict["parameters"][0]
     assert (embed["parameter"], embed["group"]) == ("embed.weight", "root")
-    assert (embed["promised"]["compute"], embed["observed"]["compute"]) == ("per op", ["bf16", "fp32"])
+    assert (embed["expected"]["compute"], embed["observed"]["compute"]) == ("per op", ["bf16", "fp32"])
 
 
 class Quantized(nn.Module):
@@ -322,7 +322,7 @@ def _quantized():
     torch.manual_seed(0)
     model = zeroamp.wrap_model(Quantized(), zeroamp.policy_from_config(config(3, dtype=None)))
     seen = zeroamp.explain(model).verify(model, torch.ones(2, 8)).to_dict()
-    return {row["parameter"]: (row["promised"]["compute"], row["observed"]["compute"]) for row in seen["parameters"]}
+    return {row["parameter"]: (row["expected"]["compute"], row["observed"]["compute"]) for row in seen["parameters"]}
 
 
 def test_what_a_module_makes_of_frozen_parameters_of_other_dtypes_is_its_own_business(ranks2):

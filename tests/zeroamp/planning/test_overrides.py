@@ -44,11 +44,11 @@ def reasons(plan):
 def test_each_dtype_by_itself():
     plan = plan_of(
         {"modules": "head", "compute": "fp32", "communication": "fp32"},
-        {"modules": "Embedding", "gather": "bf16"},
-        {"modules": "blocks.0.qkv", "gather": "fp32"},
+        {"modules": "Embedding", "param": "bf16"},
+        {"modules": "blocks.0.qkv", "param": "fp32"},
         {"modules": "blocks.1.qkv.weight", "communication": "fp32"},
         {"modules": "norm?", "compute": "bf16"},
-        {"modules": "*.bias", "gather": "bf16", "communication": "fp32"},
+        {"modules": "*.bias", "param": "bf16", "communication": "fp32"},
     )
     found = cells(plan)
     assert found["head.weight"] == (FP32, "fp32", FP32)
@@ -85,7 +85,7 @@ def test_without_overrides_the_plan_is_the_same():
 
 
 def test_the_first_match_counts_whichever_is_the_narrower():
-    narrow, wide = {"modules": "blocks.1", "communication": "fp32"}, {"modules": "Linear", "gather": "fp32"}
+    narrow, wide = {"modules": "blocks.1", "communication": "fp32"}, {"modules": "Linear", "param": "fp32"}
     found = cells(plan_of(narrow, wide))
     assert (found["blocks.1.qkv.weight"], found["blocks.0.qkv.weight"][0]) == ((BF16, "bf16", FP32), FP32)
     found = cells(plan_of(wide, narrow, {"modules": "*", "communication": "bf16"}))
@@ -115,7 +115,7 @@ def test_compute_fp32_is_an_fp32_region_in_every_mode(mode):
 
 def test_overrides_come_before_the_answers_of_a_traced_run():
     autocast = {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": "auto"}
-    overrides = {"modules": "qkv", "gather": "fp32"}, {"modules": "embed", "gather": "bf16"}
+    overrides = {"modules": "qkv", "param": "fp32"}, {"modules": "embed", "param": "bf16"}
     policy = policy_of(*overrides, torch_autocast=autocast)
     plan = zeroamp.build_plan(Llama(tied=False), policy, example_inputs=torch.zeros(1, 4, dtype=torch.int64))
     found = cells(plan)
@@ -165,7 +165,7 @@ def test_a_list_of_parameters_does_not_compute():
     model.tables = nn.ParameterList([torch.zeros(2)])
     with pytest.raises(zeroamp.ConfigError, match="compute, but tables is a ParameterList, which .* no forward"):
         plan_of({"modules": "tables", "compute": "fp32"}, model=model)
-    assert cells(plan_of({"modules": "tables", "gather": "bf16"}, model=model))["tables.0"][0] == BF16
+    assert cells(plan_of({"modules": "tables", "param": "bf16"}, model=model))["tables.0"][0] == BF16
     kept = zeroamp.build_plan(model, policy_of(mode="bf16", data_types={"keep_in_fp32_modules": ["tables"]}))
     assert cells(kept)["tables.0"] == (FP32, "fp32", FP32)
     assert kept.fp32_regions.modules == {}
@@ -186,18 +186,22 @@ def test_a_full_class_name_is_not_imported(tmp_path, monkeypatch):
     ("overrides", "options", "words"),
     [
         ([{"modules": "haed", "compute": "fp32"}], {}, "overrides.0 .modules 'haed'. matches no .*mean 'head'"),
-        ([{"modules": "Linaer", "gather": "fp32"}], {}, "overrides.0 .modules 'Linaer'. matches no .*mean 'Linear'"),
-        ([{"modules": "xyz", "gather": "fp32"}], {}, r"matches no .* of Llama\. Print model"),
+        ([{"modules": "Linaer", "param": "fp32"}], {}, "overrides.0 .modules 'Linaer'. matches no .*mean 'Linear'"),
+        ([{"modules": "xyz", "param": "fp32"}], {}, r"matches no .* of Llama\. Print model"),
         ([{"modules": ["head", "x.*"], "compute": "fp32"}], {}, r"modules 'x\.\*'. matches no"),
-        ([{"modules": "head.weight", "compute": "fp32"}], {}, "sets compute, but head.weight is a parameter. .*gather"),
+        (
+            [{"modules": "head.weight", "compute": "fp32"}],
+            {},
+            "sets compute, but head.weight is a parameter.*set param, which",
+        ),
         ([{"modules": "Llama", "compute": "fp32"}], {}, "compute fp32 for the root, Llama"),
         (
-            [{"modules": "Linear", "gather": "fp32"}, {"modules": "head", "compute": "fp32"}],
+            [{"modules": "Linear", "param": "fp32"}, {"modules": "head", "compute": "fp32"}],
             {},
             "overrides.1 .modules 'head'. applies to nothing, because zeroamp.overrides.0 .modules 'Linear'. is",
         ),
         (
-            [{"modules": "Linear", "gather": "fp32"}, {"modules": "head.*", "communication": "fp32"}],
+            [{"modules": "Linear", "param": "fp32"}, {"modules": "head.*", "communication": "fp32"}],
             {},
             "overrides.1 .*applies to nothing",
         ),
@@ -212,12 +216,12 @@ def test_a_full_class_name_is_not_imported(tmp_path, monkeypatch):
             "overrides.0 .modules 'qkv'. sets compute bf16 for blocks.0.qkv.weight, but zeroamp.overrides.1",
         ),
         (
-            [{"modules": "head", "gather": "bf16"}],
+            [{"modules": "head", "param": "bf16"}],
             {"data_types": {"keep_in_fp32_modules": ["head"]}},
-            "sets gather bf16 for head.weight, but data_types.keep_in_fp32_modules 'head' keeps head.weight in fp32",
+            "sets param bf16 for head.weight, but data_types.keep_in_fp32_modules 'head' keeps head.weight in fp32",
         ),
         (
-            [{"modules": "norm.weight", "gather": "bf16"}],
+            [{"modules": "norm.weight", "param": "bf16"}],
             {"data_types": {"keep_in_fp32_modules": ["norm.weight"]}},
             "but data_types.keep_in_fp32_modules 'norm.weight' keeps",
         ),
@@ -240,19 +244,19 @@ def test_what_a_model_cannot_do_as_asked_is_refused_by_name(overrides, options, 
     ("overrides", "options", "words"),
     [
         (
-            [{"modules": "embed", "gather": "bf16"}, {"modules": "head", "compute": "fp32"}],
+            [{"modules": "embed", "param": "bf16"}, {"modules": "head", "compute": "fp32"}],
             {},
-            "overrides.0 .modules 'embed'. sets gather bf16 for embed.weight, but zeroamp.overrides.1 .modules "
+            "overrides.0 .modules 'embed'. sets param bf16 for embed.weight, but zeroamp.overrides.1 .modules "
             "'head'. sets compute fp32 for head.weight, which is the same parameter",
         ),
-        ([{"modules": "head", "gather": "bf16"}], {}, "for head.weight, but not for embed.weight, which is the same"),
+        ([{"modules": "head", "param": "bf16"}], {}, "for head.weight, but not for embed.weight, which is the same"),
         (
             [{"modules": "head", "compute": "fp32"}],
             {"mode": "bf16"},
             "overrides.0 .modules 'head'. keeps head.weight in fp32 but not embed.weight, which is the same",
         ),
         ([{"modules": "head", "communication": "bf16"}, {"modules": "embed", "communication": "bf16"}], {}, None),
-        ([{"modules": ["head", "embed"], "gather": "bf16"}], {}, None),
+        ([{"modules": ["head", "embed"], "param": "bf16"}], {}, None),
     ],
 )
 def test_tied_parameters(overrides, options, words):
@@ -272,7 +276,7 @@ def test_one_owner_of_a_tied_parameter_may_compute_in_fp32_under_autocast():
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ({"modules": "Gate", "gather": "fp32"}, "is the name of Gate and a class of gate, which are not the same"),
+        ({"modules": "Gate", "param": "fp32"}, "is the name of Gate and a class of gate, which are not the same"),
         ({"modules": "act", "communication": "fp32"}, "sets communication fp32, but act owns no parameter. Remove it"),
         (
             {"modules": "scale", "communication": "fp32"},
@@ -283,7 +287,7 @@ def test_one_owner_of_a_tied_parameter_may_compute_in_fp32_under_autocast():
 def test_ambiguous_and_empty_patterns(override, words):
     with pytest.raises(zeroamp.ConfigError, match=words):
         plan_of(override, model=Twice())
-    plan_of({"modules": f"{__name__}.Gate", "gather": "fp32"}, model=Twice())
+    plan_of({"modules": f"{__name__}.Gate", "param": "fp32"}, model=Twice())
 
 
 def test_a_frozen_parameter_is_all_gathered_as_it_is_stored():
@@ -291,7 +295,7 @@ def test_a_frozen_parameter_is_all_gathered_as_it_is_stored():
     model.head.to(torch.float16).requires_grad_(False)
     with pytest.raises(zeroamp.ConfigError, match="is frozen and stored in fp16, so it is all-gathered in that dtype"):
         plan_of(
-            {"modules": ["head", "qkv"], "gather": "bf16"}, {"modules": "norm", "communication": "bf16"}, model=model
+            {"modules": ["head", "qkv"], "param": "bf16"}, {"modules": "norm", "communication": "bf16"}, model=model
         )
     with pytest.raises(zeroamp.ConfigError, match="keeps head.weight in fp32, but it is stored in fp16"):
         plan_of({"modules": "head", "compute": "fp32"}, model=model)
@@ -314,7 +318,7 @@ def test_the_example_of_the_docs_is_a_config_for_a_llama():
     ("override", "options", "words"),
     [
         (
-            {"modules": "head", "gather": "fp32"},
+            {"modules": "head", "param": "fp32"},
             {},
             "applies to no parameter. head.bias and head.weight are|applies to no parameter. head.weight",
         ),

@@ -48,7 +48,7 @@ def test_all_stages_equal_one_process_with_autocast_on_an_fp32_wire(ranks2, name
 
 @pytest.mark.parametrize("name", slow_but(MODELS, "llama_tied", "hf_llama", "conv"))
 def test_all_stages_equal_one_process_with_autocast_on_the_default_wire(ranks2, name):
-    # bf16 on the wire loses nothing: the raw gradients are bf16, and the sum is fp32.
+    # communication in bf16 loses nothing: the raw gradients are bf16, and the sum is fp32.
     by_rank = ranks2.run(_all_stages, name, (0, 1, 2, 3), {})
     _check(by_rank, one_process.train(name, world_size=2, num_steps=NUM_STEPS, clip=CLIP))
 
@@ -80,7 +80,7 @@ def test_stages_2_and_3_agree_on_a_native_bf16_wire_with_accumulation(ranks2, na
 
 
 def test_native_bf16_reduction_is_another_sum_than_fp32(ranks2):
-    # Were it the same, the tests of the native wire would not have tried it.
+    # Were it the same, the tests of native reductions would not have tried it.
     (native, *_), (summed, *_) = (ranks2.run(_all_stages, "llama_tied", (3,), options) for options in (NATIVE, {}))
     assert same_bits(native[3].parameters, summed[3].parameters) != []
 

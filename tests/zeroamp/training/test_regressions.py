@@ -64,13 +64,13 @@ def _two_models():
     zeroamp.traffic(model).reset()
     step.backward(loss_of(model, batch("llama_untied", dist.get_rank())))
     report = step.step()
-    wires = {key.dtype for key in zeroamp.traffic(model).calls if key.collective == "all_to_all"}
-    return report.loss_scale, report.grad_norm, wires, torch.is_autocast_enabled("cpu")
+    dtypes = {key.dtype for key in zeroamp.traffic(model).calls if key.collective == "all_to_all"}
+    return report.loss_scale, report.grad_norm, dtypes, torch.is_autocast_enabled("cpu")
 
 
 def test_no_state_leaks_from_one_model_to_the_next(ranks2):
-    scale, norm, wires, autocast = ranks2.run(_two_models)[0]
-    assert (scale, wires, autocast) == (1.0, {torch.float32}, False)
+    scale, norm, dtypes, autocast = ranks2.run(_two_models)[0]
+    assert (scale, dtypes, autocast) == (1.0, {torch.float32}, False)
     assert norm < 10
 
 

@@ -329,9 +329,14 @@ def test_the_ledger_lists_and_verifies_it(ranks2):
     rows = {row["parameter"]: row for row in ledger["parameters"]}
     row = rows["scale"]
     assert row["shape"] == []
-    assert (row["group"], row["storage"], row["gather"], row["compute"]) == ("replicated", "fp32", "fp32", "per op")
-    assert (row["gradient"], row["wire"], row["accumulate"], row["optimizer"]) == ("fp32", "fp64", "fp32", "fp32")
-    assert (row["storage_bytes_per_rank"], row["gathered_bytes_per_rank"], row["gradient_bytes_per_rank"]) == (4, 0, 4)
+    assert (row["group"], row["stored"], row["param"], row["compute"]) == ("replicated", "fp32", "fp32", "per op")
+    assert (row["gradient"], row["communication"], row["accumulate"], row["optimizer"]) == (
+        "fp32",
+        "fp64",
+        "fp32",
+        "fp32",
+    )
+    assert (row["stored_bytes_per_rank"], row["unsharded_bytes_per_rank"], row["gradient_bytes_per_rank"]) == (4, 0, 4)
     assert rows["temperature"]["gradient"] is None
     assert rows["stages.0.gain"]["aliases"] == ["stages.1.gain"]
     assert "replicated" in text

@@ -130,8 +130,8 @@ def test_values_may_differ_between_ranks_and_are_listed(ranks2):
         assert counts == [rank + i for i in range(5)]
         assert row["group"] == "ignored:int64"
         assert row["why"] == "ignored_params: whole on each rank, and its gradient is not reduced"
-        assert row["storage_bytes_per_rank"] == 5 * 8
-        assert row["gathered_bytes_per_step"] == row["reduced_bytes_per_step"] == 0
+        assert row["stored_bytes_per_rank"] == 5 * 8
+        assert row["all_gathered_bytes_per_step"] == row["reduced_bytes_per_step"] == 0
         assert "ignored:bf16" in ledger
 
 

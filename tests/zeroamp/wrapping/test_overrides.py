@@ -88,12 +88,12 @@ CASES = {
         {"sent_as": {fqn: BF16 for fqn in NORMS if "norm2" in fqn}},
     ),
     "the embedding is all-gathered in bf16": (
-        options_of({"modules": "torch.nn.Embedding", "gather": "bf16"}),
+        options_of({"modules": "torch.nn.Embedding", "param": "bf16"}),
         (0, 1, 2, 3),
         {"gathered_low": ["embed.weight"]},
     ),
     "a Linear is all-gathered in fp32 and sent in bf16": (
-        options_of({"modules": "blocks.*.qkv", "gather": "fp32", "communication": "bf16"}),
+        options_of({"modules": "blocks.*.qkv", "param": "fp32", "communication": "bf16"}),
         (1, 2, 3),
         {},
     ),
@@ -160,7 +160,7 @@ def test_in_the_other_low_modes_compute_fp32_is_that_of_keep_in_fp32_modules(ran
 def _groups(overrides, mesh_shape=None):
     model = wrapped(NAME, config(3, zeroamp={"overrides": overrides}), mesh_shape=mesh_shape)
     verified = zeroamp.explain(model).verify(model, batch(NAME, dist.get_rank()))
-    rows = {row["group"]: (row["gather"], row["communication"]) for row in zeroamp.explain(model).to_dict()["groups"]}
+    rows = {row["group"]: (row["param"], row["communication"]) for row in zeroamp.explain(model).to_dict()["groups"]}
     return rows, verified.is_traffic_as_planned
 
 

@@ -173,8 +173,8 @@ def test_each_is_gathered_and_reduced_once_per_micro_batch(ranks2, name):
 
 TWO_GROUPS = [
     {"modules": "head.bias", "communication": "fp32"},
-    {"modules": "embed.weight", "gather": "bf16"},
-    {"modules": "embed.bias", "gather": "bf16", "communication": "fp32"},
+    {"modules": "embed.weight", "param": "bf16"},
+    {"modules": "embed.bias", "param": "bf16", "communication": "fp32"},
 ]
 """The weight and the bias of an own unit are all-gathered in two collectives: their dtypes of the reduction differ."""
 

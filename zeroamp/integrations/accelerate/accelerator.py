@@ -611,7 +611,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         is_enabled = policy.mode == "autocast" and (handler is None or handler.enabled)
         if not is_enabled:
             return torch.autocast(device, enabled=False)
-        return config_autocast(device, policy.gather_dtype, policy.autocast_ops)
+        return config_autocast(device, policy.param_dtype, policy.autocast_ops)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:

@@ -457,7 +457,7 @@ class _ZeroampPrecision(Precision):
 
     def convert_input(self, data: Any) -> Any:
         """Cast floating-point inputs as Fabric does for its mixed precision."""
-        return data if self._strategy._mixed is None else _cast(data, self._strategy.policy.gather_dtype)
+        return data if self._strategy._mixed is None else _cast(data, self._strategy.policy.param_dtype)
 
     def convert_output(self, data: Any) -> Any:
         """Cast floating-point outputs as Fabric does for its mixed precision."""

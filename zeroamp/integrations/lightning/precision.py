@@ -180,4 +180,4 @@ def autocast_of_policy(policy: Policy, device_type: str) -> AbstractContextManag
     """Return the config's autocast. It does not cache casts, since parameters may be updated inside it."""
     if policy.mode != "autocast":
         return nullcontext()
-    return torch.autocast(device_type, dtype=policy.gather_dtype, cache_enabled=False)
+    return torch.autocast(device_type, dtype=policy.param_dtype, cache_enabled=False)

@@ -1,8 +1,8 @@
 "use strict";
 // The dtype ledger: `zeroamp explain --json`.
 
-const COLUMNS = [["storage", "stored"], ["gather", "param dtype (all-gather)"], ["compute", "compute"], ["gradient", "raw gradient"],
-  ["wire", "communication"], ["accumulate", "accumulation"], ["optimizer", "optimizer state"]];
+const COLUMNS = [["stored", "stored"], ["param", "param dtype (all-gather)"], ["compute", "compute"], ["gradient", "raw gradient"],
+  ["communication", "communication"], ["accumulate", "accumulation"], ["optimizer", "optimizer state"]];
 const rows = DATA.parameters;
 const elements = rows.reduce((sum, row) => sum + row.elements, 0);
 
@@ -12,7 +12,7 @@ tiles([
   ["parameters", FORMS.int(rows.length)],
   ["elements", FORMS.int(elements)],
   ["of the trainable elements in low precision", FORMS.percent(DATA.low_share)],
-  ["GB all-gathered per step and rank", shown(sum("gathered_bytes_per_step"), "gb")],
+  ["GB all-gathered per step and rank", shown(sum("all_gathered_bytes_per_step"), "gb")],
   ["GB reduced per step and rank", shown(sum("reduced_bytes_per_step"), "gb")],
 ]);
 
@@ -25,7 +25,7 @@ note("Each box is an FSDP unit, with its parameters inside; its area is its numb
 const choice = element("select", { ariaLabel: "Dtype that colours the units", onchange: draw },
   ...COLUMNS.map(([key, label]) => element("option", { value: key, textContent: `coloured by ${label}` })));
 const legend = element("div", { className: "legend" });
-choice.value = "gather";
+choice.value = "param";
 add(element("div", { className: "controls" }, choice), legend);
 const picture = element("div", { className: "chart", id: "units" });
 picture.style.height = "min(62vh, 560px)";
@@ -75,19 +75,19 @@ draw();
 
 heading("Dtypes between ranks");
 add(table(DATA.summary, [
-  { key: "gather", label: "all-gathered in", kind: "dtype" }, { key: "wire", label: "reduced in", kind: "dtype" },
+  { key: "param", label: "all-gathered in", kind: "dtype" }, { key: "communication", label: "reduced in", kind: "dtype" },
   { key: "params", label: "parameters", kind: "int" }, { key: "elements", label: "elements", kind: "int" },
-  { key: "bytes_per_gather", label: "GB per all-gather", kind: "gb" },
-  { key: "gathered_bytes_per_step", label: "GB all-gathered per step", kind: "gb" },
+  { key: "bytes_per_all_gather", label: "GB per all-gather", kind: "gb" },
+  { key: "all_gathered_bytes_per_step", label: "GB all-gathered per step", kind: "gb" },
   { key: "reduced_bytes_per_step", label: "GB reduced per step", kind: "gb" }]));
 
 const BYTES = [
-  { key: "gathered_bytes_per_step", label: "gathered GB", kind: "gb", hint: "GB all-gathered per step and rank" },
+  { key: "all_gathered_bytes_per_step", label: "gathered GB", kind: "gb", hint: "GB all-gathered per step and rank" },
   { key: "reduced_bytes_per_step", label: "reduced GB", kind: "gb", hint: "GB reduced per step and rank" },
-  { key: "storage_bytes_per_rank", label: "shards GiB", kind: "gib", hint: "GiB of shards per rank" },
-  { key: "gathered_bytes_per_rank", label: "unsharded GiB", kind: "gib", hint: "GiB unsharded per rank" },
+  { key: "stored_bytes_per_rank", label: "shards GiB", kind: "gib", hint: "GiB of shards per rank" },
+  { key: "unsharded_bytes_per_rank", label: "unsharded GiB", kind: "gib", hint: "GiB unsharded per rank" },
   { key: "gradient_bytes_per_rank", label: "gradients GiB", kind: "gib", hint: "GiB of gradients per rank" }];
-const SHORT = { gather: "param", storage: "stored", wire: "communi\u00adcation", accumulate: "accumu\u00adlate", optimizer: "opti\u00admizer", compute: "compute", gradient: "gradi\u00adent" };
+const SHORT = { param: "param", stored: "stored", communication: "communi\u00adcation", accumulate: "accumu\u00adlate", optimizer: "opti\u00admizer", compute: "compute", gradient: "gradi\u00adent" };
 const DTYPE_COLUMNS = COLUMNS.map(([key, hint]) => ({ key, label: SHORT[key], kind: "dtype", hint }));
 
 heading("Parameters");
@@ -95,7 +95,7 @@ note("Bytes are of one rank: GB per optimizer step, GiB of memory. A cell that i
 add(table(rows, [{ key: "parameter", label: "parameter", kind: "name" },
   { key: "elements", label: "elements", kind: "int" }, ...DTYPE_COLUMNS, { key: "class", label: "class", kind: "brief" },
   { key: "why", label: "why", kind: "brief" }, ...BYTES, { key: "unit", label: "unit", kind: "name" }, { key: "group", label: "group", kind: "name" }],
-  { isCompact: true, search: ["parameter", "aliases", "class", "unit", "group", "why"], filters: ["gather", "wire", "class"] }));
+  { isCompact: true, search: ["parameter", "aliases", "class", "unit", "group", "why"], filters: ["param", "communication", "class"] }));
 
 heading("Groups");
 add(table(DATA.groups, [{ key: "group", label: "group", kind: "name" }, { key: "kind", label: "kind" },

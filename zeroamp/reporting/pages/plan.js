@@ -96,7 +96,7 @@ heading("Groups");
 const shownStage = stages.find((stage) => stage.stage === plan.config.zero_optimization?.stage) ?? stages[0];
 note(`Stage ${shownStage.stage}, on one rank.`);
 add(table(shownStage.groups, [{ key: "group", label: "group", kind: "name" }, { key: "kind", label: "kind" }, { key: "elements", label: "elements", kind: "int" },
-  { key: "gather", label: "param", kind: "dtype" }, { key: "wire", label: "communication", kind: "dtype" },
-  { key: "storage_bytes_per_rank", label: "GiB of shards", kind: "gib" }, { key: "gathered_bytes_per_rank", label: "GiB unsharded", kind: "gib" },
+  { key: "param", label: "param", kind: "dtype" }, { key: "communication", label: "communication", kind: "dtype" },
+  { key: "stored_bytes_per_rank", label: "GiB of shards", kind: "gib" }, { key: "unsharded_bytes_per_rank", label: "GiB unsharded", kind: "gib" },
   { key: "gradient_bytes_per_rank", label: "GiB of gradients", kind: "gib" }], { search: ["group", "kind"] }));
 note(`Efficiency: ${plan.efficiency.origin}. GPU: ${plan.gpu.source}.`);

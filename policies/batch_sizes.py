@@ -4,8 +4,7 @@ train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps 
 """
 
 from zeroamp.policies.errors import ConfigError, describe, shown
-from zeroamp.policies.launcher import WORLD_SIZE, size_from_launcher
-from zeroamp.policies.numbers import is_integer
+from zeroamp.policies.numbers import WORLD_SIZE, is_integer, size_from_launcher
 
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _TOTAL, _MICRO, _STEPS = BATCH_SIZES

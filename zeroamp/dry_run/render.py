@@ -6,8 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from zeroamp.dry_run.timeline import KINDS, LABELS, PHASES, Timeline
-from zeroamp.ledger.rows import SHARD_DIMS, ledger_rows
-from zeroamp.ledger.tables import fold
+from zeroamp.ledger.rows import SHARD_DIMS, fold, ledger_rows
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.tables import Row, gb, gib, paragraph, render
 

@@ -14,9 +14,10 @@ from zeroamp.ledger.rows import (
     SHARD_DIM,
     SHARD_DIMS,
     LedgerRows,
+    cells,
+    fold,
     ledger_rows,
 )
-from zeroamp.ledger.tables import cells, fold
 from zeroamp.ledger.verification import Verification
 from zeroamp.ledger.verify import verify
 from zeroamp.planning.mesh import Ranks

@@ -3,7 +3,7 @@
 Bytes per step come from `zeroamp.planning.traffic`, bytes per rank from its `Memory`. Unknown values are None.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -174,3 +174,27 @@ def dtype_names(dtypes: ParamDtypes) -> dict[str, str | None]:
     """Return the seven dtypes by their short names; None where a frozen parameter has none."""
     cells = {column: getattr(dtypes, column) for column in DTYPE_COLUMNS}
     return {column: short_name(cell) if isinstance(cell, torch.dtype) else cell for column, cell in cells.items()}
+
+
+def cells(row: Row, columns: Sequence[str]) -> Row:
+    """Return the row's columns, with "-" for None."""
+    return {column: "-" if row[column] is None else row[column] for column in columns}
+
+
+def fold(rows: Sequence[Row]) -> list[Row]:
+    """Join neighbouring rows that differ only in the group, and count them in "groups": 30 equal layers are one row."""
+    folded: list[Row] = []
+    for row in rows:
+        last = folded[-1] if folded else None
+        if last and all(last[key] == row[key] for key in row if key != "group"):
+            last["last"], last["groups"] = row["group"], last["groups"] + 1
+        else:
+            folded.append({**row, "last": "", "groups": 1})
+    return [
+        {
+            "group": f"{row['group']} … {last}" if (last := row.pop("last")) else row["group"],
+            "groups": row.pop("groups"),
+            **{key: value for key, value in row.items() if key != "group"},
+        }
+        for row in folded
+    ]

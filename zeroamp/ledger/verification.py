@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from zeroamp.hooks.collectives.traffic import Traffic
-from zeroamp.ledger.rows import DTYPE_COLUMNS, dtype_names
-from zeroamp.ledger.tables import fold
+from zeroamp.ledger.rows import DTYPE_COLUMNS, dtype_names, fold
 from zeroamp.planning.group_dtypes import PER_OP, ParamDtypes, group_dtypes
 from zeroamp.planning.groups import GroupPlan, ParamPlan
 from zeroamp.planning.mesh import Ranks

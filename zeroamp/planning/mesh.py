@@ -16,7 +16,7 @@ from zeroamp.hooks._torch.dtensor import is_strided, split_dim
 from zeroamp.hooks._torch.fsdp import timeout_of
 from zeroamp.hooks._torch.process_groups import group_of_parts
 from zeroamp.policies.errors import ConfigError, WrapError, describe
-from zeroamp.policies.launcher import WORLD_SIZE
+from zeroamp.policies.numbers import WORLD_SIZE
 from zeroamp.policies.policy import Policy, Stage
 
 logger = logging.getLogger("zeroamp")

@@ -24,7 +24,7 @@ from zeroamp.optimizers.schedulers import CurveLR
 from zeroamp.policies.auto_values import open_auto_keys, rename_keys
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.json_values import flatten, load_config, nest
-from zeroamp.policies.launcher import WORLD_SIZE, size_from_launcher
+from zeroamp.policies.numbers import WORLD_SIZE, size_from_launcher
 from zeroamp.policies.policy import Policy, policy_from_config
 
 CONFIG_VARIABLE = "ZEROAMP_CONFIG"

@@ -5,9 +5,6 @@ from typing import Any
 
 import torch
 
-# `torch.compiler.disable` imports torch._dynamo when it decorates a function. This one imports it at the first call.
-from torch._compile import _disable_dynamo as untraced
-
 # Widely used, but in private modules.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable, profiler
@@ -38,6 +35,9 @@ __all__ = [
     "without_base",
 ]
 
+untraced = torch._disable_dynamo  # type: ignore[attr-defined]
+"""Keeps `torch.compile` out of a function. `torch.compiler.disable` would import torch._dynamo when it decorates."""
+
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a key of a tensor's storage, unique among living storages. Views have the key of their base.
@@ -45,7 +45,7 @@ def storage_key(tensor: torch.Tensor) -> int:
     The key is not the address of the data: FSDP2 frees and reallocates the data of an unsharded parameter, but retains
     the storage object.
     """
-    return int(tensor.untyped_storage()._cdata)
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
 
 
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef | None:

@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
@@ -260,11 +259,12 @@ def remove_fsdp(root: nn.Module) -> None:
         for handle in handles:
             handle.remove()
         _module_state_mapping.pop(cast(nn.Module, unit), None)
+    flags = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
     for module in root.modules():
-        for name in (REGISTRY_KEY, STATE_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"):
-            module.__dict__.pop(name, None)
+        for name in [name for name in vars(module) if name in flags or name.startswith("__composable_api")]:
+            delattr(module, name)
         if isinstance(module, FSDPModule):
-            module.__class__ = type(module).__bases__[1]  # the bases that `fully_shard` sets: (FSDPModule, own class)
+            module.__class__ = type(module).__mro__[2]  # after the class of `fully_shard`, and `FSDPModule`
 
 
 def discard_unsharded_gradients(unit: FSDPModule) -> None:
@@ -309,7 +309,9 @@ def gather_in_background(root: FSDPModule, *, enable: bool = True) -> None:
 
     By default FSDP2 waits at once for an all-gather that it prefetches in the backward.
     """
-    root._set_unshard_async_op(enable)
+    for unit in units_of(cast(nn.Module, root)):
+        for group in groups_of(unit._get_fsdp_state()):
+            group.unshard_async_op = enable
 
 
 def has_reduction_options() -> bool:

@@ -1,15 +1,10 @@
-"""The private names of torch's optimizers.
+"""The private names of torch's optimizers."""
 
-`torch.optim.Muon.step` calls `torch.optim._muon.muon` once per param group.
-"""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
-from torch.optim import _muon
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 
@@ -46,29 +41,3 @@ def guarded(optimizer: Any, found_inf: torch.Tensor, grad_scale: torch.Tensor | 
         yield
     finally:
         del optimizer.found_inf, optimizer.grad_scale
-
-
-MuonUpdate = Callable[..., None]
-"""A function with the signature of `torch.optim._muon.muon`: parameters of a group, gradients, momentum, settings."""
-
-
-@contextmanager
-def muon_updated_by(update: MuonUpdate) -> Iterator[None]:
-    """Make `torch.optim.Muon.step` call `update`, instead of torch's own update, for each param group."""
-    with mock.patch.object(_muon, "muon", update):
-        yield
-
-
-def orthogonalized(
-    matrix: torch.Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float
-) -> torch.Tensor:
-    """Return the Newton-Schulz orthogonalization of a 2-D `matrix`, computed in bf16 as `torch.optim.Muon` does.
-
-    `matrix` is overwritten if it is bf16.
-    """
-    return _muon._zeropower_via_newtonschulz(matrix, coefficients, num_steps, eps)
-
-
-def muon_lr(lr: float | torch.Tensor, adjust_lr_fn: str | None, shape: torch.Size) -> float:
-    """Return the learning rate that `torch.optim.Muon` uses for a matrix of this shape."""
-    return _muon._adjust_lr(lr, adjust_lr_fn, shape)  # type: ignore[arg-type]  # a tensor of one element works too

@@ -19,8 +19,8 @@ A rank holds the bf16 shards it sends, the bf16 matrices it owns, and the bf16 p
 """
 
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from zeroamp.hooks._torch.optimizer import muon_lr, muon_updated_by, orthogonalized
 from zeroamp.hooks.collectives.issued import issue
 from zeroamp.hooks.collectives.traffic import STEP, CollectiveListener, IssuedCollective
 from zeroamp.planning.mesh import device_of, local_part, shard_size
@@ -58,16 +57,36 @@ class _Matrix:
         return self.part(index, num_shards)[1] * self.shape[1 - self.dim]
 
 
-def updating_matrices(state: WrapState) -> AbstractContextManager[None]:
-    """Return the context manager in which `torch.optim.Muon.step` updates the shards of a wrapped model."""
-    return muon_updated_by(ShardedMuon(state))
+@contextmanager
+def updating_matrices(state: WrapState, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Update the shards of a wrapped model when `optimizer.step()`, a `torch.optim.Muon`'s, is called in the context.
+
+    The update is the last hook before the step. Muon skips parameters without a gradient: the step finds none, and the
+    context sets them again.
+    """
+    update = ShardedMuon(state)
+    gradients: dict[torch.Tensor, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def before(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            update(group, optimizer.state)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    gradients[parameter], parameter.grad = parameter.grad, None
+
+    handle = optimizer.register_step_pre_hook(before)
+    try:
+        _refuse_others(optimizer)
+        yield
+    finally:
+        handle.remove()
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
 
 
 class ShardedMuon:
-    """Updates the matrices of one optimizer step. Called for each param group, in place of torch's own function.
-
-    See [Note: One owner per matrix].
-    """
+    """Updates the matrices of one optimizer step, one param group after the other: see [Note: One owner per matrix]."""
 
     def __init__(self, state: WrapState) -> None:
         """Take the mesh, the process group of all its ranks, and the listeners to their collectives."""
@@ -91,41 +110,27 @@ class ShardedMuon:
         self._work = dict.fromkeys(self._places, 0)
         """Place -> multiplications of the matrices that it owns, over all param groups of this optimizer step."""
 
-    def __call__(
-        self,
-        params: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        muon_momentum_bufs: list[torch.Tensor],
-        *,
-        lr: float | torch.Tensor,
-        weight_decay: float,
-        momentum: float,
-        nesterov: bool,
-        ns_coefficients: tuple[float, float, float],
-        ns_steps: int,
-        eps: float,
-        adjust_lr_fn: str | None,
-        **others: Any,
-    ) -> None:
-        """Update the matrices of a param group. The arguments are those of `torch.optim.Muon`.
-
-        Raises:
-            StepError: the installed torch's Muon has an option that zeroamp does not support.
-        """
-        _refuse_others(others)
+    def __call__(self, group: dict[str, Any], state: Mapping[Any, dict[str, Any]]) -> None:
+        """Update the matrices of a param group that have gradients. `state` is that of the optimizer."""
+        lr, momentum = group["lr"], group["momentum"]
         if isinstance(lr, torch.Tensor):
             lr = lr.squeeze()
+        params = [parameter for parameter in group["params"] if parameter.grad is not None]
         low = []  # bf16, this rank's shards of the updates
-        for grad, buffer in zip(grads, muon_momentum_bufs, strict=True):
-            own_grad, own_buffer = local_part(grad), local_part(buffer)
+        for parameter in params:
+            of_parameter = state[parameter]
+            if "momentum_buffer" not in of_parameter:
+                of_parameter["momentum_buffer"] = torch.zeros_like(parameter.grad)
+            own_grad, own_buffer = local_part(parameter.grad), local_part(of_parameter["momentum_buffer"])
             own_buffer.lerp_(own_grad, 1 - momentum)
-            update = own_grad.lerp(own_buffer, momentum) if nesterov else own_buffer
+            update = own_grad.lerp(own_buffer, momentum) if group["nesterov"] else own_buffer
             low.append(update.to(self._device, torch.bfloat16, copy=True))
-        results = self._orthogonalized(params, low, lambda each: orthogonalized(each, ns_coefficients, ns_steps, eps))
+        settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
+        results = self._orthogonalized(params, low, lambda each: orthogonalized(each, *settings))
         for parameter, result in zip(params, results, strict=True):
             shard = local_part(parameter)
-            shard.mul_(1 - lr * weight_decay)
-            shard.add_(result.to(shard.device), alpha=-muon_lr(lr, adjust_lr_fn, parameter.shape))
+            shard.mul_(1 - lr * group["weight_decay"])
+            shard.add_(result.to(shard.device), alpha=-lr * _lr_factor(group["adjust_lr_fn"], parameter.shape))
         torch.autograd.graph.increment_version(params)
 
     def _orthogonalized(self, params: list[torch.Tensor], low: list[torch.Tensor], function: Any) -> list[torch.Tensor]:
@@ -250,9 +255,39 @@ def _slice(whole: torch.Tensor, matrix: _Matrix, index: int, num_shards: int) ->
     return whole.narrow(matrix.dim, *matrix.part(index, num_shards))
 
 
-def _refuse_others(others: dict[str, Any]) -> None:
-    """Refuse options of a newer torch's Muon. `has_complex` and `foreach` have no effect on real fp32 matrices."""
-    unknown = sorted(others.keys() - {"has_complex", "foreach"})
+def orthogonalized(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float
+) -> torch.Tensor:
+    """Return the orthogonalization of a 2-D bf16 `matrix`, which is overwritten, by the ops of `torch.optim.Muon`.
+
+    These are Newton-Schulz iterations of the quintic polynomial with these coefficients, on the matrix of norm 1.
+    """
+    a, b, c = coefficients
+    is_tall = matrix.size(0) > matrix.size(1)
+    x = matrix.T if is_tall else matrix
+    x.div_(x.norm().clamp(min=eps))
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def _lr_factor(adjust_lr_fn: str | None, shape: torch.Size) -> float:
+    """Return the factor by which `torch.optim.Muon` multiplies the learning rate of a matrix of this shape."""
+    rows, columns = shape
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
+
+
+_OPTIONS = frozenset(
+    {"lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"}
+)
+
+
+def _refuse_others(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse options of a newer torch's Muon."""
+    unknown = sorted(optimizer.defaults.keys() - _OPTIONS)
     if unknown:
         raise StepError(
             f"torch.optim.Muon of torch {torch.__version__} has the option {unknown[0]}, which zeroamp does not "

@@ -15,6 +15,7 @@ from zeroamp.policies.policy import Policy
 from zeroamp.reproducible.order import micro_batch_order
 from zeroamp.training.optimizer_kinds import ELEMENTWISE
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _WHY = "With zeroamp.reproducible, gradients are added as a binary tree over all micro-batches"
 
 
@@ -68,8 +69,7 @@ def check_reproducible(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
             f"{per_rank}. {_WHY}. Change the number, or use stage 2 or 3 without replicas."
         )
     for fqn, module in model.named_modules():
-        tracks = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) or tracks:
+        if isinstance(module, _BATCH_NORMS) or getattr(module, "track_running_stats", False):
             raise WrapError(
                 f"{fqn or 'The model'} is a {type(module).__name__}, whose statistics depend on the "
                 "micro-batches that a rank sees. With zeroamp.reproducible, use nn.GroupNorm or nn.LayerNorm instead."

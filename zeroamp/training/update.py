@@ -114,7 +114,7 @@ class OptimizerUpdate:
             with self._shards.shown(), guard:
                 self.optimizer.step()
         elif kind_of(self.optimizer, on_shards=self._on_shards) == "muon":
-            with load("torch.optim.Muon")(self._state):
+            with load("torch.optim.Muon")(self._state, self.optimizer):
                 self.optimizer.step()
         else:
             with _replicated_apart(self.optimizer):

@@ -49,7 +49,7 @@ PRIVATE = {
     "optimizer.py": {
         *("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks", "_wrapped_by_lr_sched"),
         *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
-        *("_muon", "_zeropower_via_newtonschulz", "_adjust_lr", "_step_supports_amp_scaling"),
+        "_step_supports_amp_scaling",
     },
     "parameter_group.py": {
         *("_get_fsdp_state", "_partial_reduce_output", "_post_reduce_event", "_register_post_backward_hook"),
@@ -267,26 +267,6 @@ def _spec_of_a_gradient():
 
 def test_the_names_of_dtensors_exist(ranks2):
     assert ranks2.run(_spec_of_a_gradient) == [([True, True], [True, True], True)] * 2
-
-
-def test_muon_calls_one_function_per_param_group_with_the_arguments_known_here():
-    calls = []
-    groups = [{"params": [nn.Parameter(torch.ones(2, 3))]}, {"params": [nn.Parameter(torch.ones(3, 3))]}]
-    muon = torch.optim.Muon(groups)
-    for group in groups:
-        group["params"][0].grad = torch.ones_like(group["params"][0])
-    with optimizer.muon_updated_by(lambda *lists, **settings: calls.append((lists, settings))):
-        muon.step()
-    known = {"lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn"}
-    for (lists, settings), group in zip(calls, groups, strict=True):
-        assert [len(each) for each in lists] == [1, 1, 1]
-        assert lists[0][0] is group["params"][0]
-        assert set(settings) - {"has_complex", "foreach"} == known
-    matrix = torch.arange(6.0).reshape(2, 3)
-    low = optimizer.orthogonalized(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
-    assert low.dtype == torch.bfloat16, "it rounds to bf16 first: a gathered bf16 matrix gives the same bits"
-    assert torch.equal(low, optimizer.orthogonalized(matrix.bfloat16(), (3.4445, -4.7750, 2.0315), 5, 1e-7))
-    assert optimizer.muon_lr(0.5, None, torch.Size([8, 2])) == 1.0
 
 
 def _private_names(path):

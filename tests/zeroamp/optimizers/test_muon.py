@@ -1,5 +1,6 @@
 """`torch.optim.Muon` in a `TrainStep`: the bits of one process, one owner per matrix, and what it moves."""
 
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -119,13 +120,9 @@ def test_each_matrix_is_orthogonalized_on_one_rank_and_moved_once_each_way(ranks
 def _with_unknown_option():
     model = wrapped(NAME, config(3))
     train = zeroamp.TrainStep(model, _optimizers(dict(model.named_parameters())))
-    update = muon.ShardedMuon.__call__
-
-    def newer(self, *tensors, **settings):
-        return update(self, *tensors, **settings, warmup=3)
-
+    train.optimizers[0].defaults["warmup"] = 3
     train.backward(loss_of(model, batch(NAME, 0)))
-    with mock.patch.object(muon.ShardedMuon, "__call__", newer), pytest.raises(zeroamp.StepError) as error:
+    with pytest.raises(zeroamp.StepError) as error:
         train.step()
     return str(error.value)
 
@@ -152,3 +149,27 @@ def _with_ignored_matrix():
 
 def test_a_matrix_that_is_not_sharded_is_updated_where_it_is(ranks2):
     assert ranks2.run(_with_ignored_matrix) == [(True, True)] * 2
+
+
+def _with_hooks():
+    model = wrapped(NAME, config(3))
+    train = zeroamp.TrainStep(model, _optimizers(dict(model.named_parameters())))
+    (first, *_) = train.optimizers[0].param_groups[0]["params"]
+    seen = [first.to_local().clone()]
+
+    def note(*_):
+        seen.append(first.to_local().clone())
+
+    train.optimizers[0].register_step_pre_hook(note)
+    train.optimizers[0].register_step_post_hook(note)
+    train.backward(loss_of(model, batch(NAME, 0)))
+    train.clip_grad_norm()
+    gradient = first.grad
+    train.update()
+    seen.append(first.to_local().clone())
+    is_same = [torch.equal(one, other) for one, other in pairwise(seen)]
+    return is_same, gradient is not None, first.grad is None, len(train.optimizers[0]._optimizer_step_pre_hooks)
+
+
+def test_step_hooks_of_the_caller_run_around_the_update(ranks2):
+    assert ranks2.run(_with_hooks) == [([True, False, True], True, True, 1)] * 2

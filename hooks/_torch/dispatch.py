@@ -59,7 +59,7 @@ def storage_of(tensor: torch.Tensor) -> StorageWeakRef | None:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def is_view_op(func: torch._ops.OpOverload) -> bool:
+def is_view_op(func: Any) -> bool:
     """Return whether an op returns a view of its input. `_unsafe_view` does, though its schema declares none."""
     return bool(func.is_view) or func.overloadpacket.__name__ == "_unsafe_view"
 
@@ -80,7 +80,7 @@ def without_base(tensor: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def run_op(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an op, with the results of its kernels where those of fake tensors differ.
 
     Fake `_grouped_mm` accepts bf16 only, though its kernels accept others: it is run on bf16 casts. Fake `wait_tensor`
@@ -94,7 +94,7 @@ def run_op(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
 
 
-def count_op_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+def count_op_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Return the FLOPs of an op by torch's registry, 2 per multiply-add; 0 for ops that are not in the registry.
 
     `_grouped_mm`, which multiplies transformers' experts, is not in the registry and is counted here. `a` and `b` are

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 # The base classes of custom collectives. Their setters are public, but up to torch 2.15 the classes are not exported.
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.utils import _apply_to_tensors as map_tensors
 
@@ -32,7 +32,6 @@ __all__ = [
     "LazyChunks",
     "PostForward",
     "PreForward",
-    "ReduceScatter",
     "all_gather",
     "can_be_sharded",
     "can_shard_integers",
@@ -239,7 +238,6 @@ def init_unsharded(root: FSDPModule) -> None:
 
     FSDP2 creates these tensors in the first all-gather, and reuses them in all later ones.
     """
-    root._get_fsdp_state()._lazy_init()
     for unit in units_of(cast(nn.Module, root)):
         parameters = [p for group in groups_of(unit._get_fsdp_state()) for p in group.fsdp_params]
         if not all(hasattr(parameter, "unsharded_param") for parameter in parameters):

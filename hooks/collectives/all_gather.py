@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zeroamp.hooks._torch.fsdp import AllGather
 from zeroamp.hooks.collectives.issued import NamedWork, issue
 from zeroamp.hooks.collectives.nodes import Nodes, all_gather_of_axis
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective
@@ -16,7 +15,7 @@ from zeroamp.policies.dtypes import FLOAT8_BY_NAME
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class GroupAllGather(AllGather):
+class GroupAllGather:
     """An all-gather for `FSDPModule.set_custom_all_gather`. One per group.
 
     Its dtype is the group's `param_dtype`: FSDP2 casts each shard and copies it into the input. Each output buffer is

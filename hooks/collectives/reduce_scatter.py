@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from zeroamp.hooks._torch.dispatch import at_end_of_backward, backward_id
-from zeroamp.hooks._torch.fsdp import ReduceScatter, reduce_scatter
+from zeroamp.hooks._torch.fsdp import reduce_scatter
 from zeroamp.hooks.collectives.issued import issue
 from zeroamp.hooks.collectives.nodes import Nodes
 from zeroamp.hooks.collectives.rank_sums import all_reduce_in_tree_order, exchange
@@ -86,7 +86,7 @@ def _is_kept(device: torch.device) -> bool:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class GroupReduceScatter(ReduceScatter):
+class GroupReduceScatter:
     """A reduce-scatter for `FSDPModule.set_custom_reduce_scatter`. One per group.
 
     FSDP2 calls `allocate` for the unsharded input, copies and casts the gradients into it, calls `allocate` for the

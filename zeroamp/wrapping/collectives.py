@@ -42,7 +42,7 @@ def attach_collectives(
     gather = GroupAllGather(group_name=group.name, nodes=gathers, listeners=listeners)
     if (symmetric := state.symmetric_gather) is not None:
         gather = SymmetricGather(group_name=group.name, symmetric=symmetric, listeners=listeners)
-    module.set_custom_all_gather(gather)
+    module.set_custom_all_gather(gather)  # type: ignore[arg-type]  # its base class is private, and adds nothing
     is_summed_here = mesh.ndim == 2 and dtypes.sums_in_tree_order
     reduction = GroupReduceScatter(
         communication_dtype=dtypes.communication,
@@ -60,7 +60,7 @@ def attach_collectives(
         buffers=buffers,
         shares_buffers=group.unit not in state.plan.own_units,
     )
-    module.set_custom_reduce_scatter(reduction)
+    module.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]
     if state.plan.policy.reduce == "sum":
         module.set_gradient_divide_factor(1.0)
     elif mesh is not state.mesh:  # experts get the tokens of all data ranks

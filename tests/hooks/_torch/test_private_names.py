@@ -1,4 +1,4 @@
-"""Every private name of torch that `hooks/_torch` uses is listed here and is there; no other file uses any."""
+"""Every private name of torch that `hooks/_torch` uses has a reason and is there; no other file uses any."""
 
 import ast
 from datetime import timedelta
@@ -14,56 +14,14 @@ from tests.measuring.collectives import Collectives
 from tests.measuring.sources import ROOT, python_files
 from zeroamp.hooks._torch import dispatch, dtensor, optimizer, process_groups
 from zeroamp.hooks._torch import fsdp as _fsdp
+from zeroamp.hooks._torch.private_names import REASONS
 
 FOLDER = ROOT / "hooks" / "_torch"
-
-PRIVATE = {
-    "__init__.py": set(),
-    "all_gather_extension.py": {  # see test_all_gather_extension.py
-        *("_get_fsdp_state", "_init_extensions", "_sharded_local_tensor", "_sharded_param_data", "_foreach_norm"),
-        "_local_tensor",
-    },
-    "dispatch.py": {
-        *("torch._compile", "_disable_dynamo", "torch._subclasses.fake_tensor", "torch.utils._python_dispatch"),
-        *("torch.utils._pytree", "_C", "_cdata", "_current_graph_task_id", "_execution_engine"),
-        *("_is_profiler_enabled", "_will_engine_execute_node", "_ops", "_grouped_mm", "_unsafe_view", "_base"),
-    },
-    "dtensor.py": {"_local_tensor", "_spec", "torch.distributed._functional_collectives"},
-    "fsdp.py": {
-        *("torch.distributed._composable.contract", "torch.distributed._composable_state", "_module_state_mapping"),
-        *("torch.distributed.fsdp._fully_shard._fsdp_api", "_get_fsdp_state", "_set_unshard_async_op"),
-        "torch.distributed.fsdp._fully_shard._fsdp_common",
-        *("_fsdp_param_group", "_fsdp_param_groups", "_to_sharded"),
-        *("_pre_forward", "_post_forward", "_root_post_backward_final_callback", "_get_backend", "_timeout"),
-        *("_reduce_dtype", "_apply_to_tensors", "_lazy_init"),
-        # Of `share_partition`:
-        *("torch.distributed.fsdp._fully_shard._fsdp_common", "_orig_size"),
-        "_init_sharded_post_forward_param_metadata",
-        *("torch.distributed.fsdp._fully_shard", "_fsdp_param", "_chunk_with_empty"),  # see test_chunks.py
-        # Of `remove_fsdp`:
-        *("_pre_forward_hook_handle", "_post_forward_hook_handle", "_post_load_hook_handle"),
-        *("_module_to_pre_save_state_dict_hook_handle", "_module_to_pre_load_state_dict_hook_handle"),
-        *("_is_fsdp_managed_module", "_fsdp_use_orig_params"),
-    },
-    "mesh_slices.py": {"_get_root_mesh", "_flatten", "_concatenate"},
-    "optimizer.py": {
-        *("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks", "_wrapped_by_lr_sched"),
-        *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
-        "_step_supports_amp_scaling",
-    },
-    "parameter_group.py": {
-        *("_get_fsdp_state", "_partial_reduce_output", "_post_reduce_event", "_register_post_backward_hook"),
-        "_set_unsharded_grad_dtypes",
-    },
-    "process_groups.py": {"torch.testing._internal.distributed.fake_pg"},
-    "symmetric_memory.py": {"torch.distributed.fsdp._fully_shard", "_fsdp_collectives"},
-}
-"""File of `hooks/_torch` -> the names in it that begin with an underscore, or the module of one that is imported."""
 
 OF_PRIVATE_CLASSES = {
     *("fsdp_params", "sharded_param", "unsharded_param", "unsharded_accumulated_grad", "wait_for_unshard"),
     *("mesh_info", "shard_process_group", "reduce_scatter_process_group", "post_backward"),
-    *("pre_forward", "reduce_grads", "all_reduce_grads"),
+    *("pre_forward", "reduce_grads", "all_reduce_grads", "unshard_async_op"),
     *("post_forward_mesh_info", "shard_mesh_dim", "shard_mesh_size", "fsdp_placement"),
     *("sharded_size", "contiguous_sharded_stride", "reset_sharded_param", "padded_sharded_param_size"),
     "gradient_divide_factor",
@@ -87,7 +45,7 @@ def _missing_of_fsdp():
     parameter = group.fsdp_params[0]
     methods = ("_to_sharded", "pre_forward", *_fsdp.COMMUNICATION)
     there = {name: callable(getattr(group, name, None)) for name in methods}
-    of_group = ("reduce_grads", "all_reduce_grads", "_partial_reduce_output")
+    of_group = ("reduce_grads", "all_reduce_grads", "_partial_reduce_output", "unshard_async_op")
     there |= {name: hasattr(group, name) for name in of_group}
     there |= {name: callable(getattr(state, name, None)) for name in (*_fsdp.FORWARD_HOOKS, _fsdp.END_OF_BACKWARD)}
     of_parameters = ("sharded_param", "unsharded_param", "unsharded_accumulated_grad")
@@ -194,9 +152,7 @@ def _left_by_remove_fsdp():
 
 def test_the_names_of_fsdp_exist(ranks2):
     assert ranks2.run(_missing_of_fsdp) == [[], []]
-    assert all(hasattr(FSDPModule, name) for name in ("_get_fsdp_state", "_set_unshard_async_op"))
-    for base in (_fsdp.ReduceScatter, _fsdp.AllGather):
-        assert base.__abstractmethods__ == {"allocate", "__call__"}
+    assert hasattr(FSDPModule, "_get_fsdp_state")
     for new, old in (
         ("reduce_scatter_single", "reduce_scatter_tensor"),
         ("all_gather_single", "all_gather_into_tensor"),
@@ -271,37 +227,41 @@ def test_the_names_of_dtensors_exist(ranks2):
 
 def _private_names(path):
     """The names in a file that only torch can have defined: imported, read as attributes, or looked up as strings."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torch"):
-            if any(part.startswith("_") for part in node.module.split(".")):
-                yield node.module
-            yield from (alias.name for alias in node.names if alias.name.startswith("_"))
+            yield from (*node.module.split("."), *(alias.name for alias in node.names))
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("torch") and "._" in alias.name)
-        elif isinstance(node, ast.Attribute) and not node.attr.endswith("__"):
+            yield from (
+                part for alias in node.names if alias.name.startswith("torch") for part in alias.name.split(".")
+            )
+        elif isinstance(node, ast.Attribute):
             is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
-            yield from [node.attr] * (node.attr.startswith("_") and not is_own)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not node.value.endswith("__"):
-            yield from [node.value] * (node.value.startswith("_") and node.value.isidentifier())
+            yield from [node.attr] * (not is_own)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            yield node.value
 
 
-def test_the_list_of_private_names_is_whole():
-    assert {path.name: set(_private_names(path)) for path in FOLDER.glob("*.py")} == PRIVATE
+def _is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_each_private_name_has_a_reason_and_is_used():
+    files = [path for path in FOLDER.glob("*.py") if path.name != "private_names.py"]
+    used = {name for path in files for name in _private_names(path) if _is_private(name)}
+    assert used - REASONS.keys() == set(), "write in private_names.py why no public name serves"
+    assert REASONS.keys() - used == set(), "delete them from private_names.py"
+    assert [name for name, reason in REASONS.items() if len(reason.split()) < 2] == []
 
 
 def test_no_other_file_uses_private_names():
-    files = [path for layer in ("policies", "hooks", "zeroamp") for path in python_files(layer)]
-    # Not names of ops, of a type that annotations need, and one that others may use for their own.
-    listed = set.union(*PRIVATE.values()) - {"_grouped_mm", "_unsafe_view", "_foreach_norm", "_ops", "_timeout"}
+    # Names of ops, and one that others use for their own.
+    listed = REASONS.keys() - {"_grouped_mm", "_foreach_norm", "_timeout"}
     found = {}
-    for path in files:
-        if path.parent == FOLDER:
-            continue
-        private = {name for name in _private_names(path) if name in listed or name.startswith("torch")}
+    for path in (path for layer in ("policies", "hooks", "zeroamp") for path in python_files(layer)):
         attributes = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
-        if uses := private | attributes & OF_PRIVATE_CLASSES:
-            found[str(path.relative_to(ROOT))] = uses
+        names = set(_private_names(path)) & listed | attributes & OF_PRIVATE_CLASSES
+        if path.parent != FOLDER and names:
+            found[str(path.relative_to(ROOT))] = names
     assert found == {}
 
 

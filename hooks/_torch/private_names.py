@@ -1,0 +1,78 @@
+"""The private names of torch on which zeroamp stands. Only files of this folder use them.
+
+`tests/hooks/_torch/test_private_names.py` fails for a name of this folder that is not listed here, and for one that is
+listed and not used any more. Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+"""
+
+REASONS = {
+    # Modules
+    "_composable_state": "the only module with `_module_state_mapping`",
+    "_fsdp_api": "base class of FSDP2's all-gathers, which is not exported",
+    "_fsdp_common": "`FSDPMeshInfo`, which says over which ranks a group is reduced, is not exported",
+    "_fully_shard": "the package of FSDP2's modules",
+    "_functional_collectives": "`AsyncCollectiveTensor`: what DTensor's redistribution returns in traced runs",
+    "_internal": "torch.testing has the store and the backend of fake ranks; `init_process_group` cannot make them",
+    "_python_dispatch": "`TorchDispatchMode` is documented, but exported nowhere else",
+    "_pytree": "torch.utils has no public module of trees",
+    "_subclasses": "`FakeTensorMode` is exported nowhere else",
+    # FSDP2: state of a module and its parameter groups
+    "_get_fsdp_state": "the one door to a module's parameter groups; setters are public, no getter is",
+    "_fsdp_param_group": "the group of a module, up to torch 2.11",
+    "_fsdp_param_groups": "the groups of a module, from torch 2.12 on",
+    "_reduce_dtype": "the dtype of unsharded sums can only be set before the first forward by public names",
+    "_to_sharded": "`reshard` retains a group in whose forward an exception was raised",
+    "_partial_reduce_output": "sums that await their replicas; an abandoned optimizer step must discard them",
+    "_post_reduce_event": "the event after which offloaded gradients are valid",
+    "_register_post_backward_hook": "a unit that runs several times is reduced once: no public switch",
+    "_set_unsharded_grad_dtypes": "the dtype in which autograd sums, from torch 2.15 on",
+    "_pre_forward": "the hook that unshards; a group holder, which is never called, runs it with its unit",
+    "_post_forward": "the hook that reshards; see `_pre_forward`",
+    "_root_post_backward_final_callback": "waits for the last reductions; no hook runs around it",
+    "_apply_to_tensors": "casts in the containers in which FSDP2 casts, dataclasses too",
+    "_timeout": "the timeout of a process group; new groups do not inherit it",
+    "_get_backend": "see `_timeout`",
+    "_chunk_with_empty": "FSDP2 cuts each parameter into as many tensors as there are ranks",
+    "_fsdp_collectives": "FSDP2's all-gather in symmetric memory",
+    "_fsdp_param": "the module with `_chunk_with_empty`",
+    "_init_sharded_post_forward_param_metadata": "one mesh of all partitions (hpZ); FSDP2 makes one per module",
+    "_orig_size": "see `_init_sharded_post_forward_param_metadata`",
+    # FSDP2: `unwrap_model`, which `fully_shard` has no inverse for
+    "_module_state_mapping": "a module that is in it cannot be wrapped again",
+    "_is_fsdp_managed_module": "the compiler treats a module with it as FSDP's",
+    "_fsdp_use_orig_params": "see `_is_fsdp_managed_module`",
+    "_pre_forward_hook_handle": "removes FSDP2's hook",
+    "_post_forward_hook_handle": "removes FSDP2's hook, or says its place among the hooks of a module",
+    "_post_load_hook_handle": "removes FSDP2's hook",
+    "_module_to_pre_load_state_dict_hook_handle": "removes FSDP2's hook",
+    "_module_to_pre_save_state_dict_hook_handle": "removes FSDP2's hook",
+    # FSDP2: all-gathers of a plain shard in another dtype
+    "_init_extensions": "FSDP2 looks for an extension once, before it is set here",
+    "_sharded_local_tensor": "the property from which FSDP2 takes an extension; else the shard must be of its class",
+    "_sharded_param_data": "the shard as it is all-gathered, with padding",
+    # DTensor
+    "_local_tensor": "`to_local` takes as long as a kernel launch, and is called for each parameter of each step",
+    "_spec": "the layout as one object, which is compared for each gradient of each step",
+    # Dispatcher, autograd, profiler
+    "_C": "the module with the next two names",
+    "_current_graph_task_id": "whether a backward runs in this thread, and which",
+    "_will_engine_execute_node": "whether a backward sets `grad` of a leaf, before it does",
+    "_execution_engine": "queues a callback for the end of a backward",
+    "_base": "whether a tensor is a view, as autocast asks before it caches a cast",
+    "_disable_dynamo": "`torch.compiler.disable` imports torch._dynamo when it decorates, 2 s before any training",
+    "_grouped_mm": "the op of `F.grouped_mm`, which fake tensors and the table of FLOPs lack",
+    "_unsafe_view": "the op of `reshape`, whose schema declares no view",
+    "_is_profiler_enabled": "`record_function` takes microseconds also when nothing records",
+    "_foreach_norm": "one launch for all tensors",
+    # Optimizers
+    "_global_optimizer_pre_hooks": "hooks can be registered by public names, but not found",
+    "_global_optimizer_post_hooks": "see `_global_optimizer_pre_hooks`",
+    "_optimizer_step_pre_hooks": "see `_global_optimizer_pre_hooks`",
+    "_optimizer_step_post_hooks": "see `_global_optimizer_pre_hooks`",
+    "_wrapped_by_lr_sched": "tells the wrapper of a scheduler from a `step` of the user",
+    "_step_supports_amp_scaling": "how `GradScaler` finds optimizers that take `found_inf`",
+    # Meshes
+    "_get_root_mesh": "the mesh of which a mesh is a slice",
+    "_flatten": "one axis of several",
+    "_concatenate": "one mesh of several slices",
+}
+"""Name, or part of a module's name -> why no public one serves."""

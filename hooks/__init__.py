@@ -8,7 +8,6 @@
 | `observers` | labels in traces, exposed communication, the dtypes that occur |
 | `root_forward` | the context managers around the root's forward, in order |
 | `typed_groups` | several FSDP2 parameter groups per unit, one for each combination of dtypes |
-| `own_units` | an embedding or a head as an FSDP unit of its own |
 | `guards` | errors for a module or a backward that would run in another precision than the config sets |
 | `_torch` | every use of a private torch name |
 """

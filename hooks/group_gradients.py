@@ -100,13 +100,6 @@ class GroupGradients:
         """Note which parameters the reduction that follows reduces. Call after unsharded gradients were set."""
         self._in_reduction = [i for i, each in enumerate(self.group.parameters) if each.has_gradient]
 
-    def count_forward(self) -> None:
-        """Count a use of the group's unsharded parameters outside of its module's forward. Call after unsharding."""
-        if not torch.is_grad_enabled():
-            return
-        self._num_forwards += 1
-        self.group.defer_upcast()
-
     def end_backward(self) -> None:
         """Discard the count of forwards whose backward did not run. Call after each backward of the root."""
         self._num_forwards = 0

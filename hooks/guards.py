@@ -1,5 +1,5 @@
-"""Guards that raise: modules called outside of the root's forward, safe modules with autocast off, and backwards that
-bypass `TrainStep`.
+"""Guards that raise: modules called outside of the root's forward, weights read outside of their module, safe modules
+with autocast off, and backwards that bypass `TrainStep`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.dispatch import accumulates_in
 from zeroamp.hooks._torch.dtensor import num_axes
+from zeroamp.hooks.root_forward import Around
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.errors import PrecisionError, StepError, WrapError
 
@@ -33,11 +34,13 @@ def attach_safe_module_guard(module: nn.Module, fqn: str, device_type: str) -> R
     return module.register_forward_pre_hook(check)
 
 
-def attach_sharded_guard(root: nn.Module, fqn: str, parameter: str) -> RemovableHandle:
+def attach_sharded_guard(
+    root: nn.Module, fqn: str, parameter: str, *, unless: Callable[[], bool] = lambda: False
+) -> RemovableHandle:
     """Raise a WrapError if the forward of the module `fqn` runs while `parameter` is sharded.
 
     `parameter` belongs to the module or to a module inside it. Only the forward of the root, or of a unit around the
-    module, unshards it. Call after `fully_shard`.
+    module, unshards it; or that of the module itself, if `unless` returns True. Call after `fully_shard`.
     """
     owner_fqn, _, name = parameter.rpartition(".")
     owner = root.get_submodule(owner_fqn)
@@ -47,7 +50,7 @@ def attach_sharded_guard(root: nn.Module, fqn: str, parameter: str) -> Removable
         value: torch.Tensor | None = owner._parameters[name]
         if torch.compiler.is_compiling() or not isinstance(value, DTensor):
             return
-        if num_axes(value) == num_sharded:
+        if num_axes(value) == num_sharded and not unless():
             raise WrapError(
                 f"{fqn} was called outside of the model's forward, where {parameter} is sharded. Call it in a method "
                 'of the model, and register that method: zeroamp.register_forward_method(model, "generate"), for '
@@ -56,6 +59,51 @@ def attach_sharded_guard(root: nn.Module, fqn: str, parameter: str) -> Removable
 
     # Before FSDP2's own pre-hook, which would take the first unit that runs for the root.
     return root.get_submodule(fqn).register_forward_pre_hook(check, prepend=True)
+
+
+def explain_outside_reads(units: Iterable[str]) -> Around:
+    """Return an `Around` that explains torch's error for an op on the weight of an embedding or head that is sharded.
+
+    `units` are the FQNs of those that are units of their own. Each is unsharded by its own forward, so a weight that
+    the model's forward reads elsewhere is a sharded DTensor. The error gets a note: torch would silence another
+    exception that a hook raises while a forward fails.
+    """
+    text = _read_outside(units)
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" in str(error):
+                error.add_note(text)
+            raise
+
+    return lambda call: around() if call.is_outermost else None
+
+
+def attach_gradient_guard(parameter: nn.Parameter, unit: str) -> RemovableHandle:
+    """Raise a WrapError in a backward that computes a gradient of a sharded parameter.
+
+    FSDP2 sets the gradients of sharded parameters after it has reduced those of the unsharded ones. Autograd computes
+    one only if the sharded parameter itself was used: `weight.full_tensor()`, in a loss in chunks, or
+    `weight.pow(2).sum()`. Nothing would sum that gradient over ranks. `unit` is the FQN of the parameter's module.
+    """
+
+    def refuse(_grad: torch.Tensor) -> None:
+        raise WrapError(_read_outside([unit]))
+
+    handle: RemovableHandle = parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def _read_outside(units: Iterable[str]) -> str:
+    names = " or ".join(f"{fqn}.weight" for fqn in units)
+    return (
+        f"{names} was read outside of its module, where it is sharded: embeddings and heads are unsharded when they "
+        'are called. Call the module, or set "zeroamp": {"own_units": false} in the config: the weights are then '
+        "unsharded during the whole forward."
+    )
 
 
 class BackwardGuard:

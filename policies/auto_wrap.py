@@ -1,8 +1,21 @@
-"""Auto-wrap policies: choose the modules of a model that become FSDP units (see docs/concepts.md)."""
+"""Choose the modules of a model that become FSDP units (see docs/concepts.md).
+
+[Note: Own units]
+The root's parameters stay unsharded from the first op of a forward to the last op of its backward. In a language model
+these are the embedding and the head: 6.3 GB for LLaMA-3 70B. At stage 3 they are units of their own:
+
+* an embedding is resharded after its lookup, and not all-gathered in the backward, which reads indices only;
+* a head is all-gathered after the last block, stays unsharded until its backward, and is reduced first, not last.
+
+Each is all-gathered and reduced once per micro-batch, as with the root. At stages 0 to 2 parameters stay unsharded
+until the optimizer step, so further units would only cost collectives. Tied weights stay with the root. So does a
+module whose weight the model reads elsewhere, with `"zeroamp": {"own_units": false}`.
+"""
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 
 from torch import nn
@@ -208,3 +221,103 @@ def _refuse_leaf_modules(model: nn.Module, key: str, wanted: str, found: Mapping
         f"{where} matches no module of {type(model).__name__}. Name one that it has, such as "
         f"{some_of(names) or 'none below the root'}, or leave the item out."
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnUnits:
+    """The FQNs of embeddings and heads that are units of their own. See [Note: Own units]."""
+
+    lookups: tuple[str, ...] = ()
+    """Embeddings that are resharded after their forward, and not all-gathered in the backward."""
+    heads: tuple[str, ...] = ()
+    """Heads, and embeddings with a forward of their own: unsharded from their forward to their backward."""
+
+    def __bool__(self) -> bool:
+        """Return whether there is an embedding or head that is a unit of its own."""
+        return bool(self.lookups or self.heads)
+
+    def __contains__(self, unit: object) -> bool:
+        """Return whether a unit, by its FQN, is one of these."""
+        return unit in self.lookups or unit in self.heads
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the FQNs of all: first the lookups, then the heads."""
+        return iter((*self.lookups, *self.heads))
+
+
+def find_own_units(
+    model: nn.Module, inside_units: Container[nn.Module], min_numel: int, ignored: Collection[nn.Parameter] = ()
+) -> OwnUnits:
+    """Return the embeddings and heads that become units of their own. See [Note: Own units].
+
+    In each transformers model these are the results of `get_input_embeddings` and `get_output_embeddings`. Elsewhere
+    they are each `nn.Embedding`, and the last large module after all units, if it is a Linear.
+
+    Args:
+        model: a plain model.
+        inside_units: the modules of all units and the modules inside them. They are never chosen.
+        min_numel: the smallest number of elements of an embedding or head that is chosen.
+        ignored: parameters that are not sharded. Modules that own one of them are not chosen.
+    """
+    num_paths = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    num_owners = Counter(id(p) for module in num_paths for p in module._parameters.values())
+    unusable = {id(parameter) for parameter in ignored}
+
+    def is_large(module: nn.Module) -> bool:
+        own = list(module.parameters(recurse=False))
+        return (
+            sum(parameter.numel() for parameter in own) >= max(1, min_numel)
+            and module not in inside_units
+            and next(module.children(), None) is None
+            and num_paths[module] == 1
+            and all(num_owners[id(p)] == 1 and id(p) not in unusable and _is_plain(p) for p in own)
+        )
+
+    chosen: list[nn.Module] = []
+    last: nn.Module | None = None  # the last large module after all units
+    of_transformers: set[nn.Module] = set()
+    for module in model.modules():
+        if module in inside_units:
+            last = None
+        elif module not in of_transformers and (embedding := _named_by(module, "get_input_embeddings")) is not None:
+            of_transformers.update(module.modules())
+            head = _named_by(module, "get_output_embeddings")
+            for found, cls in ((embedding, nn.Embedding), (head, nn.Linear)):
+                # peft wraps a module that it adapts.
+                chosen += [each for each in found.modules() if isinstance(each, cls)] if found is not None else []
+        elif module not in of_transformers and isinstance(module, nn.Embedding):
+            chosen.append(module)
+        elif module not in of_transformers and is_large(module):
+            last = module
+    if isinstance(last, nn.Linear):
+        chosen.append(last)
+    names = {module: fqn for fqn, module in model.named_modules()}
+    large = [module for module in dict.fromkeys(chosen) if is_large(module)]
+    return OwnUnits(
+        lookups=tuple(names[module] for module in large if _is_lookup(module)),
+        heads=tuple(names[module] for module in large if not _is_lookup(module)),
+    )
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter can be sharded and is not a packed, quantized weight."""
+    return parameter.dim() > 0 and parameter.is_floating_point() and not hasattr(parameter, "quant_state")
+
+
+def _is_lookup(module: nn.Module) -> bool:
+    """Return whether neither the output nor the backward of a module reads its table.
+
+    The forward of a subclass, and a hook, may: a table of learned positions returns a slice of itself.
+    """
+    has_own_forward = type(module).forward is not nn.Embedding.forward or "forward" in vars(module)
+    return not (has_own_forward or module._forward_hooks or module._forward_pre_hooks)
+
+
+def _named_by(module: nn.Module, method: str) -> nn.Module | None:
+    """Return the result of `module`'s getter `method`, if `module` has the method and contains the result."""
+    try:
+        found = getattr(module, method, lambda: None)()
+    except (AttributeError, NotImplementedError):  # raised by transformers models without such a module
+        return None
+    is_inside = isinstance(found, nn.Module) and any(found is inner for inner in module.modules())
+    return found if is_inside else None

@@ -82,10 +82,6 @@ def forward_hooks(module: FSDPModule) -> tuple[PreForward, PostForward]:
     return pre_forward, post_forward
 
 
-def post_forward_hook_id(module: FSDPModule) -> int:
-    """Return the key of FSDP2's hook among the forward hooks of `module`. The hook registers hooks on the outputs."""
-    state: Any = module._get_fsdp_state()
-    return int(state._post_forward_hook_handle.id)
 
 
 def release(module: FSDPModule) -> None:

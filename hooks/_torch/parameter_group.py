@@ -129,14 +129,6 @@ class ParameterGroup:
 
         self._group._register_post_backward_hook = register_if
 
-    def defer_upcast(self) -> None:
-        """Let autograd sum in the parameters' own dtype in the next backward, as FSDP2 does after each forward.
-
-        Needed from torch 2.15 on, for a use of the unsharded parameters without a forward of the unit.
-        """
-        if hasattr(self._group, "_set_unsharded_grad_dtypes"):
-            self._group._set_unsharded_grad_dtypes(defer_upcast=True)
-
     def follow_requires_grad(self) -> None:
         """Copy a change of `requires_grad` between the sharded and the unsharded parameters.
 

@@ -2,8 +2,9 @@
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 NUM_CHUNKS = 3
 
@@ -83,13 +84,19 @@ class FunctionalTie(Body):
         return cross_entropy(F.linear(x, self.embed.weight), tokens)
 
 
-class InferenceLogits(WithHead):
-    """Calls its head in inference mode first, as a model does that is conditioned on its own predictions."""
+class GatheredWeight(WithHead):
+    """All-gathers the weight of its head if it is sharded, as TRL's loss does."""
 
     def loss(self, x, tokens):
-        with torch.inference_mode():
-            predicted = self.head(x).argmax(-1)
-        return super().loss(x, tokens) + (predicted.clone() == tokens).float().mean()
+        weight = self.head.weight
+        return cross_entropy(F.linear(x, weight.full_tensor() if isinstance(weight, DTensor) else weight), tokens)
+
+
+class Regularised(WithHead):
+    """Adds a term of its embedding's weight to its loss."""
+
+    def loss(self, x, tokens):
+        return super().loss(x, tokens) + 0.01 * self.embed.weight.pow(2).sum()
 
 
 class InferenceReads(WithHead):
@@ -106,14 +113,6 @@ class CheckpointedLookup(WithHead):
 
     def look_up(self, tokens):
         return checkpoint(self.embed, tokens, use_reentrant=False)
-
-
-class WholeCheckpointedLookup(WithHead):
-    """The same, up to the end of the region: torch stops earlier by default, before the lookup itself."""
-
-    def look_up(self, tokens):
-        with set_checkpoint_early_stop(False):
-            return checkpoint(self.embed, tokens, use_reentrant=False)
 
 
 class CheckpointedScaledLookup(WithHead):
@@ -184,10 +183,10 @@ EMBEDDING_MODELS = {
     "chunked_reads": ChunkedReads,
     "reads_in_forward": ReadsInForward,
     "functional_tie": FunctionalTie,
-    "inference_logits": InferenceLogits,
+    "regularised": Regularised,
+    "gathered_weight": GatheredWeight,
     "inference_reads": InferenceReads,
     "checkpointed_lookup": CheckpointedLookup,
-    "whole_checkpointed_lookup": WholeCheckpointedLookup,
     "checkpointed_scaled_lookup": CheckpointedScaledLookup,
     "two_lookups": TwoLookups,
     "positions": Positions,

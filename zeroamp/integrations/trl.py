@@ -4,7 +4,8 @@
 Most trainers of TRL replace `model.forward`: a call with `fused_lm_head=True` computes log-probabilities of chunks from
 `lm_head.weight`, outside of the `nn.Linear` that owns it, and adds their gradients in fp32. By its class the weight
 counts as safe. All-gathering and reducing it in low precision would give other bits than plain autocast. A traced run
-of the call in `compute_loss` detects this, so `"lower_precision_safe_modules": "auto"` is the default here.
+of the call in `compute_loss` detects this, so `"lower_precision_safe_modules": "auto"` is the default here. The weight
+must be unsharded during the whole forward, so `"own_units": false` is the default too.
 """
 
 from collections.abc import Iterable
@@ -67,6 +68,7 @@ class ZeroampMixin(ZeroampTrainerMixin):
     def filled_config(self, model: nn.Module) -> dict[str, Any]:
         """Return the config with its "auto" values filled. See [Note: The head outside of its module]."""
         filled = super().filled_config(model)
+        filled["zeroamp"] = {"own_units": False} | filled.get("zeroamp", {})
         autocast = filled.get("torch_autocast", {})
         if autocast.get("enabled"):
             filled["torch_autocast"] = {"lower_precision_safe_modules": "auto"} | autocast

@@ -18,7 +18,6 @@ from zeroamp.planning.groups import IGNORED, REPLICATED, GroupPlan, ParamPlan, g
 from zeroamp.planning.mesh import local_part
 from zeroamp.planning.mesh_axes import axis_of, is_expert
 from zeroamp.planning.overrides import Overrides, find_overrides
-from zeroamp.planning.own_units import OwnUnits, find_own_units
 from zeroamp.planning.parameter_uses import (
     ParameterUses,
     find_uses,
@@ -29,7 +28,7 @@ from zeroamp.planning.parameter_uses import (
 from zeroamp.planning.run_order import UnitRun, run_order, tree_order
 from zeroamp.planning.safe_parameters import Precision, param_precisions, trace
 from zeroamp.planning.shard_dim import may_shard_any_dim
-from zeroamp.policies.auto_wrap import AutoWrapPolicy, find_units
+from zeroamp.policies.auto_wrap import AutoWrapPolicy, OwnUnits, find_own_units, find_units
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import WrapError
 from zeroamp.policies.extensions import extensions_of
@@ -163,8 +162,11 @@ def build_plan(
     refuse_other_than_policy(policy)
     units = _find_units(model, policy, auto_wrap_policy)
     ignored_params = _listed(ignored_params)
-    own_units = find_own_units(model, policy, units, ignored_params)
-    units = (*units, *own_units)
+    own_units = OwnUnits()
+    if policy.stage == 3 and policy.own_units and units:
+        inside_units = {inner for unit in units for inner in model.get_submodule(unit).modules()}
+        own_units = find_own_units(model, inside_units, policy.param_persistence_threshold, ignored_params)
+        units = (*units, *own_units)
     overrides = find_overrides(model, policy, ignored_params)
     regions = find_fp32_regions(model, policy, overrides, ignored_params)
     uses, ignored = _without_ignored(find_uses(model, units), ignored_params)

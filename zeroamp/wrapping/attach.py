@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
+from zeroamp.hooks._torch.dispatch import is_in_backward, without_base
 from zeroamp.hooks._torch.fsdp import (
     gather_in_background,
     has_reduction_options,
@@ -21,8 +22,13 @@ from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
 from zeroamp.hooks.collectives.shard_sums import MicroBatchSum, RoundedSum, ShardAccumulator
 from zeroamp.hooks.group_gradients import by_module, follow_gradients
-from zeroamp.hooks.guards import BackwardGuard, attach_safe_module_guard, attach_sharded_guard
-from zeroamp.hooks.own_units import OwnUnit
+from zeroamp.hooks.guards import (
+    BackwardGuard,
+    attach_gradient_guard,
+    attach_safe_module_guard,
+    attach_sharded_guard,
+    explain_outside_reads,
+)
 from zeroamp.hooks.precision.autocast import enter_autocast, forget_casts, refuse_autocast, warn_of_other_autocast
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
 from zeroamp.hooks.precision.input_casts import cast_inputs
@@ -120,16 +126,28 @@ def _leaves(model: nn.Module, state: WrapState) -> Iterator[torch.Tensor]:
         yield from (model.get_parameter(param.fqn) for param in state.plan.replicated.params)
 
 
-def _attach_own_units(model: nn.Module, state: WrapState) -> Iterator[OwnUnit]:
-    own_units, gradients = state.plan.own_units, by_module(state.gradients)
+def _attach_own_units(model: nn.Module, state: WrapState) -> Iterator[RemovableHandle]:
+    """Set what differs between an embedding or a head and other units: see `zeroamp.policies.auto_wrap`."""
+    own_units, forward, gradients = state.plan.own_units, state.root_forward, by_module(state.gradients)
     for fqn in own_units:
         module = model.get_submodule(fqn)
-        carriers = [state.holders.get(group.name, module) for group in state.plan.groups if group.unit == fqn]
-        groups = {cast(FSDPModule, carrier): gradients[cast(FSDPModule, carrier)] for carrier in carriers}
-        is_lookup = fqn in own_units.lookups
-        own_unit = OwnUnit(module, fqn, groups, lambda: state.root_forward.runs_model, is_lookup=is_lookup)
-        state.root_forward.on_output(own_unit.unshard_in_backward)
-        yield own_unit
+        names = [group.name for group in state.plan.groups if group.unit == fqn]
+        for carrier in (state.holders.get(name, cast(FSDPModule, module)) for name in names):
+            gradients[carrier].reduce_once()
+            if fqn in own_units.lookups:
+                carrier.set_unshard_in_backward(False)
+        weight = next(name for name, _ in module.named_parameters())
+        yield attach_sharded_guard(model, fqn, f"{fqn}.{weight}", unless=lambda: forward.runs_model or is_in_backward())
+        for parameter in (each for each in module.parameters() if each.requires_grad):
+            yield attach_gradient_guard(parameter, fqn)
+        # The output of a Linear with a bias is a view of a matrix, of which FSDP2 would warn.
+        yield module.register_forward_hook(_without_base, prepend=True)
+    if own_units:
+        forward.add("reshard", explain_outside_reads(own_units))
+
+
+def _without_base(_module: nn.Module, _args: object, output: object) -> object:
+    return without_base(output) if isinstance(output, torch.Tensor) else output
 
 
 def _needs_train_step(plan: Plan, extensions: Iterable[Extension]) -> str:

@@ -8,8 +8,8 @@ from tests.models.small import WIDTH, build, hf_llama
 from tests.processes.training import config
 from tests.processes.training import policy as policy_of
 from zeroamp.planning.fsdp_replay import step_schedule
-from zeroamp.planning.own_units import OwnUnits
 from zeroamp.planning.plan import build_plan
+from zeroamp.policies.auto_wrap import OwnUnits
 
 LARGE = 1000  # elements: embeddings and heads have 2,560, norms 32
 
@@ -71,14 +71,13 @@ def test_live_units_are_counted_without_them():
 @pytest.mark.parametrize(
     ("model", "lookups", "heads"),
     [
-        ("scaled", ("embed",), ("head",)),
+        ("padded", ("embed",), ("head",)),
+        ("scaled", (), ("embed", "head")),
         ("times_weight", (), ("embed", "head")),
         ("positions", ("embed",), ("positions", "head")),
-        ("reads_in_forward", ("embed",), ()),
-        ("functional_tie", ("embed",), ()),
     ],
 )
-def test_what_the_backward_needs_stays(model, lookups, heads):
+def test_an_embedding_with_a_forward_of_its_own_stays_for_the_backward(model, lookups, heads):
     assert plan(model).own_units == OwnUnits(lookups=lookups, heads=heads)
 
 
@@ -93,13 +92,6 @@ def test_a_forward_hook_on_an_embedding_may_read_it():
     assert plan(model).own_units == OwnUnits(heads=("embed",))
 
 
-def test_a_patched_forward_that_names_the_weight_keeps_it_with_the_root():
-    model = build("llama_untied")
-    forward = model.forward
-    model.forward = lambda tokens: forward(tokens) + 0 * model.head.weight.sum()
-    assert plan(model).own_units == OwnUnits(lookups=("embed",))
-
-
 def test_only_what_comes_after_the_units_is_a_head():
     model = nn.ModuleDict({"head": nn.Linear(80, 80), "blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(2))})
     assert not plan(model).own_units
@@ -108,11 +100,3 @@ def test_only_what_comes_after_the_units_is_a_head():
     assert not plan(model).own_units
     model["last"] = nn.Linear(80, 80)
     assert plan(model).own_units == OwnUnits(heads=("last",))
-
-
-def test_a_probe_leaves_the_embedding_as_it_was():
-    model = build("scaled")
-    before = dict(model.embed.named_parameters())
-    plan(model)
-    assert dict(model.embed.named_parameters()) == before
-    assert model.embed.weight.device.type == "cpu"

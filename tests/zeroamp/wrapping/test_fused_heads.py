@@ -6,7 +6,6 @@ import torch
 import zeroamp
 from tests.models.small import VOCAB, hf_llama
 from tests.processes.training import config, full_parameters, same_bits
-from zeroamp.wrapping.state import wrap_state
 
 pytest.importorskip("trl", reason="the loss is TRL's")
 
@@ -24,16 +23,6 @@ def _patched():
     return model
 
 
-class Caller:
-    """A forward whose source does not show the read."""
-
-    def __init__(self, forward):
-        self.forward = forward
-
-    def __call__(self, **kwargs):
-        return self.forward(**kwargs)
-
-
 def _inputs(index):
     tokens = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(index))
     return {"input_ids": tokens, "labels": tokens, "fused_lm_head": True}
@@ -43,21 +32,24 @@ def _optimizer(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def _train_on_ranks(is_hidden):
+def _train_on_ranks(own_units):
     model = _patched()
-    if is_hidden:
-        model.forward = Caller(model.forward)
-    policy = zeroamp.policy_from_config(config(3, threshold=LARGE)).replace(lower_precision_safe_modules="auto")
+    cfg = config(3, threshold=LARGE, zeroamp={"own_units": own_units})
+    policy = zeroamp.policy_from_config(cfg).replace(lower_precision_safe_modules="auto")
     zeroamp.wrap_model(model, policy, example_inputs=_inputs(0))
     train = zeroamp.TrainStep(model, _optimizer(model))
     rank = torch.distributed.get_rank()
     losses = []
+    if own_units:
+        with pytest.raises(zeroamp.WrapError) as error:
+            train.backward(model(**_inputs(0)).loss)
+        return str(error.value)
     for step in range(NUM_STEPS):
         loss = model(**_inputs(2 * step + rank)).loss
         losses.append(float(loss.detach()))
         train.backward(loss)
         train.step()
-    return losses, full_parameters(model), set(wrap_state(model).plan.own_units)
+    return losses, full_parameters(model)
 
 
 def _train_in_one_process():
@@ -77,10 +69,14 @@ def _train_in_one_process():
     return losses, {fqn: parameter.detach() for fqn, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("is_hidden", [False, True], ids=["the source shows it", "found in the run"])
-def test_the_fused_head_has_the_bits_of_one_process(ranks2, is_hidden):
+def test_without_own_units_the_fused_head_has_the_bits_of_one_process(ranks2):
     losses, parameters = _train_in_one_process()
-    for rank, (ours, trained, own_units) in enumerate(ranks2.run(_train_on_ranks, is_hidden)):
-        assert own_units == ({"model.embed_tokens", "lm_head"} if is_hidden else {"model.embed_tokens"})
+    for rank, (ours, trained) in enumerate(ranks2.run(_train_on_ranks, False)):
         assert ours == losses[rank::2]
         assert same_bits(trained, parameters) == []
+
+
+def test_with_own_units_the_error_names_the_head_and_the_key(ranks2):
+    text = ranks2.run(_train_on_ranks, True)[0]
+    assert "lm_head.weight was read outside of its module" in text
+    assert '{"own_units": false}' in text

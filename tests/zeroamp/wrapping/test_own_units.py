@@ -1,11 +1,10 @@
 """Embeddings and heads as units of their own: same bits, fewer bytes held, and every way to use them."""
 
-import logging
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import zeroamp
@@ -24,18 +23,16 @@ from zeroamp.wrapping.state import wrap_state
 LARGE = 1000  # elements: embeddings and heads have 2,560
 NUM_STEPS = 4
 UNUSUAL = (
-    *("chunked_calls", "checkpointed_chunks", "chunked_reads", "reads_in_forward", "functional_tie"),
+    *("chunked_calls", "checkpointed_chunks"),
     *(
         "checkpointed_lookup",
-        "whole_checkpointed_lookup",
         "checkpointed_scaled_lookup",
         "two_lookups",
         "positions",
         "scaled",
         "times_weight",
     ),
-    "padded",
-    *("inference_logits", "inference_reads"),
+    *("padded", "inference_reads"),
 )
 
 
@@ -52,23 +49,21 @@ def _check(by_rank, name, **oracle):
 
 @pytest.mark.parametrize(
     "name",
-    slow_but(
-        ["llama_untied", *UNUSUAL], "llama_untied", "scaled", "chunked_reads", "functional_tie", "checkpointed_lookup"
-    ),
+    slow_but(["llama_untied", *UNUSUAL], "llama_untied", "scaled", "chunked_calls", "checkpointed_lookup"),
 )
 def test_the_same_bits_as_one_process(ranks2, name):
     _check(ranks2.run(_train, name), name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but(["llama_untied", "chunked_calls", "chunked_reads"], "llama_untied"))
+@pytest.mark.parametrize("name", slow_but(["llama_untied", "chunked_calls"], "llama_untied"))
 def test_the_same_bits_with_accumulation(ranks2, name):
     _check(ranks2.run(_train, name, accumulation=3), name, accumulation=3, reduce_each=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but(["llama_untied", "chunked_reads"], "llama_untied"))
-def test_the_same_bits_in_bf16_mode_and_in_fp32(ranks2, name):
+def test_the_same_bits_in_bf16_mode_and_in_fp32(ranks2):
+    name = "llama_untied"
     _check(ranks2.run(_train, name, dtype=None), name, autocast=None)
     _check(ranks2.run(_train, name, dtype=None, bf16={"enabled": True}), name, low_model=torch.bfloat16)
 
@@ -90,7 +85,7 @@ def _compile_whole(model):
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [("llama_untied", _compile_ends), pytest.param("chunked_reads", _compile_whole, marks=pytest.mark.slow)],
+    [("llama_untied", _compile_ends), pytest.param("chunked_calls", _compile_whole, marks=pytest.mark.slow)],
 )
 def test_the_same_bits_with_a_compiled_head_or_model(ranks2, name, how):
     _check(ranks2.run(_train, name, how=how), name)
@@ -144,15 +139,10 @@ def _step(model, name, accumulation=1):
         step.step()
 
 
-def _calls(name, accumulation, *, warm_up=0, evaluates=False, **options):
+def _calls(name, accumulation, **options):
     """Return {group: [all-gathers, reductions]} of the groups of own units, of the plan and as counted in one step."""
     model = wrapped(name, config(3, threshold=LARGE, accumulation=accumulation, **options))
     plan, ranks = wrap_state(model).plan, zeroamp.planning.mesh.ranks_of(wrap_state(model).mesh)
-    for _ in range(warm_up):
-        _step(model, name, accumulation)
-    if evaluates:
-        with torch.no_grad():
-            model(batch(name, 7))
     zeroamp.traffic(model).reset()
     _step(model, name, accumulation)
     found = []
@@ -165,7 +155,7 @@ def _calls(name, accumulation, *, warm_up=0, evaluates=False, **options):
     return found
 
 
-@pytest.mark.parametrize("name", ["llama_untied", "chunked_calls", "checkpointed_chunks", "chunked_reads", "scaled"])
+@pytest.mark.parametrize("name", ["llama_untied", "chunked_calls", "checkpointed_chunks", "scaled"])
 def test_each_is_gathered_and_reduced_once_per_micro_batch(ranks2, name):
     planned, counted = ranks2.run(_calls, name, 2)[0]
     assert planned == counted == {"embed": [2, 2], "head": [2, 2]}
@@ -179,12 +169,12 @@ TWO_GROUPS = [
 """The weight and the bias of an own unit are all-gathered in two collectives: their dtypes of the reduction differ."""
 
 
-@pytest.mark.parametrize("name", ["chunked_reads", "chunked_calls"])
-def test_the_same_bits_with_two_groups(ranks2, name):
+def test_the_same_bits_with_two_groups(ranks2):
+    name = "chunked_calls"
     _check(ranks2.run(_train, name, zeroamp={"overrides": TWO_GROUPS[:1]}), name)
 
 
-@pytest.mark.parametrize(("name", "num_groups"), [("biased", 4), ("chunked_calls", 3), ("chunked_reads", 3)])
+@pytest.mark.parametrize(("name", "num_groups"), [("biased", 4), ("chunked_calls", 3)])
 def test_each_of_two_groups_is_gathered_and_reduced_once_per_micro_batch(ranks2, name, num_groups):
     overrides = TWO_GROUPS if name == "biased" else TWO_GROUPS[:1]
     planned, counted = ranks2.run(_calls, name, 2, zeroamp={"overrides": overrides})[0]
@@ -192,20 +182,9 @@ def test_each_of_two_groups_is_gathered_and_reduced_once_per_micro_batch(ranks2,
     assert list(counted.values()) == [[2, 2]] * num_groups
 
 
-def test_an_embedding_that_is_read_elsewhere_is_gathered_once_from_the_second_forward_on(ranks2):
-    _, first = ranks2.run(_calls, "functional_tie", 1)[0]
-    _, second = ranks2.run(_calls, "functional_tie", 1, warm_up=1)[0]
-    assert (first, second) == ({"embed": [2, 1]}, {"embed": [1, 1]})
-
-
-def test_a_read_in_an_evaluation_changes_no_later_training_step(ranks2):
-    _, counted = ranks2.run(_calls, "functional_tie", 1, evaluates=True)[0]
-    assert counted == {"embed": [2, 1]}, "resharded after its lookup, as before the first read"
-
-
-def test_a_recomputed_lookup_costs_one_more_gather(ranks2):
-    for name in ("checkpointed_lookup", "checkpointed_scaled_lookup"):
-        assert ranks2.run(_calls, name, 1)[0][1] == {"embed": [2, 1], "head": [1, 1]}
+@pytest.mark.parametrize(("name", "num_gathers"), [("checkpointed_lookup", 1), ("checkpointed_scaled_lookup", 2)])
+def test_a_lookup_that_is_computed_again_costs_one_more_gather(ranks2, name, num_gathers):
+    assert ranks2.run(_calls, name, 1)[0][1] == {"embed": [num_gathers, 1], "head": [1, 1]}
 
 
 def _states():
@@ -333,54 +312,12 @@ def test_a_registered_method_may_call_both(ranks2):
     assert is_sharded, "reading a parameter outside of a forward unshards nothing"
 
 
-def _evaluate_between():
-    def evaluate(model, name):
-        with torch.no_grad():
-            model(batch(name, 7))
-
-    cfg = config(3, threshold=LARGE, accumulation=2)
-    return [
-        train(name, cfg, NUM_STEPS, between=between)
-        for name in ("chunked_reads", "functional_tie")
-        for between in (None, evaluate)
-    ]
-
-
-@pytest.mark.slow
-def test_an_evaluation_between_micro_batches_changes_no_bit(ranks2):
-    chunked, chunked_evaluated, tied, tied_evaluated = ranks2.run(_evaluate_between)[0]
-    check_same_run(chunked, chunked_evaluated)
-    check_same_run(tied, tied_evaluated)
-
-
-def _other_forward_before_the_backward(name, own, other):
-    """Train with another forward between a forward and its backward; return the parameters."""
-    model = wrapped(name, config(3, threshold=LARGE, zeroamp={"own_units": own}))
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for index in range(2):
-        loss = model(batch(name, index))
-        with torch.set_grad_enabled(other == "trains"):
-            other_loss = model(batch(name, 7 + index))
-        step.backward(loss, is_last=other != "trains")
-        if other == "trains":
-            step.backward(other_loss, is_last=True)
-        step.step()
-    return full_parameters(model)
-
-
-@pytest.mark.parametrize("other", slow_but(["evaluates", "trains"], "trains"))
-def test_a_weight_that_was_read_is_there_in_the_backward_after_another_forward(ranks2, other):
-    run, name = _other_forward_before_the_backward, "chunked_reads"
-    own, with_root = (ranks2.run(run, name, own, other)[0] for own in (True, False))
-    assert same_bits(own, with_root) == []
-
-
 def _unwrap():
-    model = wrapped("functional_tie", config(3, threshold=LARGE))
-    _step(model, "functional_tie")
+    model = wrapped("chunked_calls", config(3, threshold=LARGE))
+    _step(model, "chunked_calls")
     whole = full_parameters(model)
     zeroamp.unwrap_model(model)
-    model(batch("functional_tie", 0)).backward()
+    model(batch("chunked_calls", 0)).backward()
     assert type(model.embed) is torch.nn.Embedding
     return same_bits(whole, {fqn: parameter.detach() for fqn, parameter in model.named_parameters()})
 
@@ -389,32 +326,33 @@ def test_unwrapping_leaves_plain_modules(ranks2):
     assert ranks2.run(_unwrap)[0] == []
 
 
-def _log_of(name):
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("zeroamp")
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    try:
-        model = wrapped(name, config(3, threshold=LARGE))
-        _step(model, name)
-        _step(model, name)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    assert isinstance(model.get_submodule("embed"), FSDPModule)
-    assert dist.get_world_size() == 2
-    return [line for line in records if "is read outside" in line]
+def _read(name):
+    """Return the error of a forward and backward that read a weight outside of its module, and its notes."""
+    model = wrapped(name, config(3, threshold=LARGE))
+    with pytest.raises((RuntimeError, zeroamp.WrapError)) as error:
+        model(batch(name, 0)).backward()
+    return "\n".join([str(error.value), *getattr(error.value, "__notes__", ())])
 
 
-def test_a_read_elsewhere_is_logged_once_by_name(ranks2):
-    (line,) = ranks2.run(_log_of, "chunked_reads")[0]
-    assert (
-        line == "head.weight is read outside of the forward of head. It stays unsharded until the backward has ended."
-    )
-    assert ranks2.run(_log_of, "reads_in_forward")[0] == []
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("chunked_reads", "head"),
+        ("reads_in_forward", "head"),
+        ("functional_tie", "embed"),
+        ("regularised", "embed"),
+        ("gathered_weight", "head"),
+    ],
+)
+def test_a_weight_that_is_read_outside_of_its_module_is_an_error_by_name(ranks2, name, module):
+    text = ranks2.run(_read, name)[0]
+    assert re.search(rf"{module}\.weight was read outside of its module", text)
+    assert '{"own_units": false}' in text
+
+
+@pytest.mark.parametrize("name", slow_but(["chunked_reads", "functional_tie", "gathered_weight"], "chunked_reads"))
+def test_such_a_model_has_the_bits_of_one_process_without_own_units(ranks2, name):
+    _check(ranks2.run(_train, name, zeroamp={"own_units": False}), name)
 
 
 def _steps(own, folder, *, load):

@@ -6,7 +6,12 @@ from typing import Any
 import torch
 
 # Widely used, but in private modules.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.autograd import Variable, profiler
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,6 +30,7 @@ __all__ = [
     "is_profiling",
     "is_view",
     "is_view_op",
+    "needs_values",
     "run_op",
     "storage_key",
     "storage_of",
@@ -78,6 +84,11 @@ def without_base(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     output: torch.Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
     return output
+
+
+def needs_values(error: BaseException) -> bool:
+    """Return whether a run on fake tensors raised `error` because it needs the value of a tensor."""
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
 
 
 def run_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

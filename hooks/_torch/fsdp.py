@@ -82,8 +82,6 @@ def forward_hooks(module: FSDPModule) -> tuple[PreForward, PostForward]:
     return pre_forward, post_forward
 
 
-
-
 def release(module: FSDPModule) -> None:
     """Reshard `module`'s own group, in whatever state the last forward left the group.
 

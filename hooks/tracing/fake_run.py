@@ -1,13 +1,20 @@
-"""Runs a model on fake tensors, or on copies of its tensors, and restores it exactly."""
+"""Runs a model on fake tensors, with example inputs, and restores the model exactly."""
 
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zeroamp.hooks._torch.dispatch import FakeTensorMode
+from zeroamp.hooks._torch.dtensor import without_wrapper
+from zeroamp.hooks.random_state import preserved_random_state
+from zeroamp.hooks.tracing.experts import route_evenly
+from zeroamp.policies.errors import ConfigError, describe
 
 _DICTS = (dict, OrderedDict, defaultdict)
 
@@ -48,8 +55,58 @@ class Replacements:
         return copied
 
 
+def _dtype_of(tensor: torch.Tensor) -> torch.dtype:
+    return tensor.dtype
+
+
 @contextmanager
-def tensors_replaced(model: nn.Module, replacements: Replacements) -> Iterator[None]:
+def fake_run(
+    model: nn.Module, device_type: str, dtype_of: Callable[[torch.Tensor], torch.dtype] = _dtype_of
+) -> Iterator[Replacements]:
+    """Replace the tensors of `model` by fake ones inside the context, and make new tensors fake.
+
+    Yields the replacements, with which the caller replaces the inputs. Gradients are on, compiled modules run eagerly,
+    and transformers' fused experts get a balanced routing. At the end the model and all random states are restored.
+
+    Args:
+        model: on any device.
+        device_type: of the fake tensors.
+        dtype_of: returns the dtype of a tensor's replacement, by default the tensor's own.
+    """
+    replacements = Replacements(lambda tensor: _fake(tensor, dtype_of(tensor), device_type))
+    with (
+        preserved_random_state(device_type),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        # Compiled modules run eagerly under a dispatch mode, but with fullgraph=True torch 2.13 and 2.15 raise instead.
+        torch.compiler.set_stance("force_eager"),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _tensors_replaced(model, replacements),
+    ):
+        route_evenly(model)
+        yield replacements
+
+
+def _fake(tensor: torch.Tensor, dtype: torch.dtype, device_type: str) -> torch.Tensor:
+    """Return an empty tensor of the shape and strides of `tensor`. Of a DTensor, the local part is replaced."""
+    if isinstance(tensor, DTensor):
+        part = _fake(without_wrapper(tensor.detach()), dtype, device_type)
+        own, placements = tensor.device_mesh, tensor.placements
+        shape, stride = tensor.size(), tensor.stride()
+        fake: torch.Tensor = DTensor.from_local(part, own, placements, run_check=False, shape=shape, stride=stride)
+    else:
+        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device_type)
+    if not isinstance(tensor, nn.Parameter):
+        return fake.requires_grad_(tensor.requires_grad)
+    parameter = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    # Without `quant_state` bitsandbytes would make a parameter of its own class, which is not a fake tensor.
+    if hasattr(tensor, "quant_state"):
+        parameter.quant_state = tensor.quant_state  # type: ignore[attr-defined]
+    return parameter
+
+
+@contextmanager
+def _tensors_replaced(model: nn.Module, replacements: Replacements) -> Iterator[None]:
     """Replace the tensors of all modules of `model` inside the context: parameters, buffers and plain attributes.
 
     At the end the attributes of each module are restored. So what the forward sets, reassigns or appends is undone, and
@@ -69,3 +126,54 @@ def tensors_replaced(model: nn.Module, replacements: Replacements) -> Iterator[N
         # A parameter that the forward reads from elsewhere, such as a closure, was not replaced and has a gradient now.
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+def example_arguments(
+    model: nn.Module, example_inputs: Any = None, needed_by: str = ""
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return (args, kwargs) for `model(*args, **kwargs)`.
+
+    Args:
+        model: whose forward gets the arguments.
+        example_inputs: a tuple of positional arguments, a mapping of keyword arguments, or one tensor. None stands for
+            the `dummy_inputs` of a transformers model.
+        needed_by: the config key that needs the inputs, for the error.
+
+    Raises:
+        ConfigError: `example_inputs` has another type, or is None for a model without dummy inputs.
+    """
+    if isinstance(example_inputs, torch.Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, tuple):
+        return example_inputs, {}
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if example_inputs is not None:
+        raise ConfigError(
+            describe(
+                "example_inputs",
+                f"a {type(example_inputs).__name__}",
+                "a tuple of positional arguments, a mapping of keyword arguments, or a tensor",
+                "Wrap it: example_inputs=(value,) calls model(value).",
+            )
+        )
+    return (), _dummy_inputs(model, needed_by)
+
+
+def _dummy_inputs(model: nn.Module, needed_by: str) -> dict[str, Any]:
+    dummy = getattr(model, "dummy_inputs", None)
+    # transformers' base class returns token ids for every model, also for a vision model.
+    main_input = getattr(model, "main_input_name", "input_ids")
+    if isinstance(dummy, Mapping) and main_input in dummy:
+        return dict(dummy)
+    why = "" if dummy is None else f", and dummy_inputs of {type(model).__name__} have no {main_input!r}"
+    remedy = (
+        'a batch, as a tuple (args) or a dict (kwargs): {"input_ids": torch.zeros(2, 8, dtype=torch.long)}. Only '
+        "shapes, dtypes and structure matter."
+    )
+    if needed_by:
+        raise ConfigError(
+            f"{needed_by} needs inputs of the model's forward, but none were passed{why}. Pass example_inputs: {remedy}"
+            " On the command line, name a function that returns them: --inputs file.py:function."
+        )
+    raise ConfigError(f"example_inputs must be inputs of the model's forward, but none were passed{why}. Pass {remedy}")

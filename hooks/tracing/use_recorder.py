@@ -2,11 +2,18 @@
 
 Autocast casts at a higher dispatch key than the one of a `TorchDispatchMode`. So the mode gets each cast as
 `aten._to_copy(parameter, dtype=low)`, before the op that reads the cast, also for composite ops. A parameter is *safe*
-if only such casts read its values. All-gathered in the low dtype, it gives the same bits.
+if only such casts, of the parameter or of its views, read its values. All-gathered in the low dtype, it gives the same
+bits. Every other use is undecided, and the parameter stays in fp32:
+
+* any other op, a copy of the parameter included;
+* a read of its dtype, unless a run in which it has the low dtype runs the same program;
+* a gradient that is not one cast from the low dtype. If the parameter was cast several times, autograd adds the
+  gradients in fp32. All-gathered in the low dtype, it would add them in that dtype.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,20 +22,60 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from zeroamp.hooks._torch.dispatch import StorageWeakRef, TorchDispatchMode, is_view_op, run_op, storage_of
+from zeroamp.hooks._torch.dispatch import (
+    StorageWeakRef,
+    TorchDispatchMode,
+    is_in_backward,
+    is_view_op,
+    run_op,
+    storage_of,
+)
 from zeroamp.hooks.precision.autocast_ops import running_cast
 from zeroamp.hooks.tensors import tensors_in
-from zeroamp.hooks.tracing.parameter_record import ParameterRecord
+from zeroamp.policies.dtypes import short_name, stored_dtype
+from zeroamp.policies.errors import some_of
 
-_MOVES = frozenset({"clone", "cat", "stack", "slice_backward", "select_backward"})
-"""Ops that copy values unchanged, and at most add zeros around them. Rounding before or after such an op gives the same
-values. So the uses of the copy count as uses of the parameter."""
+_MOVES = frozenset({"clone", "slice_backward", "select_backward"})
+"""Ops that copy values of a gradient unchanged, and at most add zeros around them."""
 
-_FACTORIES = frozenset(
-    {f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")}
-    | {f"new_{kind}" for kind in ("empty", "empty_strided", "zeros", "ones", "full")}
-)
-"""Ops that read a tensor's shape and dtype, not its values."""
+
+@dataclass(slots=True)
+class ParameterRecord:
+    """The uses of one parameter in one run."""
+
+    parameter: torch.Tensor
+    reads: list[str] = field(default_factory=list)
+    """"op in module" for each op that reads the parameter's values and is not a cast to the low dtype."""
+    casts: list[str] = field(default_factory=list)
+    """The FQN of the module, for each cast to the low dtype."""
+    cast_by: set[str] = field(default_factory=set)
+    """Ops of `autocast_ops` for which the parameter was cast. "" stands for casts by torch's own autocast."""
+    gradients: list[bool] = field(default_factory=list)
+    """For each gradient: whether its last op was a cast from the low dtype. Its values then fit into the low dtype."""
+    dtype_read_in: str | None = None
+    """The FQN of a module that read the parameter's dtype; None if no module did."""
+
+    def safety(self, dtype: torch.dtype) -> tuple[bool, str]:
+        """Return whether a run has the same bits if the parameter is all-gathered in `dtype`, and the reason."""
+        low, storage = short_name(dtype), stored_dtype(self.parameter)
+        if storage == dtype:
+            return True, f"safe: stored in {low}"
+        if not storage.is_floating_point:
+            return False, f"not safe: {short_name(storage)} is not a floating-point dtype"
+        if self.reads:
+            return False, f"not safe: read in {short_name(storage)} by {some_of(self.reads, 1)}"
+        if not self.casts:
+            return False, "not safe: never used in the traced run"
+        ops = ", ".join(sorted(self.cast_by - {""}))
+        cast = f"cast to {low}{ops and f' for {ops}'} in {', '.join(dict.fromkeys(self.casts))}"
+        if self.parameter.requires_grad and self.gradients != [True]:
+            return False, f"not decided, so not safe: {cast}, but its gradient is not one cast from {low}"
+        return True, f"safe: {cast}"
+
+    @property
+    def is_cast_by_ops_only(self) -> bool:
+        """Whether all casts of the parameter were for ops of `autocast_ops`. False if there were none."""
+        return bool(self.cast_by) and "" not in self.cast_by
 
 
 class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -37,29 +84,25 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, dtype: torch.dtype, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.records: dict[str, ParameterRecord] = {}
-        self.modules_called: set[str] = set()
-        # The ops that compute, each with the dtypes of its inputs. Runs with equal programs compute the same values.
         self.program: list[str] = []
-        self.has_run_backward = False
+        """The ops, each with the dtypes of its inputs. Runs with equal programs compute the same values."""
         self.cast_modules: set[str] = set()
         """FQNs of the modules in whose forward an argument of an op of `autocast_ops` was cast."""
         self._dtype = dtype
         self._fqns = {id(module): fqn for fqn, module in model.named_modules()}
         self._calls: list[str] = []  # FQNs of the modules that are in their forward, outermost first
-        self._carriers: dict[StorageWeakRef, frozenset[str]] = {}  # storage with unrounded values -> parameters' FQNs
-        self._copies: set[StorageWeakRef] = set()  # those of the carriers that are copies
-        self._rounded: set[StorageWeakRef] = set()  # other tensors that were cast to a dtype of fewer bits
+        self._by_storage: dict[StorageWeakRef, list[ParameterRecord]] = {}
         self._widened: set[StorageWeakRef] = set()  # tensors that were cast from the low dtype
+        self._rounded: set[StorageWeakRef] = set()  # tensors that were cast to a dtype of fewer bits
 
     def add(self, name: str, parameter: torch.Tensor, replacement: torch.Tensor) -> None:
         """Record the uses of a parameter: of its replacement in the run, and of itself (in a closure, for example)."""
         record = self.records[name] = ParameterRecord(parameter)
         for tensor in (parameter, replacement):
             if (storage := storage_of(tensor)) is not None:
-                self._carriers[storage] = self._carriers.get(storage, frozenset()) | {name}
+                self._by_storage.setdefault(storage, []).append(record)
         if replacement.requires_grad:
-            note = partial(self._note_gradient, record)
-            replacement.register_hook(note)  # type: ignore[no-untyped-call]
+            replacement.register_hook(partial(self._note_gradient, record))  # type: ignore[no-untyped-call]
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -69,7 +112,7 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             register_module_forward_hook(self._leave_module, always_call=True),
         ]
         try:
-            with self, DtypeReads(self.note_dtype_read):
+            with self, DtypeReads(self._note_dtype_read):
                 yield
         finally:
             for handle in handles:
@@ -77,23 +120,10 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note_outputs(self, outputs: Any) -> None:
         """Record parameters among the outputs as read, because the caller may read their values."""
-        for tensor in tensors_in(outputs):
-            self._note_reads([tensor], "the model's output")
-
-    def note_dtype_read(self, tensor: torch.Tensor) -> None:
-        """Record that the model read the dtype of a parameter: all-gathered in the low dtype, it would be another."""
-        for name in self._owners(tensor):
-            self.records[name].dtype_read_in = self.records[name].dtype_read_in or self._here()
-
-    def safety(self) -> dict[str, tuple[bool, str]]:
-        """Return (whether it is safe, the reason) for every parameter, by FQN."""
-        return {
-            name: record.safety(self._dtype, with_backward=self.has_run_backward)
-            for name, record in self.records.items()
-        }
+        self._note_reads(list(tensors_in(outputs)), "the model's output")
 
     def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the op and record it."""
         kwargs = kwargs or {}
@@ -102,85 +132,71 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(func, list(tensors_in((args, kwargs))), out)
         return out
 
-    def _note(self, func: torch._ops.OpOverload, inputs: list[torch.Tensor], out: Any) -> None:
+    def _note(self, func: Any, inputs: list[torch.Tensor], out: Any) -> None:
         name = func.overloadpacket.__name__
         if is_view_op(func):
             return  # a view has the storage of its base
         if name == "_to_copy":
             if running_cast() is not None and self._calls:
                 self.cast_modules.add(self._calls[-1])
+            if out.dtype == self._dtype and (records := self._records_of(inputs[0])):
+                for record in records:
+                    record.casts.append(self._here())
+                    record.cast_by.add(running_cast() or "")
+                return
             self._note_cast(inputs[0], out)
-        elif name in _MOVES:
-            self._note_move(inputs, out, name)
-        elif name in _FACTORIES:
-            self.note_dtype_read(inputs[0])
-        else:
+        elif name not in _MOVES or not is_in_backward():  # a gradient may be moved before or after its cast
             self.program.append(f"{func} of {', '.join(str(tensor.dtype) for tensor in inputs)}")
-            self._note_reads(inputs, f"{func.namespace}.{name}")
-
-    def _note_reads(self, inputs: list[torch.Tensor], op: str) -> None:
-        for tensor in inputs:
-            for name in self._owners(tensor):
-                self.records[name].reads.append(f"{op} in {self._here()}")
-
-    def _note_move(self, inputs: list[torch.Tensor], out: torch.Tensor, op: str) -> None:
-        if (storage := storage_of(out)) is None or any(tensor.dtype.itemsize > out.dtype.itemsize for tensor in inputs):
-            return self._note_reads(inputs, f"aten.{op}")
-        if owners := frozenset().union(*(self._owners(tensor) for tensor in inputs)):
-            self._carriers[storage] = owners
-            self._copies.add(storage)
-        storages = [storage_of(tensor) for tensor in inputs]
-        if any(source in self._rounded for source in storages):
-            self._rounded.add(storage)
-        if all(source in self._widened for source in storages):
-            self._widened.add(storage)
-        return None
+        self._note_widened(name, inputs, out)
+        self._note_reads(inputs, f"{func.namespace}.{name}")
 
     def _note_cast(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        if owners := self._owners(source):
-            if out.dtype == self._dtype:
-                for name in owners:
-                    self._note_cast_of(self.records[name], source)
-            elif out.dtype == source.dtype:
-                self._note_move([source], out, "_to_copy")
-            else:
-                self._note_reads([source], f"aten._to_copy to {out.dtype}")
-        elif source.dtype.is_floating_point and (storage := storage_of(out)) is not None:
-            if out.dtype.itemsize < source.dtype.itemsize:
-                self._rounded.add(storage)
-            elif source.dtype == self._dtype and out.dtype.itemsize > source.dtype.itemsize:
-                self._widened.add(storage)
-                # Not recorded in the backward: its casts mirror the forward's, except that of a parameter's gradient.
-                if storage_of(source) in self._rounded and not self.has_run_backward:
-                    self.program.append("a round trip through fewer bits")
+        """Record casts after which values have fewer bits than their dtype. Other casts are not part of a program.
 
-    def _note_cast_of(self, record: ParameterRecord, source: torch.Tensor) -> None:
-        op = running_cast()
-        record.casts.append(self._here())
-        record.cast_by.add(op or "")
-        if torch.is_grad_enabled():
-            extents = record.recomputed_extents if self.has_run_backward else record.extents
+        Those of the backward mirror those of the forward.
+        """
+        if is_in_backward():
+            return
+        if (storage := storage_of(out)) is not None and out.dtype.itemsize < source.dtype.itemsize:
+            self._rounded.add(storage)
+        elif out.dtype.itemsize > source.dtype.itemsize and storage_of(source) in self._rounded:
+            self.program.append("a round trip through fewer bits")
+
+    def _note_widened(self, name: str, inputs: list[torch.Tensor], out: Any) -> None:
+        if name == "_to_copy":
+            is_widened = inputs[0].dtype == self._dtype and out.dtype.itemsize > self._dtype.itemsize
         else:
-            extents = record.extents_without_grad
-        is_copy = storage_of(source) in self._copies
-        extents.append(None if is_copy else (int(source.storage_offset()), tuple(source.size()), source.stride()))
+            is_widened = name in _MOVES and storage_of(inputs[0]) in self._widened
+        for storage in filter(None, map(storage_of, tensors_in(out))):
+            if is_widened:
+                self._widened.add(storage)
+            else:
+                self._widened.discard(storage)
+
+    def _note_reads(self, inputs: list[torch.Tensor], op: str) -> None:
+        for record in (record for tensor in inputs for record in self._records_of(tensor)):
+            record.reads.append(f"{op} in {self._here()}")
+
+    def _note_dtype_read(self, tensor: torch.Tensor) -> None:
+        for record in self._records_of(tensor):
+            record.dtype_read_in = record.dtype_read_in or self._here()
 
     def _note_gradient(self, record: ParameterRecord, gradient: torch.Tensor) -> None:
         record.gradients.append(storage_of(gradient) in self._widened)
 
-    def _owners(self, tensor: torch.Tensor) -> frozenset[str]:
-        return self._carriers.get(storage, frozenset()) if (storage := storage_of(tensor)) is not None else frozenset()
+    def _records_of(self, tensor: torch.Tensor) -> list[ParameterRecord]:
+        """Return the records of the parameters whose values a tensor contains: a view has the storage of its base."""
+        storage = storage_of(tensor)
+        return self._by_storage.get(storage, []) if storage is not None else []
 
     def _here(self) -> str:
         if self._calls:
             return self._calls[-1] or "the root"
-        return "the backward" if self.has_run_backward else "the root"
+        return "the backward" if is_in_backward() else "the root"
 
     def _enter_module(self, module: nn.Module, _args: Any) -> None:
         # A module that is not in the tree counts as its caller.
-        fqn = self._fqns.get(id(module), self._calls[-1] if self._calls else "")
-        self._calls.append(fqn)
-        self.modules_called.add(fqn)
+        self._calls.append(self._fqns.get(id(module), self._calls[-1] if self._calls else ""))
 
     def _leave_module(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         self._calls.pop()
@@ -207,10 +223,9 @@ class DtypeReads(TorchFunctionMode):
     ) -> Any:
         """Run the function, after `note` of the tensors whose dtype it reads."""
         kwargs = kwargs or {}
-        if running_cast() is None:  # the cast of `zeroamp.autocast_ops` reads dtypes, not the model
-            read = _dtype_read_of(func, [*args, *kwargs.values()])
-            for tensor in (value for value in read if isinstance(value, torch.Tensor)):
-                self._note(tensor)
+        for value in _dtype_read_of(func, [*args, *kwargs.values()]):
+            if isinstance(value, torch.Tensor):
+                self._note(value)
         return func(*args, **kwargs)
 
 

@@ -130,8 +130,11 @@ USES = {
     "locally another dtype": (trainable(other_low_dtype), REST),
     "float() of an fp32 weight, then cast": (trainable(lambda m, x: F.linear(m.lin(x), m.w.float(), m.b)), ALL),
     "float() kept by an fp32 op": (trainable(lambda m, x: F.linear(x, m.w, m.b) + m.lin.weight.float().sum()), REST),
-    "disjoint rows": (trainable(lambda m, x: F.linear(x, m.w[:3]).sum() + F.linear(m.lin(x), m.w[3:], m.b[3:])), ALL),
-    "disjoint columns": (trainable(grouped_views), ALL),
+    "disjoint rows": (
+        trainable(lambda m, x: F.linear(x, m.w[:3]).sum() + F.linear(m.lin(x), m.w[3:], m.b[3:])),
+        {"b", "lin.weight"},
+    ),
+    "disjoint columns": (trainable(grouped_views), {"b", "lin.weight"}),
     "overlapping rows": (
         trainable(lambda m, x: F.linear(x, m.w[:5]).sum() + F.linear(m.lin(x), m.w[3:], m.b[3:])),
         {"b", "lin.weight"},
@@ -144,8 +147,14 @@ USES = {
         frozen(lambda m, x: F.linear(x, m.w[:5]).sum() + F.linear(m.lin(x), m.w[3:], m.b[3:])),
         ALL,
     ),
-    "transposed": (trainable(lambda m, x: m.lin(x) @ m.w.t() + F.linear(x, m.w.new_ones(8, 8), m.b)), ALL),
-    "transposed and copied": (trainable(lambda m, x: F.linear(m.lin(x), m.w.t().contiguous(), m.b)), ALL),
+    "transposed": (
+        trainable(lambda m, x: m.lin(x) @ m.w.t() + F.linear(x, m.w.new_ones(8, 8), m.b)),
+        {"b", "lin.weight"},
+    ),
+    "transposed and copied": (
+        trainable(lambda m, x: F.linear(m.lin(x), m.w.t().contiguous(), m.b)),
+        {"b", "lin.weight"},
+    ),
     "expanded": (
         trainable(lambda m, x: F.linear(m.lin(x), m.w, m.b) + F.linear(x, m.w[:1].expand(8, 8))),
         {"b", "lin.weight"},
@@ -156,7 +165,7 @@ USES = {
     ),
     "concatenated with another": (
         trainable(lambda m, x: F.linear(x, torch.cat([m.w, m.lin.weight]), torch.cat([m.b, m.b.detach()]))),
-        ALL,
+        set(),
     ),
     "the same rows twice in one copy": (
         trainable(lambda m, x: F.linear(m.lin(x), torch.cat([m.w[:4], m.w[:4]]), m.b)),
@@ -180,8 +189,8 @@ USES = {
     ),
     "returned": (trainable(list_outputs), REST),
     "returned, frozen": (frozen(list_outputs), REST),
-    "checkpointed": (trainable(checkpointed(False)), REST),
-    "checkpointed, reentrant": (trainable(checkpointed(True)), REST),
+    "checkpointed": (trainable(checkpointed(False)), set()),
+    "checkpointed, reentrant": (trainable(checkpointed(True)), set()),
     "checkpointed twice": (trainable(checkpointed_twice(False)), ALL),
     "checkpointed twice, reentrant": (trainable(checkpointed_twice(True)), {"lin.weight"}),
     "Function with cast_inputs": (

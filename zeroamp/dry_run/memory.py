@@ -44,7 +44,7 @@ from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.traffic import local_numel, padded_numel
+from zeroamp.planning.shard_sizes import local_numel, padded_numel
 from zeroamp.policies.accumulation import accumulation_dtype
 
 

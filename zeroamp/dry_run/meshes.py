@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from zeroamp.dry_run.step_time import StepTime
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.traffic import padded_numel
+from zeroamp.planning.shard_sizes import padded_numel
 from zeroamp.policies.errors import some_of
 
 LONGEST_RING = 1024

@@ -14,7 +14,7 @@ from zeroamp.optimizers.from_config import optimizer_from_config
 from zeroamp.planning.groups import ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.traffic import local_numel
+from zeroamp.planning.shard_sizes import local_numel
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -29,9 +29,7 @@ from zeroamp.hooks._torch.dtensor import without_wrapper
 from zeroamp.hooks.precision.autocast_ops import casting
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
 from zeroamp.hooks.tensors import tensors_in
-from zeroamp.hooks.tracing.experts import route_evenly
-from zeroamp.hooks.tracing.fake_run import Replacements, tensors_replaced
-from zeroamp.hooks.tracing.recorded_run import replacement, run_context
+from zeroamp.hooks.tracing.fake_run import fake_run
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import ConfigError
 from zeroamp.training.loss import LossFunction, loss_of
@@ -74,15 +72,11 @@ def trace_micro_batch(
     """
     parameters = {param.fqn: model.get_parameter(param.fqn) for param in plan.params}
     dtypes = {id(parameters[param.fqn]): param.group_key.param for param in plan.params}
-    fakes = Replacements(
-        lambda tensor: replacement(tensor, dtypes.get(id(tensor), tensor.dtype), device_type, fake=True)
-    )
-    with (
-        sequences_are_not_packed(),
-        run_context(device_type, fake=True),
-        torch.enable_grad(),
-        tensors_replaced(model, fakes),
-    ):
+
+    def dtype_of(tensor: torch.Tensor) -> torch.dtype:
+        return dtypes.get(id(tensor), tensor.dtype)
+
+    with sequences_are_not_packed(), fake_run(model, device_type, dtype_of) as fakes:
         args, kwargs = fakes.of(arguments)
         constant = [*tensors_in((args, kwargs)), *_tensors_beside_parameters(model)]
         fake_parameters = {fqn: fakes.of(parameter) for fqn, parameter in parameters.items()}
@@ -92,8 +86,7 @@ def trace_micro_batch(
         for fqn, names in (children or {}).items():
             modules = model.get_submodule(fqn)._modules
             for name in [name for name in modules if name not in names]:
-                del modules[name]  # `tensors_replaced` puts the modules back
-        route_evenly(model)
+                del modules[name]  # `fake_run` puts the modules back
         handles = _mark_units(model, plan, recorder, device_type, checkpointing)
         handles += _record_gradients(fake_parameters, recorder)
         try:
@@ -124,7 +117,7 @@ def _tensors_beside_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
 def _mark_units(
     model: nn.Module, plan: Plan, recorder: EventRecorder, device_type: str, checkpointing: bool
 ) -> list[RemovableHandle]:
-    """Mark where FSDP2 acts, and return the hooks' handles. `tensors_replaced` undoes all other changes of modules."""
+    """Mark where FSDP2 acts, and return the hooks' handles. `fake_run` undoes all other changes of modules."""
     present = {fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
     is_inner = {unit for unit in plan.units if any(unit.startswith(f"{other}.") for other in plan.units)}
     running: list[str] = []  # units in their forward, the innermost last
@@ -132,11 +125,11 @@ def _mark_units(
     for unit in (unit for unit in ("", *plan.units) if unit in present):
         module = model.get_submodule(unit)
         if checkpointing and unit and unit not in is_inner:
-            module.forward = _checkpointed(module.forward)  # undone by `tensors_replaced`
+            module.forward = _checkpointed(module.forward)  # undone by `fake_run`
         handles += _mark_unit(unit, module, recorder, running)
     output_dtype = None if plan.policy.mode == "autocast" else plan.policy.low_dtype
     for module in plan.fp32_regions.modules_of(model):
-        Fp32Region(module, device_type, output_dtype)  # undone by `tensors_replaced`
+        Fp32Region(module, device_type, output_dtype)  # undone by `fake_run`
     return handles + cast_unit_inputs(model, plan)
 
 

@@ -14,7 +14,8 @@ from zeroamp.planning.group_dtypes import GroupDtypes, ParamDtypes, group_dtypes
 from zeroamp.planning.groups import GroupPlan, ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.traffic import REPLICATED_BYTES, param_memory, plan_traffic, step_collectives
+from zeroamp.planning.shard_sizes import param_memory
+from zeroamp.planning.traffic import REPLICATED_BYTES, plan_traffic, step_collectives
 from zeroamp.policies.dtypes import short_name
 
 DTYPE_COLUMNS = tuple(column.name for column in fields(ParamDtypes))

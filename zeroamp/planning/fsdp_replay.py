@@ -24,13 +24,30 @@ all-gather a unit once more or once less. A model that skips a unit saves its al
 """
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from zeroamp.planning.groups import GroupKind, GroupPlan
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.run_order import UnitRun
-from zeroamp.planning.schedule import Kind, Schedule, backward_order, fits, live_units, reshards_after_forward
+from zeroamp.planning.schedule import backward_order, fits, live_units, reshards_after_forward
+
+Kind = Literal["all_gather", "reduction", "last_reduction"]
+"""The kind of a collective. "last_reduction": a reduction in the last micro-batch of an optimizer step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """The collectives of one optimizer step: name of a group -> calls. They do not depend on the number of ranks."""
+
+    all_gathers: Mapping[str, int]
+    reductions: Mapping[str, int]
+    """In all micro-batches, the last one included."""
+    last_reductions: Mapping[str, int]
+    """Those of `reductions` that run in the last micro-batch."""
+    order: Sequence[tuple[Kind, str]]
+    """(kind, name of the group) of the same calls, in the order in which they are issued."""
 
 
 class GroupListener:

@@ -17,13 +17,15 @@ from typing import Literal
 import torch
 
 from zeroamp.planning.group_dtypes import GroupKey, ParamDtypes, communication_dtype
-from zeroamp.planning.shard_dim import shard_dim
+from zeroamp.planning.shard_sizes import shard_dim
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.policy import Policy
 
 GroupKind = Literal["unit", "typed", "model-wide", "replicated", "ignored"]
 REPLICATED = "replicated"
 """Name of the group of 0-D parameters."""
+PARAMETERS_PER_NUMBER = 3
+"""Sharded parameters per fp64 number of the step's all-reduce. The number counts the ranks that used each of them."""
 IGNORED = "ignored"
 """Name of the groups of `ignored_params`, one per dtype: "ignored:fp32"."""
 
@@ -46,7 +48,7 @@ class ParamPlan:
     dtypes: ParamDtypes
     group_key: GroupKey
     any_dim: bool
-    """Whether another dimension than 0 may be sharded: see `zeroamp.planning.shard_dim`."""
+    """Whether another dimension than 0 may be sharded: see `zeroamp.planning.shard_sizes`."""
     is_inside_inner_units: bool
     """Whether all owners are inside units that are nested in `unit`. FSDP2's walk from `unit` does not reach them."""
     axis: str = ""

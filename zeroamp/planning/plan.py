@@ -27,7 +27,7 @@ from zeroamp.planning.parameter_uses import (
 )
 from zeroamp.planning.run_order import UnitRun, run_order, tree_order
 from zeroamp.planning.safe_parameters import Precision, param_precisions, trace
-from zeroamp.planning.shard_dim import may_shard_any_dim
+from zeroamp.planning.shard_sizes import may_shard_any_dim
 from zeroamp.policies.auto_wrap import AutoWrapPolicy, OwnUnits, find_own_units, find_units
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import WrapError
@@ -106,12 +106,10 @@ class Plan:
     def input_dtype(self, unit: str) -> torch.dtype | None:
         """Return the dtype to which a unit casts its floating-point inputs; None if it does not cast. "" is the root.
 
-        In modes bf16 and fp16 units cast, as under FSDP2's own policy. Units in fp32 regions do not cast. Embeddings
-        and heads that are units of their own do not cast: they are units at stage 3 only, and all stages must compute
-        the same.
+        In modes bf16 and fp16 units cast, as under FSDP2's own policy. Units in fp32 regions do not cast.
         """
         is_low = self.policy.mode in ("bf16", "fp16") and self.fp32_regions.pattern_of(unit) is None
-        return self.policy.low_dtype if is_low and unit not in self.own_units else None
+        return self.policy.low_dtype if is_low else None
 
     def overridden(self, index: int) -> list[ParamPlan]:
         """Return the parameters to which the override at `index` in the list applies, without 0-D ones."""

@@ -2,14 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from zeroamp.planning.adapters import read_outside_op
-from zeroamp.planning.discover import SafeParameters, discover_safe_parameters
-from zeroamp.planning.example_inputs import example_arguments
 from zeroamp.planning.fp32_regions import Fp32Regions
 from zeroamp.planning.mesh import current_device_type
 from zeroamp.planning.overrides import Override, Overrides
@@ -18,6 +15,9 @@ from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, KEY, resolve_safe_classes, unsafe_owner
+
+if TYPE_CHECKING:
+    from zeroamp.planning.discover import SafeParameters
 
 Compute = Literal["low", "per op", "fp32", "as stored", "as param"]
 
@@ -44,7 +44,7 @@ def param_precisions(
     uses: Sequence[ParameterUses],
     regions: Fp32Regions,
     overrides: Overrides,
-    traced: SafeParameters | None,
+    traced: "SafeParameters | None",
 ) -> Iterator[Precision]:
     """Yield the precision of each parameter of `uses`, in their order.
 
@@ -138,7 +138,7 @@ def needs_trace(policy: Policy) -> bool:
 
 def trace(
     model: nn.Module, policy: Policy, example_inputs: Any = None, device_type: str | None = None
-) -> SafeParameters | None:
+) -> "SafeParameters | None":
     """Run the model once and return its safe parameters; None if the policy does not need it, see `needs_trace`.
 
     Raises:
@@ -146,6 +146,10 @@ def trace(
     """
     if policy.low_dtype is None or not needs_trace(policy):
         return None
+    # Loaded only for a config that needs a traced run.
+    from zeroamp.hooks.tracing.fake_run import example_arguments
+    from zeroamp.planning.discover import discover_safe_parameters
+
     is_auto = policy.lower_precision_safe_modules == "auto"
     args, kwargs = example_arguments(model, example_inputs, f'{KEY} "auto"' if is_auto else "zeroamp.autocast_ops")
     device_type = device_type or current_device_type()
@@ -178,7 +182,7 @@ def _in_fp32(use: ParameterUses, regions: Fp32Regions, policy: Policy) -> Precis
     )
 
 
-def _by_traced_run(model: nn.Module, found: SafeParameters, uses: Sequence[ParameterUses]) -> list[Precision]:
+def _by_traced_run(model: nn.Module, found: "SafeParameters", uses: Sequence[ParameterUses]) -> list[Precision]:
     classes = resolve_safe_classes(DEFAULT_SAFE_MODULES, model)
     precisions = []
     for use in uses:
@@ -189,7 +193,7 @@ def _by_traced_run(model: nn.Module, found: SafeParameters, uses: Sequence[Param
         wrong = f"; the default class list would {otherwise}" if is_low != would_be_low else ""
         reason = f"{found.reasons[name]}{wrong}"
         precisions.append(Precision(is_low=is_low, compute="low" if is_low else "per op", reason=reason))
-    if not any(precision.is_low for precision in precisions):
+    if not found.needs_values and not any(precision.is_low for precision in precisions):
         _refuse_nothing_left(model, uses)
         why = f"{uses[0].fqns[0]} is {precisions[0].reason}." if precisions else "The model has no parameters."
         raise ConfigError(
@@ -201,10 +205,10 @@ def _by_traced_run(model: nn.Module, found: SafeParameters, uses: Sequence[Param
 
 
 def _by_class(
-    model: nn.Module, names: Sequence[str], uses: Sequence[ParameterUses], traced: SafeParameters | None
+    model: nn.Module, names: Sequence[str], uses: Sequence[ParameterUses], traced: "SafeParameters | None"
 ) -> list[Precision]:
     """Return the precisions by the classes of the owners. Parameters that only `autocast_ops` read are safe too."""
-    classes, outside = resolve_safe_classes(names, model), read_outside_op(model)
+    classes, outside = resolve_safe_classes(names, model), _read_outside_op(model)
     precisions = []
     for use in uses:
         culprit = unsafe_owner(use.named_owners(), classes)
@@ -238,6 +242,40 @@ def _by_class(
     return precisions
 
 
+def _read_outside_op(model: nn.Module) -> dict[nn.Module, str]:
+    """Return {module: why its weight is not safe} for Linears and convolutions in peft's LoRA layers.
+
+    Autocast casts a Linear's weight at its op only. Other code reads the weight, or its dtype, as it is stored. That
+    code would compute other bits with a weight that is all-gathered in low precision. It is in these places:
+
+    - peft casts the input of an adapter to the dtype of `lora_A.weight`, before the dropout.
+    - Variants of LoRA (DoRA) compute with the weights themselves: the norm of each row of W + scale * B @ A.
+    - LoRA of a parameter (`target_parameters`) adds B @ A to the parameter, and calls neither of its Linears.
+
+    The traced run of "auto" finds these uses by itself. peft is not imported.
+    """
+    found: dict[nn.Module, str] = {}
+    modules: dict[str, Any] = dict(model.named_modules())
+    for fqn, layer in modules.items():
+        if _is_lora(layer):
+            for adapter, lora_a in layer.lora_A.items():
+                if hasattr(layer, "parameter_name"):
+                    why = f"peft ({fqn}) adds the product of both weights to {layer.parameter_name}"
+                    found |= dict.fromkeys((lora_a, layer.lora_B[adapter]), why)
+                elif adapter in getattr(layer, "lora_variant", {}):
+                    kind = type(layer.lora_variant[adapter]).__name__
+                    why = f"{kind} of peft ({fqn}) reads it outside of its op"
+                    found |= dict.fromkeys((layer.get_base_layer(), lora_a, layer.lora_B[adapter]), why)
+                elif not isinstance(layer.lora_dropout[adapter], nn.Identity):
+                    found[lora_a] = f"peft ({fqn}) casts the input of its dropout to the dtype of this weight"
+    return found
+
+
+def _is_lora(module: nn.Module) -> bool:
+    is_of_peft = any(cls.__module__.startswith("peft.") for cls in type(module).__mro__)
+    return is_of_peft and all(hasattr(module, name) for name in ("lora_A", "lora_B", "lora_dropout", "get_base_layer"))
+
+
 def _refuse_nothing_left(model: nn.Module, uses: Sequence[ParameterUses]) -> None:
     """Raise ConfigError if `ignored_params` contains all parameters of a model."""
     if not uses and next(model.parameters(), None) is not None:
@@ -250,7 +288,7 @@ def _refuse_nothing_left(model: nn.Module, uses: Sequence[ParameterUses]) -> Non
 def _own_parameters(model: nn.Module, classes: tuple[type[nn.Module], ...], uses: Sequence[ParameterUses]) -> bool:
     """Return whether modules of the safe classes own a parameter that has no unsafe owner, or that is ignored.
 
-    A parameter that is read outside of its op counts too: see `zeroamp.planning.adapters`.
+    A parameter that is read outside of its op counts too: see `_read_outside_op`.
     """
     owners = (module for module in model.modules() if isinstance(module, classes))
     owned = {id(parameter) for owner in owners for parameter in owner.parameters(recurse=False)}

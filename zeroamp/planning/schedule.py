@@ -1,27 +1,9 @@
 """Decides which groups are resharded after their forward, and which units are prefetched."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
 
 from zeroamp.planning.groups import GroupKind
 from zeroamp.planning.plan import Plan
-
-Kind = Literal["all_gather", "reduction", "last_reduction"]
-"""The kind of a collective. "last_reduction": a reduction in the last micro-batch of an optimizer step."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
-    """The collectives of one optimizer step: name of a group -> calls. They do not depend on the number of ranks."""
-
-    all_gathers: Mapping[str, int]
-    reductions: Mapping[str, int]
-    """In all micro-batches, the last one included."""
-    last_reductions: Mapping[str, int]
-    """Those of `reductions` that run in the last micro-batch."""
-    order: Sequence[tuple[Kind, str]]
-    """(kind, name of the group) of the same calls, in the order in which they are issued."""
 
 
 def live_units(plan: Plan) -> set[str]:

@@ -1,11 +1,7 @@
-"""Computes the traffic of one optimizer step and the memory of each parameter, from a `Plan` and numbers of ranks.
+"""Computes the traffic of one optimizer step, from a `Plan` and numbers of ranks.
 
 Bytes are those of the unsharded tensor, as `Traffic` counts them. So the planned calls and bytes per collective, dtype
 and group are equal to those that `zeroamp.traffic(model)` counts in one step.
-
-FSDP2 pads dimension 0 to a multiple of the ranks that shard it. Each rank has ceil(d0 / ranks) rows of a parameter of
-shape (d0, …), and ranks x ceil(d0 / ranks) rows are communicated. Another dimension is divided evenly: see
-`zeroamp.planning.shard_dim`.
 """
 
 import math
@@ -16,19 +12,13 @@ import torch
 import torch.distributed as dist
 
 from zeroamp.hooks.collectives.traffic import STEP, Collective, ReduceOp, Traffic, TrafficKey
-from zeroamp.planning.fsdp_replay import step_schedule
+from zeroamp.planning.fsdp_replay import Schedule, step_schedule
 from zeroamp.planning.group_dtypes import group_dtypes
-from zeroamp.planning.groups import GroupPlan, ParamPlan
+from zeroamp.planning.groups import PARAMETERS_PER_NUMBER, GroupPlan, ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.schedule import Schedule
-from zeroamp.planning.shard_dim import numel_of_shards
-from zeroamp.policies.accumulation import unsharded_accumulation
+from zeroamp.planning.shard_sizes import padded_numel
 from zeroamp.policies.extensions import extensions_of
-from zeroamp.policies.policy import Policy
-
-PARAMETERS_PER_NUMBER = 3
-"""Sharded parameters per fp64 number of the step's all-reduce. The number counts the ranks that used each of them."""
 
 REPLICATED_BYTES = 2 * torch.float64.itemsize
 """Bytes of a 0-D parameter in the step's all-reduce: its gradient, and whether there is one."""
@@ -59,33 +49,6 @@ class GroupCollective:
             return 0
         dtype = self.dtype if self.is_of_gradients else param.dtypes.param
         return self.calls * padded_numel(param, num_shards) // self.num_parts * dtype.itemsize
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
-    """Bytes of one rank for a parameter. Tensors that autograd saves, and optimizer state, are not counted."""
-
-    stored: int
-    """Bytes of the shard: ceil(d / ranks) of the sharded dimension x the other dimensions x bytes of the dtype."""
-    unsharded: int
-    """Bytes of the unsharded parameter while it exists: elements of all ranks' shards x bytes of its dtype."""
-    gradient: int
-    """Bytes of the gradient shard at the optimizer step, which is as large as the stored shard. At stages 0 and 1 with
-    accumulation, plus the unsharded sum until the reduction: elements x bytes of the accumulation dtype. 0 if frozen.
-    """
-
-
-def padded_numel(param: ParamPlan, num_shards: int | None) -> int:
-    """Return the number of elements of a parameter with FSDP2's padding; without, if `num_shards` is None."""
-    if num_shards is None:
-        return param.numel
-    return numel_of_shards(param.shape, param.shard_dim(num_shards), num_shards)
-
-
-def local_numel(param: ParamPlan, num_shards: int) -> int:
-    """Return the number of elements of one rank's shard of a parameter, padding included."""
-    is_whole = param.group_key.is_replicated or param.group_key.is_ignored
-    return param.numel if is_whole else padded_numel(param, num_shards) // num_shards
 
 
 def group_collectives(
@@ -153,22 +116,3 @@ def _num_statistics(plan: Plan) -> int:
     num_sharded = sum(len(group.params) for group in plan.groups)
     num_replicated = 0 if plan.replicated is None else len(plan.replicated.params)
     return 2 + math.ceil(num_sharded / PARAMETERS_PER_NUMBER) + 2 * num_replicated
-
-
-def param_memory(param: ParamPlan, policy: Policy, num_shards: int) -> Memory:
-    """Return the bytes of one rank for a parameter, by the formulas of `Memory`.
-
-    0-D and ignored parameters are whole on each rank, and are never all-gathered.
-    """
-    if param.group_key.is_replicated or param.group_key.is_ignored:
-        size = param.numel * param.dtypes.stored.itemsize
-        return Memory(stored=size, unsharded=0, gradient=size if param.is_trainable else 0)
-    padded = padded_numel(param, num_shards)
-    stored = padded // num_shards * param.dtypes.stored.itemsize
-    accumulates = policy.stage < 2 and policy.gradient_accumulation_steps > 1
-    unsharded_sum = param.numel * unsharded_accumulation(policy).itemsize if accumulates else 0
-    return Memory(
-        stored=stored,
-        unsharded=padded * param.dtypes.param.itemsize,
-        gradient=stored + unsharded_sum if param.is_trainable else 0,
-    )

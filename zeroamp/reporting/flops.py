@@ -9,10 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zeroamp.hooks._torch.dispatch import TorchDispatchMode, count_op_flops, run_op
 from zeroamp.hooks.tensors import tensors_in
-from zeroamp.hooks.tracing.experts import route_evenly
-from zeroamp.hooks.tracing.fake_run import Replacements, tensors_replaced
-from zeroamp.hooks.tracing.recorded_run import replacement, run_context
-from zeroamp.planning.example_inputs import example_arguments
+from zeroamp.hooks.tracing.fake_run import example_arguments, fake_run
 from zeroamp.policies.errors import WrapError
 
 
@@ -37,11 +34,9 @@ def count_flops(model: nn.Module, example_inputs: Any = None) -> int:
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise WrapError(f"count_flops needs a plain model, but FSDP2 has sharded {name}. Call it before wrap_model.")
     args, kwargs = example_arguments(model, example_inputs)
-    replacements = Replacements(lambda tensor: replacement(tensor, tensor.dtype, "cpu", fake=True))
     try:
-        with run_context("cpu", fake=True), torch.enable_grad(), tensors_replaced(model, replacements):
+        with fake_run(model, "cpu") as replacements:
             args, kwargs = replacements.of(args), replacements.of(kwargs)
-            route_evenly(model)
             # MATH: torch has no formula for the CPU's fused attention, and counts the scores twice for other kernels.
             with sdpa_kernel(SDPBackend.MATH), ModelFlops() as counter:
                 roots = [tensor for tensor in tensors_in(model(*args, **kwargs)) if tensor.requires_grad][:1]

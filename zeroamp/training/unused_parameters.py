@@ -12,8 +12,8 @@ import logging
 import torch
 from torch import nn
 
+from zeroamp.planning.groups import PARAMETERS_PER_NUMBER
 from zeroamp.planning.mesh import device_of, is_first_rank
-from zeroamp.planning.traffic import PARAMETERS_PER_NUMBER
 from zeroamp.policies.errors import some_of
 from zeroamp.wrapping.state import WrapState
 

@@ -9,7 +9,7 @@ from zeroamp.planning.group_dtypes import PER_OP
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.traffic import param_memory
+from zeroamp.planning.shard_sizes import param_memory
 from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.tables import gib_text
 

@@ -12,9 +12,7 @@ from tests.models.architectures import llama, mixtral
 from tests.models.small import build
 from tests.processes.training import config, policy
 from tests.selection import slow_but
-from zeroamp.hooks.tracing.experts import route_evenly
-from zeroamp.hooks.tracing.fake_run import Replacements, tensors_replaced
-from zeroamp.hooks.tracing.recorded_run import replacement, run_context
+from zeroamp.hooks.tracing.fake_run import fake_run
 from zeroamp.ledger.explain import Ledger
 from zeroamp.planning.plan import build_plan
 from zeroamp.reporting.flops import count_flops
@@ -147,10 +145,8 @@ def test_the_balanced_routing_reaches_every_expert_with_its_part_of_the_tokens()
             rows.append(len(x))
         return linear(x, weight, *rest)
 
-    replacements = Replacements(lambda tensor: replacement(tensor, tensor.dtype, "cpu", fake=True))
-    with pytest.MonkeyPatch.context() as patch, run_context("cpu", fake=True), tensors_replaced(model, replacements):
+    with pytest.MonkeyPatch.context() as patch, fake_run(model, "cpu") as replacements:
         patch.setattr(torch.nn.functional, "linear", counting)
-        route_evenly(model)
         model(**replacements.of({"input_ids": kwargs["input_ids"][:, :7]}))
     pairs = 2 * 7 * 2  # rows x tokens x experts of a token
     assert rows == 2 * [pairs // 4] * 4  # two layers of four experts

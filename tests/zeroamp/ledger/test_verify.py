@@ -90,15 +90,15 @@ def test_every_option_keeps_what_the_ledger_promises(ranks2, options, stage):
 def _of_auto():
     block = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": "auto"}
     policy = zeroamp.policy_from_config(config(3, dtype=None, torch_autocast=block))
-    model = zeroamp.wrap_model(build("moe"), policy, example_inputs=batch("moe", 0))
-    seen = verify(model, "moe").to_dict()
+    model = zeroamp.wrap_model(build("encoder"), policy, example_inputs=batch("encoder", 0))
+    seen = verify(model, "encoder").to_dict()
     return {row["parameter"]: row["observed"]["compute"] for row in seen["parameters"]}
 
 
 def test_safe_parameters_that_a_run_found_compute_low(ranks2):
     seen = ranks2.run(_of_auto)[0]
-    assert seen["blocks.1.experts.gate_up"] == ["bf16"], "no Linear's, and autocast casts it"
-    assert seen["norm.weight"] == ["fp32"]
+    assert seen["encoder.layers.0.self_attn.in_proj_weight"] == ["bf16"], "no Linear's, and autocast casts it"
+    assert seen["encoder.layers.0.norm1.weight"] == ["fp32"]
 
 
 @pytest.mark.parametrize(

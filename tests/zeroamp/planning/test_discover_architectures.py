@@ -1,4 +1,4 @@
-"""Real architectures at tiny size: every answer is the one of a run with that parameter in bf16."""
+"""Real architectures at tiny size: no answer "safe" is other than that of a run with that parameter in bf16."""
 
 import pytest
 import torch
@@ -17,6 +17,12 @@ ONLY_ROUNDED = {
 """Parameters whose rounding changes nothing, and which are not safe all the same: gathered low, their gradients would
 add up in bf16."""
 
+UNDECIDED = {
+    "mixtral_eager": 4,  # the experts, which are cast slice by slice
+    "attention": 3,  # in_proj of nn.MultiheadAttention, where query and key are different tensors
+}
+"""Parameters that would change no bit, and stay in fp32 all the same: they are cast in parts."""
+
 
 @pytest.fixture(params=slow_but(ARCHITECTURES, "llama", "conv_net"))
 def architecture(request):
@@ -29,18 +35,21 @@ def architecture(request):
     return request.param, randomise(model), args, kwargs
 
 
-def test_every_answer_is_what_gathering_does(architecture):
+def test_what_is_safe_changes_no_bit(architecture):
     name, model, args, kwargs = architecture
     found = zeroamp.discover_safe_parameters(model, args, kwargs)
     assert {reason for reason in found.reasons.values() if "never used" in reason} == set()
     assert 0 < len(found.safe) < len(found.reasons)
-    only_rounded = []
+    only_rounded, undecided = [], []
     for parameter, reason in found.reasons.items():
-        is_safe = parameter in found.safe
-        assert is_unchanged(model, gathered(model, [parameter]), args, kwargs) == is_safe, f"{parameter}: {reason}"
-        if is_unchanged(model, rounded(model, [parameter]), args, kwargs) != is_safe:
+        unchanged = is_unchanged(model, gathered(model, [parameter]), args, kwargs)
+        assert unchanged or parameter not in found.safe, f"{parameter}: {reason}"
+        if unchanged and parameter not in found.safe:
+            undecided.append((parameter, reason))
+        if not unchanged and is_unchanged(model, rounded(model, [parameter]), args, kwargs):
             only_rounded.append(parameter)
     assert len(only_rounded) == ONLY_ROUNDED.get(name, 0), only_rounded
+    assert len(undecided) == UNDECIDED.get(name, 0), undecided
     assert is_unchanged(model, gathered(model, found.safe), args, kwargs)
 
 
@@ -57,12 +66,12 @@ def test_a_vision_model_has_no_dummy_inputs_of_its_own():
         zeroamp.discover_safe_parameters(ARCHITECTURES["vit"]()[0])
 
 
-@pytest.mark.parametrize(("implementation", "is_safe"), [("eager", True), ("grouped_mm", False), ("batched_mm", False)])
-def test_experts_of_mixtral_depend_on_how_they_are_run(implementation, is_safe):
-    """Eager, each expert is a linear layer. `grouped_mm` is on no list of autocast: the experts run in fp32."""
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_experts_of_mixtral_stay_in_fp32_however_they_are_run(implementation):
+    """Eager, each expert's slices are cast: the gradient is a sum. `grouped_mm` is on no list of autocast."""
     pytest.importorskip("transformers", reason="the model is transformers'")
     model, args, kwargs = ARCHITECTURES["mixtral"](implementation)
     found = zeroamp.discover_safe_parameters(model, args, kwargs)
-    assert ("model.layers.0.mlp.experts.gate_up_proj" in found.safe) is is_safe
+    assert "model.layers.0.mlp.experts.gate_up_proj" not in found.safe
     assert "model.layers.0.mlp.gate.weight" in found.safe  # the router: a plain linear layer
     assert zeroamp.discover_safe_parameters(model.to("meta"), args, kwargs) == found

@@ -113,4 +113,4 @@ def test_what_is_called_safe_is(first):
         num_safe += "w" in found.safe
         num_missed += unchanged and "w" not in found.safe and "never used" not in found.reasons["w"]
     assert num_safe >= 2  # the test reaches both verdicts
-    assert num_missed <= 6  # copies put together from parts, chosen by a mask, and the like: kept in fp32 for nothing
+    assert num_missed <= 10  # copies, casts of parts, reads of the dtype, and the like: kept in fp32 for nothing

@@ -1,4 +1,4 @@
-"""`discover_safe_parameters` leaves no trace, whether the forward ends or raises, on fake tensors and for real."""
+"""`discover_safe_parameters` leaves no trace, whether the forward ends or raises."""
 
 import gc
 import random
@@ -19,9 +19,9 @@ X = torch.randn(3, 8, generator=torch.Generator().manual_seed(5))
 class Messy(nn.Module):
     """Changes all it can reach in its forward."""
 
-    def __init__(self, needs_values, raises):
+    def __init__(self, raises):
         super().__init__()
-        self.needs_values, self.raises = needs_values, raises
+        self.raises = raises
         self.norm = nn.BatchNorm1d(8)
         self.lstm = nn.LSTM(8, 8)
         self.lin = nn.Linear(8, 8)
@@ -51,8 +51,6 @@ class Messy(nn.Module):
         self.lin.register_forward_hook(lambda *args: None)
         self.added = nn.Linear(2, 2)
         self.register_parameter("late", nn.Parameter(torch.ones(2)))
-        if self.needs_values and x.sum() > 1e9:
-            raise AssertionError("unreachable")
         if self.raises:
             raise ValueError("from the forward")
         return x * self.frozen * self.scale
@@ -84,15 +82,14 @@ def _same_tensors(before, after):
         assert after[name][3] == requires_grad, name
 
 
-@pytest.mark.parametrize("needs_values", [False, True], ids=["fake", "real"])
 @pytest.mark.parametrize("raises", [False, True], ids=["ends", "raises"])
-def test_the_model_and_the_world_are_as_before(needs_values, raises):
-    model = Messy(needs_values, raises).train()
+def test_the_model_and_the_world_are_as_before(raises):
+    model = Messy(raises).train()
     model.lin.bias.grad = torch.ones(8)
     tensors, structure, states = _tensors(model), _structure(model), _random_states()
     hooks = dict(vars(module_hooks))
     if raises:
-        with pytest.raises(ValueError, match="from the forward"):
+        with pytest.raises(zeroamp.ConfigError, match="ValueError: from the forward"):
             zeroamp.discover_safe_parameters(model, (X,))
     else:
         found = zeroamp.discover_safe_parameters(model, (X,))

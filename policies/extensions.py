@@ -46,6 +46,9 @@ class Extension:
     needs_train_step = ""
     """A plain `optimizer.step()` would ignore the key: the key and its value, for the error. "" if it would not."""
 
+    data_axes_only = ""
+    """The key, if it is not supported with a context, tensor or expert axis. "" if it is."""
+
     def check_config(self, policy: "Policy") -> None:
         """Raise ConfigError if other keys of the config contradict this one."""
 

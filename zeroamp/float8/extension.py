@@ -38,6 +38,8 @@ LEAST_TORCHAO = (0, 18)
 class Float8(Extension):
     """Lets FSDP2 all-gather weights of Linears in float8. Also made for a model that torchao converted."""
 
+    data_axes_only = KEY
+
     def __init__(self) -> None:
         self._mm_configs: dict[str, Any] = {}
 

@@ -25,6 +25,7 @@ class Reproducible(Extension):
     """Gives a run the same bits on any number of ranks."""
 
     needs_train_step = "reproducible True"
+    data_axes_only = "zeroamp.reproducible"
 
     def __init__(self) -> None:
         self._state: WrapState | None = None

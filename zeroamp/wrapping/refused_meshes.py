@@ -15,6 +15,7 @@ from zeroamp.planning.mesh_axes import MeshAxes
 from zeroamp.planning.parameter_uses import has_own_storage_class
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import WrapError
+from zeroamp.policies.extensions import extensions_of
 from zeroamp.policies.policy import Policy
 
 _ALL_REDUCED = "replicated_with_grad_allreduce"
@@ -55,10 +56,7 @@ def _of_policy(policy: Policy, *, is_plain: bool, num_context: int) -> Iterator[
     """Yield the keys of the config that the axes do not allow."""
     if is_plain and num_context == 1:
         return
-    if policy.reproducible:
-        yield "zeroamp.reproducible"
-    if policy.param_gather_dtype is not None:
-        yield "zeroamp.param_gather_dtype"
+    yield from (extension.data_axes_only for extension in extensions_of(policy) if extension.data_axes_only)
     if is_plain:
         return
     if policy.stage == 0:

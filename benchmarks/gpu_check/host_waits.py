@@ -1,9 +1,11 @@
 """Part 4: how often the host waits for the device in a forward, a backward and a `step()`.
 
 On CUDA torch itself warns of calls that wait (`torch.cuda.set_sync_debug_mode("warn")`). It does not warn of waits for
-events, which are allowed after the host has launched the update. On a CPU nothing waits. So the calls that would wait
-on CUDA are counted there: reads of a tensor's value, and ops whose output size depends on values. Reads after the first
-op of the update do not count, because on CUDA they read pinned memory after an event.
+events: the host reads copies of earlier steps' sums that way. On a CPU nothing waits. So the calls that would wait on
+CUDA are counted there: reads of a tensor's value, and ops whose output size depends on values. Reads of such a copy and
+reads after the first op of the update do not count.
+
+In float16 the host waits once in each `step()`, for the gradient norm.
 
 On CUDA a profile of one step also shows how long the GPU is idle before the update's first kernel.
 """
@@ -24,6 +26,7 @@ from benchmarks.gpu_check import ranks
 from benchmarks.gpu_check.faults import planted
 from benchmarks.gpu_check.training import Training, zeroamp_training
 from benchmarks.gpu_check.verdict import Place, Result
+from zeroamp.training import step_report
 
 WARM_UP = 3  # the first steps make the optimizer's state and learn orders
 NUM_STEPS = 2
@@ -35,6 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 3": {"stage": 3},
     "stage 3, float16": {"stage": 3, "torch_autocast": {"enabled": True, "dtype": "float16"}},
 }
+EXPECTED = {("stage 3, float16", "step"): NUM_STEPS}
+"""(case, phase) -> waits that are expected; 0 for all others."""
 PROFILED = ("stage 3",)
 UPDATE = "aten::_fused_adamw_"
 _WARNING = "called a synchronizing CUDA operation"
@@ -59,13 +64,13 @@ def run(place: Place) -> Result:
             failures += [
                 f"{name}, {group}: {len(found)} waits in {NUM_STEPS} {phase}s, first at {found[0]}"
                 for phase, found in phases.items()
-                if found
+                if len(found) > EXPECTED.get((name, phase), 0)
             ]
     idle = {name: idle_before_update(place, **CASES[name]) for name in PROFILED} if place.on_cuda else {}
     how = "torch.cuda.set_sync_debug_mode" if place.on_cuda else "reads of values before the update"
     return Result.of(
         failures,
-        f"0 waits in forward, backward and step of {len(rows)} cases ({how})"
+        f"0 waits in forward, backward and step of {len(rows)} cases, in float16 1 in each step ({how})"
         + "".join(f"; {name}: GPU idle for {found} before the update" for name, found in idle.items()),
         not_measured="" if place.on_cuda else "what torch.cuda.set_sync_debug_mode sees (no CUDA)",
         values={"idle before the update": idle},
@@ -185,16 +190,18 @@ class _HostReads(TorchDispatchMode):
         return noted
 
     def _note(self) -> None:
-        if not self._is_updated:
-            self._places.append(_caller())
+        caller = _caller()
+        is_copy = caller is not None and caller.name == "values" and caller.filename == step_report.__file__
+        if not self._is_updated and not is_copy:  # `HostCopy.values`
+            self._places.append(f"{_short(caller.filename)}:{caller.lineno}" if caller is not None else "torch")
 
 
-def _caller() -> str:
-    """Return file and line of the innermost frame outside of torch and of this module."""
+def _caller() -> traceback.FrameSummary | None:
+    """Return the innermost frame outside of torch and of this module."""
     ours = [
         f for f in traceback.extract_stack(sys._getframe(1)) if "/torch/" not in f.filename and f.filename != __file__
     ]
-    return f"{_short(ours[-1].filename)}:{ours[-1].lineno}" if ours else "torch"
+    return ours[-1] if ours else None
 
 
 def _short(filename: str) -> str:

@@ -1,28 +1,15 @@
-"""The private names of DTensor.
+"""The private names of DTensor. Reading an attribute is faster than `to_local`, which is an autograd function."""
 
-`TrainStep.step` reads these attributes for each parameter, between the step's all-reduce and the update. Reading an
-attribute is faster than `to_local`, which takes as long as a kernel launch.
-"""
-
-from collections.abc import Iterable, Iterator
-from operator import attrgetter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-_local_tensor = attrgetter("_local_tensor")
-_spec = attrgetter("_spec")
-
-
-def local_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the local shards of DTensors. They share the DTensors' memory. Autograd does not record the access."""
-    return map(_local_tensor, tensors)
-
 
 def local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the local shard of each DTensor (see `local_tensors`), and other tensors unchanged."""
+    """Return the local shard of each DTensor, in its memory. Return other tensors unchanged."""
     return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
@@ -36,11 +23,6 @@ def without_wrapper(tensor: torch.Tensor) -> torch.Tensor:
 def is_wrapper(kind: type) -> bool:
     """Return whether tensors of a class run their ops on another tensor: see `without_wrapper`."""
     return issubclass(kind, DTensor | AsyncCollectiveTensor)
-
-
-def layouts(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Yield the spec of each DTensor: its mesh, placements and shape."""
-    return map(_spec, tensors)
 
 
 def split_dim(placement: Any) -> int | None:

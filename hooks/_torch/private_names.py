@@ -50,7 +50,6 @@ REASONS = {
     "_sharded_param_data": "the shard as it is all-gathered, with padding",
     # DTensor
     "_local_tensor": "`to_local` takes as long as a kernel launch, and is called for each parameter of each step",
-    "_spec": "the layout as one object, which is compared for each gradient of each step",
     # Dispatcher, autograd, profiler
     "_C": "the module with the next two names",
     "_current_graph_task_id": "whether a backward runs in this thread, and which",
@@ -68,7 +67,6 @@ REASONS = {
     "_optimizer_step_pre_hooks": "see `_global_optimizer_pre_hooks`",
     "_optimizer_step_post_hooks": "see `_global_optimizer_pre_hooks`",
     "_wrapped_by_lr_sched": "tells the wrapper of a scheduler from a `step` of the user",
-    "_step_supports_amp_scaling": "how `GradScaler` finds optimizers that take `found_inf`",
     # Meshes
     "_get_root_mesh": "the mesh of which a mesh is a slice",
     "_flatten": "one axis of several",

@@ -48,8 +48,8 @@ def optimizer_from_config(cfg: PolicyLike, params: ParamsT, /, **auto: Any) -> t
 def _implementation(settings: AdamParams | SGDParams, params: Sequence[Any]) -> dict[str, bool]:
     """Return `fused=True` if the config sets neither `fused` nor `foreach` and all parameters are on CUDA devices.
 
-    The fused kernel reads and writes each value once, and reads `found_inf` on the device. On a CPU, fused AdamW rounds
-    differently from torch's default, so it is used there only if `optimizer.params.fused` is true.
+    The fused kernel reads and writes each value once. On a CPU, fused AdamW rounds differently from torch's default, so
+    it is used there only if `optimizer.params.fused` is true.
     """
     if settings.fused is not None or settings.foreach is not None:
         return {}

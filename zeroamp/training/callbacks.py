@@ -52,53 +52,8 @@ class Callback:
         """Called after `zero_grad` discarded the current optimizer step."""
 
 
-class HostReader(Callback):
-    """Base class of zeroamp's callbacks whose sums the host reads, after it has launched the update if possible.
-
-    See [Note: When the host reads the sums] in `zeroamp.training.statistics`.
-    """
-
-    is_late = False
-    """Whether the host reads the sums in the next step, so that it does not wait for the device in this one."""
-
-    def stops(self, _sums: torch.Tensor, /) -> torch.Tensor | None:
-        """Return whether all ranks must skip the update: 0-D bool, on the device. None: it never skips one."""
-        return None
-
-    def reader(self) -> Callable[[Sequence[float]], None]:
-        """Return a function that takes the sums over ranks of what `statistics` returned last.
-
-        If the function raises, it must raise on all ranks.
-        """
-        raise NotImplementedError
-
-    def on_settled(self) -> None:
-        """Called in each step after all readers have returned without an error."""
-
-
 class Callbacks(list[Callback]):
     """The callbacks of one `TrainStep`."""
-
-    agreement: Callback | None = None
-    """Compares the ranks in each optimizer step. It is not in the list, so the caller cannot remove it."""
-
-    sums: Sequence[Callback] = ()
-    """The `StepSums` of this `TrainStep`, and those of its model."""
-
-    def with_statistics(self) -> list[Callback]:
-        """Return all callbacks in the order of their numbers in the step's all-reduce: the list, `agreement`, `sums`.
-
-        A `StepSums` without parts is left out.
-        """
-        return [*self, *([] if self.agreement is None else [self.agreement]), *filter(None, self.sums)]
-
-    def run_before_update(self) -> bool:
-        """Return whether a callback runs between the step's all-reduce and the update."""
-        return any(
-            _overrides(callback, "before_update")
-            or (_overrides(callback, "on_statistics") and not isinstance(callback, HostReader))
-            for callback in self
-        )
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -111,10 +66,6 @@ class Callbacks(list[Callback]):
         finally:
             for callback in callbacks:
                 callback.on_phase_end(phase)
-
-
-def _overrides(callback: Callback, name: str) -> bool:
-    return getattr(getattr(callback, name), "__func__", None) is not getattr(Callback, name)
 
 
 StepObserver = Callable[[nn.Module], None]

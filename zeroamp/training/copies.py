@@ -21,7 +21,6 @@ from zeroamp.hooks._torch.dtensor import split_dim
 from zeroamp.planning.mesh import device_of
 from zeroamp.planning.mesh_axes import MeshAxes
 from zeroamp.policies.errors import StepError, some_of
-from zeroamp.training.host_copy import HostCopy
 from zeroamp.training.norm import local_sum_of_squares
 
 TOLERANCE = 1e-3
@@ -36,7 +35,6 @@ class GradientsOfCopies:
         self._named = named
         self._is_copy: dict[nn.Parameter, bool] = {}
         self._device = device_of(axes.fsdp)
-        self._sums: HostCopy | None = None
 
     def statistics(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         """Return this rank's two numbers, as one 1-D fp64 tensor.
@@ -53,17 +51,13 @@ class GradientsOfCopies:
             self._is_copy[parameter] = not is_split(parameter, self._axes)
         return self._is_copy[parameter]
 
-    def compare(self, sums: torch.Tensor) -> None:
-        """Compare the sums over ranks, 1-D fp64. On an accelerator compare those of the previous step, without waiting.
+    def compare(self, sums: Sequence[float]) -> None:
+        """Compare the two sums over ranks.
 
         Raises:
             StepError: on all ranks, if the copies' gradients differ.
         """
-        found, self._sums = self._sums, HostCopy(sums)
-        found = self._sums if sums.device.type == "cpu" else found
-        if found is None:
-            return
-        difference, squares = found.values()
+        difference, squares = sums
         if abs(difference) > TOLERANCE * squares:
             names = [fqn for fqn, parameter in self._named().items() if self._holds_copy(parameter)]
             raise StepError(

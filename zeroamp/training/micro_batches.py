@@ -3,7 +3,7 @@
 `TrainStep` and the observed step of `Ledger.verify` both use it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, cast
 
@@ -27,10 +27,6 @@ from zeroamp.wrapping.state import WrapState, reshard
 Where = Literal["backward", "step", "optimizer.step"]
 
 
-def _nothing() -> None:
-    pass
-
-
 class MicroBatches:
     """Counts the micro-batches of one optimizer step, and runs their backwards with the flags of the ZeRO stage."""
 
@@ -39,8 +35,6 @@ class MicroBatches:
         """Number of backwards run in this optimizer step."""
         self.is_complete = False
         """Whether the last micro-batch has run, so that gradients are reduced."""
-        self.on_end: Callable[[], None] = _nothing
-        """Called when the gradients of an optimizer step are discarded."""
         self.units = [module for module in state.root.modules() if isinstance(module, FSDPModule)]
         self._state = state
         # The root, not the model: `torch.compile` may have wrapped the model in another module.
@@ -178,7 +172,6 @@ class MicroBatches:
             group.reset()
         self.replicated.reset()
         self.arithmetic.reset()
-        self.on_end()
         self.num_done, self.is_complete, self._state.is_summed = 0, False, False
         self._close()
 

@@ -35,9 +35,6 @@ ELEMENTWISE = (
 )
 """Element-wise optimizers whose state has the parameter's shape or one element. Subclasses may update differently."""
 
-GUARDED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-"""Optimizers whose fused kernels update nothing if `found_inf`, a number on the device, is 1."""
-
 
 def kind_of(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> Kind:
     """Return how an optimizer is updated. `on_shards`: the caller states that the optimizer is element-wise."""
@@ -45,16 +42,6 @@ def kind_of(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> Kind:
         return "shards"
     kind: Kind = load("TrainStep.kind_of_other")(optimizer)
     return kind
-
-
-def is_guarded_by_the_device(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> bool:
-    """Return whether the optimizer's kernels skip the update if `found_inf`, a number on the device, is 1.
-
-    True for torch's fused Adam, AdamW and SGD. For any other optimizer, the host must decide before the update whether
-    to skip it. See [Note: A guarded update] in `zeroamp.training.update`.
-    """
-    is_fused = all(group.get("fused") is True for group in optimizer.param_groups)
-    return not on_shards and type(optimizer) in GUARDED and is_fused
 
 
 def is_bound_to_shard(parameter: torch.Tensor, state: Mapping[str, Any]) -> bool:

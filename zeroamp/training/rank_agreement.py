@@ -8,7 +8,7 @@ this rank raises. A rank does not detect the difference if its number happens to
 for this rank until the timeout.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -19,8 +19,8 @@ from torch import nn
 
 from zeroamp.hooks.collectives.issued import IssuedInStep
 from zeroamp.policies.errors import StepError
-from zeroamp.training.callbacks import HostReader
 from zeroamp.training.checks import Scheduler, StatefulScheduler
+from zeroamp.training.step_sums import Receive
 from zeroamp.wrapping.rank_group import Description, differences
 from zeroamp.wrapping.state import WrapState
 
@@ -109,7 +109,7 @@ class _Facts(NamedTuple):
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest())
 
 
-class RankAgreement(HostReader):
+class RankAgreement:
     """Raises on all ranks if they did different things in an optimizer step: see [Note: One number per step].
 
     On a CPU the ranks raise in the same step. On other devices they raise in the next one: reading the sum at once
@@ -129,12 +129,14 @@ class RankAgreement(HostReader):
         self._optimizers = optimizers
         self._parameters = list(state.root.parameters())
         self._num_ranks = state.axes.whole.size()
-        self._facts: _Facts | None = None  # from which the last number was computed
-        self.is_late = state.mesh.device_type != "cpu"
 
-    def statistics(self) -> Sequence[float]:
-        """Return this rank's number for the current optimizer step, and begin the next one."""
-        self._facts = _Facts(
+    def number(self, *, is_late: bool) -> tuple[Sequence[float], Receive]:
+        """Return this rank's number for the current optimizer step, and the function that checks the sum over ranks.
+
+        Begins the next optimizer step. If the ranks differ, the function raises StepError on all ranks. `is_late`:
+        whether the function is called in the next step.
+        """
+        facts = _Facts(
             done=self.done,
             num_backwards=self._issued.num_backwards,
             hyperparameters=[
@@ -147,37 +149,15 @@ class RankAgreement(HostReader):
             calls=self._issued.calls,
         )
         self._issued.end_step()
-        return (float(self._number(self._facts)),)
+        number = facts.digest() % (2**53 // self._num_ranks)
+        return (float(number),), partial(self._compare, facts, self._num_ranks * number, is_late)
 
-    def _number(self, facts: _Facts) -> int:
-        return facts.digest() % (2**53 // self._num_ranks)
-
-    def stops(self, sums: torch.Tensor, /) -> torch.Tensor:
-        """Return whether the ranks differ: 0-D bool, on the device."""
-        return sums[0] != self._expected(self._sent())
-
-    def reader(self) -> Callable[[Sequence[float]], None]:
-        """Return a function that compares the sum with the number that `statistics` returned last.
-
-        If the ranks differed, the function raises StepError on all ranks: on a CPU in that optimizer step, on other
-        devices in the next one.
-        """
-        return partial(self._compare, self._sent())
-
-    def _compare(self, facts: _Facts, sums: Sequence[float]) -> None:
-        if sums[0] == self._expected(facts):
+    def _compare(self, facts: _Facts, expected: int, is_late: bool, sums: Sequence[float]) -> None:
+        if sums[0] == expected:
             return
-        if self.is_late:
+        if is_late:
             raise self._error("The optimizer step before this one", facts, "Restart from a checkpoint before it.")
         raise self._error("This optimizer step", facts, "Nothing was updated in it.")
-
-    def _sent(self) -> _Facts:
-        if self._facts is None:
-            raise AssertionError("expected statistics() to have been called before")
-        return self._facts
-
-    def _expected(self, facts: _Facts) -> int:
-        return self._num_ranks * self._number(facts)
 
     def _error(self, what: str, facts: _Facts, remedy: str) -> StepError:
         found = differences(self._describe(facts), self._state.world)

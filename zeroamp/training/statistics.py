@@ -1,100 +1,28 @@
 """Sums loss, squared gradient norm and the numbers of callbacks over the ranks, by one all-reduce per optimizer step.
 
-[Note: When the host reads the sums]
-The sums decide whether the step updates parameters. They are on the device, and the host should not wait for them
-before it has launched the update. So the sums are used in two ways. `Summed.found_inf` is a number on the device: 1 if
-all ranks must skip the update. `StepStatistics.settle` reads the sums on the host, and raises the step's errors.
-`TrainStep` calls `settle` after the update if the optimizers read `found_inf`, else before the update.
+[Note: One step late]
+Some of the sums are read on the host: those that compare the ranks, and those of `StepSums`. On a CPU they are read at
+once. On other devices the host would have to wait for the device, so it reads them in the next step. Only the device
+type decides this, so all ranks read a sum in the same step.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from zeroamp.hooks.collectives.issued import issue
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
-from zeroamp.training.callbacks import Callback, Callbacks, HostReader
+from zeroamp.training.callbacks import Callbacks
 from zeroamp.training.checks import no_gradient
 from zeroamp.training.copies import GradientsOfCopies
-from zeroamp.training.host_copy import HostCopy
 from zeroamp.training.losses import LossSum
 from zeroamp.training.micro_batches import MicroBatches
+from zeroamp.training.rank_agreement import RankAgreement
+from zeroamp.training.step_report import HostCopy
+from zeroamp.training.step_sums import Receive, StepSums
 from zeroamp.training.unused_parameters import UnusedParameters
 from zeroamp.wrapping.state import WrapState
-
-
-class Slice(NamedTuple):
-    """The part of all sums that belongs to one `HostReader`: indices `start` to `stop` - 1."""
-
-    reader: HostReader
-    read: Callable[[Sequence[float]], None]
-    start: int
-    stop: int
-
-
-@dataclass(slots=True)
-class Summed:
-    """The sums over the ranks of one optimizer step."""
-
-    loss: torch.Tensor
-    """0-D fp64: see `StepReport.loss_tensor`."""
-    norm: torch.Tensor
-    """0-D fp64: unscaled, before clipping."""
-    statistics: torch.Tensor
-    """1-D fp64: all sums."""
-    slices: list[Slice]
-    """The parts that the host reads."""
-    to_callbacks: list[Callable[[], None]]
-    """Functions that pass the sums to callbacks, as tensors on the device."""
-    reads_norm: bool
-    """Whether the host reads the norm, to skip the step if the norm is not finite."""
-    of_copies: torch.Tensor | None = None
-    """The sums of `GradientsOfCopies.statistics`, 1-D fp64 of 2 elements. None without a tensor axis."""
-    host: HostCopy | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        if self.slices or self.reads_norm:
-            results = [self.loss, self.norm, self.norm.float().double()]
-            self.host = HostCopy(torch.cat([self.statistics, torch.stack(results)]))
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether the host reads the norm, or the sums of a reader, in this step."""
-        return self.reads_norm or any(not each.reader.is_late for each in self.slices)
-
-    def found_inf(self) -> torch.Tensor:
-        """Return 1 if all ranks must skip the update, else 0: 0-D fp32, on the device, the same on all ranks."""
-        stops = [each.reader.stops(self.statistics[each.start : each.stop]) for each in self.slices]
-        flags = [stop for stop in stops if stop is not None]
-        if self.reads_norm:
-            flags.append(~torch.isfinite(self.norm))
-        return torch.stack(flags).any().float() if flags else torch.zeros((), device=self.norm.device)
-
-    def norm_on_host(self) -> float:
-        """Return the norm as a number. Waits for the device."""
-        return self._on_host()[-2]
-
-    def loss_and_norm(self) -> Callable[[], tuple[float, float]] | None:
-        """Return a function that waits for the copy and returns loss and fp32 norm. None if the host has no copy."""
-        return None if self.host is None else partial(_loss_and_norm, self.host)
-
-    def read(self, each: Slice) -> None:
-        """Pass a reader its sums. Waits for the device."""
-        each.read(self._on_host()[each.start : each.stop])
-
-    def _on_host(self) -> Sequence[float]:
-        if self.host is None:
-            raise AssertionError("expected the sums to be copied to the host")
-        return self.host.values()
-
-
-def _loss_and_norm(host: HostCopy) -> tuple[float, float]:
-    numbers = host.values()
-    return numbers[-3], numbers[-1]
 
 
 class StepStatistics:
@@ -105,17 +33,30 @@ class StepStatistics:
         state: WrapState,
         micro_batches: MicroBatches,
         callbacks: Callbacks,
+        agreement: RankAgreement | None,
+        sums: Sequence[StepSums],
     ) -> None:
+        """Store the arguments.
+
+        Args:
+            state: of the model.
+            micro_batches: of the `TrainStep`.
+            callbacks: whose `statistics` are summed too.
+            agreement: compares the ranks; None on one rank.
+            sums: numbers of further features.
+        """
         self._state = state
         self._micro_batches = micro_batches
         self._callbacks = callbacks
+        self._agreement = agreement
+        self._sums = sums
         self._unused = UnusedParameters(state)
         self._copies: GradientsOfCopies | None = None  # made in the first step with a tensor axis
-        self._before: Summed | None = None  # of the previous step, which late readers read in this one
+        self.is_late = state.mesh.device_type != "cpu"
+        """Whether the host reads sums in the next step: see [Note: One step late]."""
+        self._before: tuple[HostCopy, list[tuple[slice, Receive]]] | None = None  # of the previous step
 
-    def sum_over_ranks(
-        self, losses: Sequence[LossSum], *, scale: float, reads_norm: bool, prepare: Callable[[], None]
-    ) -> Summed:
+    def sum_over_ranks(self, losses: Sequence[LossSum], *, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum loss, squared gradients and the numbers of callbacks over the ranks by one all-reduce.
 
         This all-reduce is the only collective of an optimizer step besides those of the micro-batches. Gradients of
@@ -124,44 +65,75 @@ class StepStatistics:
         Args:
             losses: the sums of this rank's losses.
             scale: the loss scale of the gradients.
-            reads_norm: whether the host will read the norm.
-            prepare: called when this rank's gradients are complete, before the all-reduce.
+
+        Returns:
+            The loss (see `StepReport.loss_tensor`), and the norm of the unscaled gradients before clipping: 0-D fp64.
 
         Raises:
-            StepError: no parameter has a gradient.
+            StepError: no parameter has a gradient, the ranks differ, or the ranks of a tensor axis have different
+                gradients of copies.
         """
+        replicated, arithmetic = self._micro_batches.replicated, self._micro_batches.arithmetic
         with self._micro_batches.noting("step"):
             self._micro_batches.finish()
-            statistics = self._micro_batches.arithmetic.local(losses)
-            num_first = len(statistics)
-            of_callbacks = [(callback, callback.statistics()) for callback in self._callbacks.with_statistics()]
-            has_gradient = bool(self._micro_batches.with_gradient()) or self._micro_batches.replicated.have_gradient()
+            of_step = arithmetic.local(losses)
             copies = self._statistics_of_copies()
-            prepare()
+            of_callbacks = [(callback.statistics(), callback.on_statistics) for callback in self._callbacks]
+            read = [] if self._agreement is None else [self._agreement.number(is_late=self.is_late)]
+            read += [each for sums in self._sums for each in sums.collect()]
+            has_gradient = bool(self._micro_batches.with_gradient()) or replicated.have_gradient()
         if not has_gradient:
             raise no_gradient()
-        more = [number for _, numbers in of_callbacks for number in numbers]
-        # Built on the host and copied: to build it on the device, the host would wait for the whole backward.
-        of_all = torch.tensor(more, dtype=statistics.dtype).to(statistics.device, non_blocking=True) if more else None
-        usage, replicated = self._unused.usage(), self._micro_batches.replicated
-        own = [statistics, usage, *replicated.statistics(statistics.device)]
-        num_own = sum(map(len, own))
-        has_replicated = len(own) > 2
-        own += copies
-        statistics = torch.cat([*own, *([] if of_all is None else [of_all])])
-        issued = IssuedCollective("all_reduce", statistics, STEP, self._state.world)
-        issue(lambda: dist.all_reduce(statistics, group=self._state.world), issued, self._state.listeners)
-        start = sum(map(len, own))
-        slices, to_callbacks = _parts_of(statistics, start, of_callbacks)
-        self._unused.discard_gradients(statistics[num_first : num_first + len(usage)])
+        usage, of_replicated = self._unused.usage(), replicated.statistics(of_step.device)
+        parts = [of_step, usage, *of_replicated, *copies]
+        if on_host := [number for numbers, _ in (*of_callbacks, *read) for number in numbers]:
+            # Built on the host and copied: to build it on the device, the host would wait for the whole backward.
+            parts.append(torch.tensor(on_host, dtype=of_step.dtype).to(of_step.device, non_blocking=True))
+        summed = torch.cat(parts)
+        issued = IssuedCollective("all_reduce", summed, STEP, self._state.world)
+        issue(lambda: dist.all_reduce(summed, group=self._state.world), issued, self._state.listeners)
+        sizes = [len(of_step), len(usage), sum(map(len, of_replicated)), sum(map(len, copies)) + len(on_host)]
+        of_step, usage, sums_of_replicated, others = torch.split(summed, sizes)
+        self._unused.discard_gradients(usage)
         self._state.is_summed = True
-        arithmetic = self._micro_batches.arithmetic
-        loss, squares = arithmetic.totals(statistics[:num_first], losses)
-        if has_replicated:
-            of_replicated = statistics[num_first + len(usage) : num_own]
-            squares = squares + replicated.set_gradients(of_replicated, arithmetic.divide_factor())
-        of_copies = statistics[num_own:start] if copies else None
-        return Summed(loss, squares.sqrt() / scale, statistics, slices, to_callbacks, reads_norm, of_copies)
+        loss, squares = arithmetic.totals(of_step, losses)
+        if of_replicated:
+            squares = squares + replicated.set_gradients(sums_of_replicated, arithmetic.divide_factor())
+        self._hand_out(others, bool(copies), of_callbacks, read)
+        return loss, squares.sqrt() / scale
+
+    def _hand_out(
+        self,
+        sums: torch.Tensor,
+        has_copies: bool,
+        of_callbacks: Sequence[tuple[Sequence[float], Callable[[torch.Tensor], None]]],
+        read: Sequence[tuple[Sequence[float], Receive]],
+    ) -> None:
+        """Pass the sums to the functions that check or use them, first those that read them on the host.
+
+        `sums` are those of the copies' gradients, if there are any, then of `of_callbacks`, then of `read`.
+        """
+        on_host: list[tuple[slice, Receive]] = []
+        on_device: list[tuple[slice, Callable[[torch.Tensor], None]]] = []
+        start = 0
+        if has_copies and self._copies is not None:
+            on_host.append((slice(0, start := 2), self._copies.compare))
+        for numbers, on_statistics in of_callbacks:
+            on_device.append((slice(start, start := start + len(numbers)), on_statistics))
+        for numbers, receive in read:
+            on_host.append((slice(start, start := start + len(numbers)), receive))
+        reading = (HostCopy(sums), on_host) if on_host else None
+        if self.is_late:
+            reading, self._before = self._before, reading
+        if reading is not None:
+            values = reading[0].values()
+            for part, receive in reading[1]:
+                receive(values[part])
+        for each in self._sums:
+            each.num_sums += 1
+        for part, on_statistics in on_device:
+            if part.stop > part.start:
+                on_statistics(sums[part])
 
     def _statistics_of_copies(self) -> list[torch.Tensor]:
         state = self._state
@@ -171,39 +143,3 @@ class StepStatistics:
             self._copies = GradientsOfCopies(state.axes, state.axes.tensor, lambda: dict(state.root.named_parameters()))
         ignored = self._micro_batches.ignored
         return self._copies.statistics([each for each in self._micro_batches.with_gradient() if each not in ignored])
-
-    def settle(self, summed: Summed) -> None:
-        """Pass the readers their sums: those of this step, and to late readers those of the previous step.
-
-        Raises:
-            StepError: the ranks differ, or the ranks of a tensor axis have different gradients of copies.
-        """
-        if self._copies is not None and summed.of_copies is not None:
-            self._copies.compare(summed.of_copies)
-        for each in summed.slices:
-            if not each.reader.is_late:
-                summed.read(each)
-        late = [each for each in summed.slices if each.reader.is_late]
-        before, self._before = self._before, summed if late else None
-        if before is not None:
-            for each in before.slices:
-                if each.reader.is_late:
-                    before.read(each)
-        for each in summed.slices:
-            each.reader.on_settled()
-
-
-def _parts_of(
-    statistics: torch.Tensor, start: int, of_callbacks: Sequence[tuple[Callback, Sequence[float]]]
-) -> tuple[list[Slice], list[Callable[[], None]]]:
-    """Return the parts of the sums that the host reads, and the calls of callbacks that take sums on the device."""
-    slices: list[Slice] = []
-    calls: list[Callable[[], None]] = []
-    for callback, numbers in of_callbacks:
-        stop = start + len(numbers)
-        if isinstance(callback, HostReader):
-            slices.append(Slice(callback, callback.reader(), start, stop))
-        elif numbers:
-            calls.append(partial(callback.on_statistics, statistics[start:stop]))
-        start = stop
-    return slices, calls

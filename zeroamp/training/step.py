@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -32,7 +32,7 @@ from zeroamp.training.micro_batches import MicroBatches
 from zeroamp.training.norm import clip_factor, multiply_gradients
 from zeroamp.training.optimizer_kinds import checked_on_shards, refuse_on_two_axes, refuse_unsupported
 from zeroamp.training.rank_agreement import Done, RankAgreement, description_of
-from zeroamp.training.statistics import StepStatistics, Summed
+from zeroamp.training.statistics import StepStatistics
 from zeroamp.training.step_report import StepReport, learning_rates, log_step
 from zeroamp.training.step_sums import StepSums, step_sums_of
 from zeroamp.training.update import OptimizerUpdate
@@ -131,8 +131,15 @@ class TrainStep:
             OptimizerUpdate(optimizer, self._state, on_shards=on_shards)
             for optimizer, on_shards in zip(self.optimizers, self._on_shards, strict=True)
         ]
-        self.micro_batches.on_end = partial(_drop_gradients, self._updates)
-        self._statistics = StepStatistics(self._state, self.micro_batches, self._callbacks)
+        self._agreement: RankAgreement | None = None
+        if (
+            self._state.axes.whole.size() > 1 and dist.get_backend(self._world) != "fake"
+        ):  # the fake backend sums nothing
+            self._agreement = RankAgreement(self._state, self.optimizers)
+        self.sums = StepSums()
+        """Numbers that are summed over the ranks in each step of this TrainStep."""
+        sums = (self.sums, step_sums_of(self._state))
+        self._statistics = StepStatistics(self._state, self.micro_batches, self._callbacks, self._agreement, sums)
         is_float16 = self._policy.low_dtype == torch.float16
         self._scaler = LossScaler(self._policy.loss_scale, self._state.mesh.device_type, enabled=is_float16)
         self._losses = StepLosses(retains_each=self.micro_batches.arithmetic.retains_losses)
@@ -141,17 +148,9 @@ class TrainStep:
         self._is_in_no_sync = False
         self._was_in_no_sync = False  # whether the last backward ran inside no_sync
         self._has_warned = False  # about a loss in low precision
-        self._clipped: _Clipped | None = None  # between clip_grad_norm and update
+        self._pending: _PendingUpdate | None = None  # between clip_grad_norm and update
         for extension in self._state.extensions:
             extension.attach_step(self)
-        self._agreement: RankAgreement | None = None
-        if (
-            self._state.axes.whole.size() > 1 and dist.get_backend(self._world) != "fake"
-        ):  # the fake backend sums nothing
-            self.callbacks.agreement = self._agreement = RankAgreement(self._state, self.optimizers)
-        self.sums = StepSums(device_of(self._state.mesh))
-        """Numbers that are summed over the ranks in each step of this TrainStep."""
-        self.callbacks.sums = (self.sums, step_sums_of(self._state))
 
     def _checked(self) -> tuple[None, Description]:
         self.micro_batches.refuse_low_shards()
@@ -348,7 +347,7 @@ class TrainStep:
         self.micro_batches.refuse_after_failure("TrainStep.reopen")
         if not self.micro_batches.is_complete:
             return
-        if self._clipped is not None:
+        if self._pending is not None:
             raise StepError("TrainStep.reopen was called between clip_grad_norm() and update(). Call update() first.")
         if not self._is_ended_by_caller:
             raise StepError(
@@ -383,7 +382,7 @@ class TrainStep:
         )
 
     def _is_last(self, is_last: bool | None) -> bool:
-        if self._clipped is not None:
+        if self._pending is not None:
             raise StepError("TrainStep.backward was called between clip_grad_norm() and update(). Call update() first.")
         if self._is_in_no_sync and is_last:
             raise StepError("TrainStep.backward got is_last=True inside no_sync(). Run the last backward after it.")
@@ -423,16 +422,16 @@ class TrainStep:
             CheckpointError: a background save failed. The optimizer step was taken.
         """
         self.micro_batches.refuse_after_failure("TrainStep.step")
-        if self._clipped is None and self._is_stepped:
+        if self._pending is None and self._is_stepped:
             raise StepError("TrainStep.step was called without a backward since the last step. Call backward first.")
         if not self.micro_batches.is_complete and not self._is_ended_by_caller:
             self._is_stepped = True
             return None
-        if self._clipped is None:
+        if self._pending is None:
             self._refuse_incomplete("step")
         with self.callbacks.phase("optimizer"):
-            clipped = self._clipped or self._clip(self._policy.gradient_clipping, is_whole=True)
-            report = self._update(clipped, self.optimizers)
+            pending = self._pending or self._clip(self._policy.gradient_clipping)
+            report = self._update(pending, self.optimizers)
         return self._end(report)
 
     def clip_grad_norm(self, max_norm: float | None = None) -> torch.Tensor:
@@ -458,8 +457,8 @@ class TrainStep:
         limit = self._policy.gradient_clipping if max_norm is None else checked_max_norm(max_norm)
         self._refuse_incomplete("clip_grad_norm")
         with self.callbacks.phase("optimizer"):
-            self._clipped = self._clip(limit)
-        return self._clipped.norm
+            self._pending = self._clip(limit)
+        return self._pending.norm
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer] | None = None) -> StepReport:
         """Update the parameters after `clip_grad_norm`, step the schedulers, and discard the gradients.
@@ -475,9 +474,9 @@ class TrainStep:
                 backward or step raised.
             CheckpointError: a background save failed. The optimizer step was taken.
         """
-        clipped, stepping = self._to_update("update", self.optimizers if optimizers is None else optimizers)
+        pending, stepping = self._to_update("update", self.optimizers if optimizers is None else optimizers)
         with self.callbacks.phase("optimizer"):
-            report = self._update(clipped, stepping)
+            report = self._update(pending, stepping)
         return self._end(report)
 
     def update_part(self, optimizer: torch.optim.Optimizer) -> None:
@@ -490,16 +489,16 @@ class TrainStep:
         Raises:
             StepError: as `update`.
         """
-        clipped, stepping = self._to_update("update_part", [optimizer])
+        pending, stepping = self._to_update("update_part", [optimizer])
         with self.callbacks.phase("optimizer"), self.micro_batches.noting("optimizer.step"):
-            self._step_optimizers(clipped, stepping)
+            self._step_optimizers(pending, stepping)
 
     def _to_update(
         self, method: str, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> tuple["_Clipped", Sequence[torch.optim.Optimizer]]:
+    ) -> tuple["_PendingUpdate", Sequence[torch.optim.Optimizer]]:
         """Check a call of `method`. Return the result of `clip_grad_norm`, and the optimizers."""
         self.micro_batches.refuse_after_failure(f"TrainStep.{method}")
-        if self._clipped is None:
+        if self._pending is None:
             raise StepError(f"TrainStep.{method} was called without clip_grad_norm(). Call it first, or step() alone.")
         for optimizer in optimizers:
             if not any(optimizer is own for own in self.optimizers):
@@ -507,7 +506,7 @@ class TrainStep:
                     f"TrainStep.{method} was given a {type(optimizer).__name__} that is not one of this TrainStep. "
                     "Pass those of TrainStep.optimizers."
                 )
-        return self._clipped, optimizers
+        return self._pending, optimizers
 
     def _end(self, report: StepReport) -> StepReport:
         with ExitStack() as calls:  # runs all of them, last pushed first, even if one raises
@@ -517,7 +516,7 @@ class TrainStep:
         return report
 
     def _refuse_incomplete(self, method: str) -> None:
-        if self._clipped is not None:
+        if self._pending is not None:
             raise StepError(f"TrainStep.{method} was called twice in one optimizer step. Call update() after it.")
         if not self.micro_batches.is_complete:
             when = "without a backward" if self.is_between_steps else "before the last micro-batch of an optimizer step"
@@ -526,103 +525,65 @@ class TrainStep:
                 "last, or the one with is_last=True."
             )
 
-    def _clip(self, max_norm: float, *, is_whole: bool = False) -> "_Clipped":
+    def _clip(self, max_norm: float) -> "_PendingUpdate":
         """Compute the norm over all ranks, check for overflow, unscale and clip in one pass.
 
-        With `is_whole`, the update follows at once. The host may then launch it before it has read whether the step is
-        skipped: see [Note: A guarded update].
+        Only in float16, and if steps that are not finite are skipped, the host waits for the norm.
         """
         if self._agreement is not None:
             done = (self.num_steps, self.num_skipped, self._losses.num_divided, self._is_ended_by_caller)
             self._agreement.done = Done(*done, max_norm, self._scaler.scale, self._state.root.training)
-        scale = self._scaler.scale * self.micro_batches.arithmetic.gradient_divisor(
-            self._losses.are_divided
-        )  # of the gradients
-        skips = self._scaler.enabled or self._policy.skip_nonfinite_steps or self._policy.check_grad_overflow
+        divisor = self.micro_batches.arithmetic.gradient_divisor(self._losses.are_divided)
+        scale = self._scaler.scale * divisor  # of the gradients
         try:
             with label("norm"):
-                summed = self._statistics.sum_over_ranks(
-                    self._losses.sums(),
-                    scale=scale,
-                    reads_norm=skips,
-                    prepare=self._prepare_updates,
-                )
-            is_alone = is_whole and not self.callbacks.run_before_update()
-            is_guarded = is_alone and summed.is_awaited and self._can_be_guarded(summed.norm.device)
-            clipped = _Clipped(summed, self._scaler.scale, is_alone, summed.found_inf() if is_guarded else None)
-            clipped.is_settled = not is_guarded and (summed.is_awaited or not is_alone)
-            if clipped.is_settled:
-                clipped.skipped = self._settle(summed)
-                for hand_out in summed.to_callbacks:
-                    hand_out()
-            if is_guarded and max_norm == 0 and _is_power_of_two(scale):
-                clipped.grad_scale = scale
-            elif not clipped.skipped and (max_norm > 0 or scale != 1.0):
+                loss, norm = self._statistics.sum_over_ranks(self._losses.sums(), scale=scale)
+            pending = _PendingUpdate(loss, norm.float(), self._scaler.scale)
+            if self._scaler.enabled or self._policy.skip_nonfinite_steps or self._policy.check_grad_overflow:
+                on_host = float(norm)
+                pending.skipped = self._scaler.overflowed(on_host, self.num_steps) or not math.isfinite(on_host)
+            if not pending.skipped and (max_norm > 0 or scale != 1.0):
                 with label("clip"):
-                    factor = clip_factor(clipped.norm, max_norm) / scale
+                    factor = clip_factor(pending.norm, max_norm) / scale
                     multiply_gradients(self.micro_batches.with_gradient(), factor)
                 self._state.gradient_scale = 1.0
         except BaseException:  # after any error, the next backward begins a new optimizer step
             self._finish()
             raise
-        return clipped
+        return pending
 
-    def _prepare_updates(self) -> None:
-        for update in self._updates:
-            update.prepare()
-
-    def _can_be_guarded(self, device: torch.device) -> bool:
-        """Return whether all updates may be launched before the host has read whether the step is skipped."""
-        return all(each.can_be_guarded(device) for each in self._updates)
-
-    def _settle(self, summed: Summed) -> bool:
-        """Read the sums over ranks on the host. Return whether the step is skipped.
-
-        Raises:
-            StepError: the ranks differ, or a gradient overflowed at the minimum loss scale.
-        """
-        self._statistics.settle(summed)
-        if not summed.reads_norm:
-            return False
-        norm = summed.norm_on_host()
-        return self._scaler.overflowed(norm, self.num_steps) or not math.isfinite(norm)
-
-    def _step_optimizers(self, clipped: "_Clipped", optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def _step_optimizers(self, pending: "_PendingUpdate", optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for callback in tuple(self.callbacks):
             callback.before_update()
-        if optimizers and not clipped.is_alone:
-            # A forward since clip_grad_norm may have left the old weights unsharded.
+        if optimizers and (self._pending is not None or self.callbacks):
+            # A forward since clip_grad_norm, or one of a callback, may have left the old weights unsharded.
             reshard(self.micro_batches.units)
-        if not clipped.skipped:
+        if not pending.skipped:
             for update in self._updates:
                 if any(update.optimizer is optimizer for optimizer in optimizers):
                     with label("optimizer", type(update.optimizer).__name__):
-                        update.step(clipped.found_inf, clipped.scale_on_device(), is_prepared=clipped.is_alone)
+                        update.step()
 
-    def _update(self, clipped: "_Clipped", optimizers: Sequence[torch.optim.Optimizer]) -> StepReport:
+    def _update(self, pending: "_PendingUpdate", optimizers: Sequence[torch.optim.Optimizer]) -> StepReport:
         try:
             with self.micro_batches.noting("optimizer.step"):
                 rates = tuple(rate for optimizer in self.optimizers for rate in learning_rates(optimizer))
-                self._step_optimizers(clipped, optimizers)
-            if not clipped.is_settled:  # may raise the step's errors; the guarded update then changed nothing
-                clipped.skipped = self._settle(clipped.summed)
-            with self.micro_batches.noting("optimizer.step"):
-                if not clipped.skipped:
+                self._step_optimizers(pending, optimizers)
+                if not pending.skipped:
                     self.num_steps += 1
                     for own, scheduler in zip(self.optimizers, self.schedulers, strict=True):
                         if scheduler is not None and any(own is optimizer for optimizer in optimizers):
                             scheduler.step()
-            self.num_skipped += clipped.skipped
+            self.num_skipped += pending.skipped
             report = StepReport(
                 step=self.num_steps,
-                loss_tensor=clipped.summed.loss,
-                grad_norm_tensor=clipped.norm,
-                loss_scale=clipped.scale,
-                skipped=clipped.skipped,
+                loss_tensor=pending.loss,
+                grad_norm_tensor=pending.norm,
+                loss_scale=pending.scale,
+                skipped=pending.skipped,
                 num_skipped=self.num_skipped,
                 is_scale_exhausted=self._scaler.is_exhausted,
                 lr_values=rates,
-                read=clipped.summed.loss_and_norm(),
             )
             every = self._policy.steps_per_print
             if every and (self.num_steps + self.num_skipped) % every == 0:
@@ -636,7 +597,7 @@ class TrainStep:
         self._forget()
 
     def _forget(self) -> None:
-        self._clipped, self._is_ended_by_caller, self._is_stepped = None, None, True
+        self._pending, self._is_ended_by_caller, self._is_stepped = None, None, True
         self._losses.reset()
         self._state.gradient_scale = 1.0
 
@@ -672,35 +633,15 @@ def _only(values: tuple[T, ...], name: str) -> T:
     return values[0]
 
 
-def _drop_gradients(updates: Sequence[OptimizerUpdate]) -> None:
-    for update in updates:
-        update.drop()
-
-
-def _is_power_of_two(scale: float) -> bool:
-    return math.frexp(scale)[0] == 0.5
-
-
-class _Clipped:
+@dataclass(slots=True)
+class _PendingUpdate:
     """The results of `clip_grad_norm` that `update` needs."""
 
-    def __init__(self, summed: Summed, scale: float, is_alone: bool, found_inf: torch.Tensor | None) -> None:
-        self.summed = summed
-        self.norm = summed.norm.float()
-        """0-D fp32: unscaled, before clipping."""
-        self.scale = scale
-        self.is_alone = is_alone
-        """Whether neither callbacks nor the caller run code between the all-reduce and the update."""
-        self.found_inf = found_inf
-        """0-D fp32 on the device for a guarded update: see [Note: A guarded update]. None for any other update."""
-        self.is_settled = False
-        """Whether the host has called `_settle` for this step."""
-        self.skipped = False
-        self.grad_scale = 1.0
-        """The loss scale that the gradients still contain; 1.0 after they were unscaled."""
-
-    def scale_on_device(self) -> torch.Tensor | None:
-        """Return the number by which the update divides gradients, 0-D fp32, or None if it does not divide."""
-        if self.grad_scale == 1.0:
-            return None
-        return torch.full((), self.grad_scale, device=self.norm.device)
+    loss: torch.Tensor
+    """0-D fp64: see `StepReport.loss_tensor`."""
+    norm: torch.Tensor
+    """0-D fp32: unscaled, before clipping."""
+    scale: float
+    """The loss scale of this step's losses."""
+    skipped: bool = False
+    """Whether a gradient is not finite, so that nothing is updated."""

@@ -2,15 +2,32 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.planning.mesh import is_first_rank
-from zeroamp.training.host_copy import HostCopy
 
 logger = logging.getLogger("zeroamp")
+
+
+class HostCopy:
+    """Copies a 1-D tensor to the host asynchronously. The host waits for the copy only when it reads the numbers."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Begin to copy. Do not change the tensor afterwards: a CPU tensor is copied only in `values`."""
+        self._copied = tensor.to("cpu", non_blocking=True)  # into page-locked memory
+        self._event: torch.Event | None = None
+        if tensor.device.type != "cpu":
+            self._event = torch.Event(tensor.device)
+            self._event.record()
+
+    def values(self) -> list[float]:
+        """Return the numbers. Waits for the copy, but not for work that was launched after it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copied.tolist()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,9 +60,6 @@ class StepReport:
     lr_values: tuple[float | torch.Tensor, ...] = ()
     """Learning rate of each param group in this step, a number or a tensor as in the optimizer."""
 
-    read: Callable[[], tuple[float, float]] | None = field(default=None, repr=False, compare=False)
-    """Returns loss and norm from the copy that the step itself made to the host; None if it made none."""
-
     def __str__(self) -> str:
         """Return the numbers as one line of text; waits for the device."""
         parts = [f"loss {self.loss:.4f}", f"gradient norm {self.grad_norm:.4g}"]
@@ -57,19 +71,22 @@ class StepReport:
     @property
     def loss(self) -> float:
         """The mean loss; waits for the device."""
-        return float(self.loss_tensor) if self.read is None else self.read()[0]
+        return float(self.loss_tensor)
 
     @property
     def grad_norm(self) -> float:
         """The gradient norm; waits for the device."""
-        return float(self.grad_norm_tensor) if self.read is None else self.read()[1]
+        return float(self.grad_norm_tensor)
 
     def begin_read(self) -> Callable[[], tuple[float, float]]:
         """Begin to copy loss and norm to the host. Return the function that waits for the copy and returns them."""
-        if self.read is not None:
-            return self.read
         copy = HostCopy(torch.stack([self.loss_tensor.double(), self.grad_norm_tensor.double()]))
-        return lambda: (copy.values()[0], copy.values()[1])
+
+        def read() -> tuple[float, float]:
+            loss, norm = copy.values()
+            return loss, norm
+
+        return read
 
     @property
     def lr(self) -> tuple[float, ...]:

@@ -9,32 +9,23 @@ whole parameters, LAMB and Adafactor qualify too. `zeroamp.training.optimizer_ki
 
 State that an optimizer creates for a shard becomes a DTensor that is sharded like the parameter, so that checkpoints
 can reshard it. State stays in plain tensors if it cannot be resharded: 8-bit values whose scales belong to blocks of
-this rank's shard, and statistics of another shape. See `PreparedShards`.
-
-[Note: A guarded update]
-The sums over ranks decide whether the update is skipped: because a gradient is not finite, or a rank failed. Fused
-Adam, AdamW and SGD read this decision on the device as `found_inf`, which `torch.amp.GradScaler` uses too. If it is 1,
-they leave parameters and state as they are, and set Adam's step count back by one. So the host launches the update
-before it has read the sums, and reads them while the device works.
-
-The optimizer's state must exist before a guarded update: a skipped step must not create state, and fused SGD would
-create momentum without values. So the first update of a parameter is not guarded, except by SGD without momentum,
-which has no state. With `grad_scale` the kernels divide gradients by the loss scale. If the scale is a power of two,
-the quotient has the bits of the product that other paths compute. TrainStep passes no other scale.
+this rank's shard, and statistics of another shape. See `_Shard.store`.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks._torch.optimizer import guarded, has_own_step, has_step_hooks, takes_found_inf
-from zeroamp.planning.mesh import num_shards_of
+from zeroamp.hooks._torch.optimizer import has_own_step, has_step_hooks
+from zeroamp.planning.mesh import local_part, num_shards_of
 from zeroamp.policies.extensions import load
-from zeroamp.training.optimizer_kinds import is_guarded_by_the_device, kind_of
-from zeroamp.training.prepared_shards import PreparedShards, is_sharded_like
+from zeroamp.training.optimizer_kinds import kind_of
 from zeroamp.wrapping.state import WrapState
 
 
@@ -42,7 +33,7 @@ class OptimizerUpdate:
     """Calls `step` of one optimizer, on plain shards if that gives the same bits: see [Note: Update on shards]."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, state: WrapState, *, on_shards: bool = False) -> None:
-        """Store the arguments. Shards are prepared by the first `prepare` or `step`.
+        """Store the arguments.
 
         Args:
             optimizer: holds parameters of a wrapped model.
@@ -52,66 +43,13 @@ class OptimizerUpdate:
         self.optimizer = optimizer
         self._state = state
         self._on_shards = on_shards
-        self._shards: PreparedShards | None = None
 
-    def prepare(self) -> None:
-        """Prepare the shards and give them their gradients, if the optimizer works on shards.
-
-        `step` does this too, if `prepare` was not called. Called before the step's all-reduce, `prepare` adds no time
-        on an accelerator: the device still runs the backward.
-        """
-        shards = None if self._on_shards or not _may_work_on_shards(self.optimizer) else self._shards
-        if shards is not None and shards.is_current() and shards.take_gradients():
-            return
-        self.drop()
-        self._shards = None
+    def step(self) -> None:
+        """Call `optimizer.step()`."""
         if works_on_shards(self.optimizer, on_shards=self._on_shards):
             if self._on_shards:
                 load("TrainStep.resolve_overrides")(self.optimizer)
-            self._shards = PreparedShards(self.optimizer, as_parameters=self._on_shards)
-            self._shards.take_gradients()
-
-    def can_be_guarded(self, device: torch.device) -> bool:
-        """Return whether `step` accepts a `found_inf` on `device`. Call `prepare` before.
-
-        See [Note: A guarded update].
-        """
-        if self._shards is None or not is_guarded_by_the_device(self.optimizer, on_shards=self._on_shards):
-            return False
-        is_plain_sgd = isinstance(self.optimizer, torch.optim.SGD) and not any(
-            group["momentum"] for group in self.optimizer.param_groups
-        )
-        return takes_found_inf(self.optimizer) and self._shards.are_on(device, with_state=not is_plain_sgd)
-
-    def drop(self) -> None:
-        """Release the gradients. With `on_shards`, also release the shards, which each step prepares again."""
-        if self._shards is not None:
-            self._shards.drop_gradients()
-        if self._on_shards:  # prepared in each step
-            self._shards = None
-
-    def step(
-        self,
-        found_inf: torch.Tensor | None = None,
-        grad_scale: torch.Tensor | None = None,
-        *,
-        is_prepared: bool = False,
-    ) -> None:
-        """Call `optimizer.step()`.
-
-        Args:
-            found_inf: 0-D fp32 on the device: 1 to leave parameters and state as they are, else 0. Pass it only if
-                `can_be_guarded` returned True.
-            grad_scale: 0-D fp32 on the device, a power of two by which gradients are divided. Only with `found_inf`.
-            is_prepared: whether only gradients have changed since `prepare`.
-        """
-        if not is_prepared:
-            self.drop()  # the caller may have changed gradients: take them again
-        if self._shards is None or not is_prepared or not self._shards.take_gradients():
-            self.prepare()
-        if self._shards is not None:
-            guard = nullcontext() if found_inf is None else guarded(self.optimizer, found_inf, grad_scale)
-            with self._shards.shown(), guard:
+            with _plain_shards(self.optimizer, as_parameters=self._on_shards):
                 self.optimizer.step()
         elif kind_of(self.optimizer, on_shards=self._on_shards) == "muon":
             with load("torch.optim.Muon")(self._state, self.optimizer):
@@ -119,6 +57,119 @@ class OptimizerUpdate:
         else:
             with _replicated_apart(self.optimizer):
                 self.optimizer.step()
+
+
+@contextmanager
+def _plain_shards(optimizer: torch.optim.Optimizer, *, as_parameters: bool) -> Iterator[None]:
+    """Give the optimizer the shards of its DTensors inside the context. Then restore these, and store its new state.
+
+    `as_parameters`: give the optimizer an `nn.Parameter` per shard. Optimizers of other libraries may need one. torch's
+    own do not, and building one takes time.
+    """
+    own_state, own_params = optimizer.state, [group["params"] for group in optimizer.param_groups]
+    with torch.no_grad():  # otherwise each `to_local` records an autograd function
+        shards = {
+            id(each): _Shard(each, own_state.get(each), as_parameters) for params in own_params for each in params
+        }
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    state.update((key, values) for key, values in own_state.items() if id(key) not in shards)
+    state.update((each.shard, dict(each.state)) for each in shards.values() if each.state)
+    try:
+        optimizer.state = state
+        for group, params in zip(optimizer.param_groups, own_params, strict=True):
+            group["params"] = [shards[id(each)].shard for each in params]
+        yield
+    finally:
+        optimizer.state = own_state
+        for group, params in zip(optimizer.param_groups, own_params, strict=True):
+            group["params"] = params
+        for each in shards.values():
+            each.release_gradient()
+        # An update of the DTensors does this too: autograd, and caches keyed by the version, detect the change.
+        updated = [each.parameter for each in shards.values() if each.parameter.grad is not None]
+        torch.autograd.graph.increment_version(updated)
+    with torch.no_grad():
+        for each in shards.values():
+            if as_parameters:
+                each.copy_back()
+            each.store(state.pop(each.shard, {}), own_state)
+    own_state.update(state)
+
+
+class _Shard:
+    """One parameter, and the plain shard of it that an optimizer gets.
+
+    Kernels of other libraries may not accept tensors without elements. So a rank whose shard has no elements gives the
+    optimizer a row of zeros in its place, and the optimizer makes state for that row.
+    """
+
+    __slots__ = ("_is_empty", "_shape", "parameter", "shard", "state")
+
+    def __init__(self, parameter: torch.Tensor, state: dict[str, Any] | None, as_parameter: bool) -> None:
+        self.parameter = parameter
+        local = local_part(parameter)
+        self._shape = local.shape
+        self._is_empty = local.numel() == 0 and num_shards_of(parameter) > 1
+        shard = self._shown(local)
+        self.shard = nn.Parameter(shard, requires_grad=parameter.requires_grad) if as_parameter else shard
+        """A plain tensor in the parameter's memory, whose `grad` is the shard of the parameter's gradient."""
+        if self.shard is not parameter and parameter.grad is not None:
+            self.shard.grad = self._shown(local_part(parameter.grad))
+        self.state = {
+            name: self._shown(local_part(value)) if isinstance(value, DTensor) else value
+            for name, value in (state or {}).items()
+        }
+        """The parameter's state with plain shards, as the optimizer gets it."""
+
+    def _shown(self, local: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of a tensor, or a row of zeros if the shard has no elements."""
+        return local.new_zeros([length or 1 for length in local.shape]) if self._is_empty else local
+
+    def release_gradient(self) -> None:
+        """Release the shard's gradient, but not that of the parameter."""
+        if self.shard is not self.parameter:
+            self.shard.grad = None
+
+    def copy_back(self) -> None:
+        """Copy the shard to the parameter's memory if the optimizer assigned `parameter.data`."""
+        memory = local_part(self.parameter)
+        if not self._is_empty and self.shard.data_ptr() != memory.data_ptr():
+            memory.copy_(self.shard)
+
+    def store(self, state: dict[str, Any], own_state: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """Store the state that the optimizer left for the parameter.
+
+        Tensors of the shard's shape become DTensors. If one tensor of at least one dimension has another shape, or is
+        an integer tensor, all tensors stay plain: they are quantized values, or statistics of this rank's shard, and
+        belong together.
+        """
+        if state.keys() == self.state.keys() and all(map(is_, state.values(), self.state.values())):
+            return  # the optimizer changed its state in place
+        own = own_state.setdefault(self.parameter, {})
+        for name in own.keys() - state.keys():
+            del own[name]
+        is_elementwise = all(self._is_elementwise(value) for value in state.values())
+        for name, value in state.items():
+            if name not in own or value is not self.state[name]:
+                own[name] = self._sharded(value) if is_elementwise and self._has_shape(value) else value
+
+    def _is_elementwise(self, value: object) -> bool:
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            return True
+        return self._has_shape(value) and (value.is_floating_point() or value.dtype == torch.bool)
+
+    def _has_shape(self, value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == self.shard.shape
+
+    def _sharded(self, value: torch.Tensor) -> torch.Tensor:
+        like = self.parameter
+        if not isinstance(like, DTensor):
+            return value
+        if self._is_empty:
+            value = value.new_empty(self._shape)
+        return DTensor.from_local(
+            value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
 
 
 @contextmanager
@@ -146,21 +197,17 @@ def works_on_shards(optimizer: torch.optim.Optimizer, *, on_shards: bool = False
     """
     if on_shards:
         return True
-    return _may_work_on_shards(optimizer) and all(
-        _is_usable(parameter, parameter.grad, optimizer.state.get(parameter, {}))
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
-    )
-
-
-def _may_work_on_shards(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `works_on_shards` is true if gradients and state are sharded like the parameters."""
     return (
         kind_of(optimizer, on_shards=False) == "shards"
         and not has_own_step(optimizer)
         and not has_step_hooks(optimizer)
         and not any(group.get("differentiable") for group in optimizer.param_groups)
+        and all(
+            _is_usable(parameter, parameter.grad, optimizer.state.get(parameter, {}))
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        )
     )
 
 
@@ -176,8 +223,14 @@ def _is_usable(parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any
         return not any(isinstance(value, DTensor) for value in state.values())
     for value in (grad, *state.values()):
         if isinstance(value, DTensor):
-            if not is_sharded_like(value, parameter):
+            if not _is_sharded_like(value, parameter):
                 return False
         elif isinstance(value, torch.Tensor) and value.dim() > 0 and num_shards_of(parameter) > 1:
             return False
     return True
+
+
+def _is_sharded_like(tensor: DTensor, parameter: DTensor) -> bool:
+    own, mesh = tensor.device_mesh, parameter.device_mesh
+    # By identity first, because comparing two meshes by value takes longer than everything else here.
+    return (own is mesh or own == mesh) and tensor.placements == parameter.placements

@@ -1,4 +1,4 @@
-"""`TrainStep.step()` reads nothing from the device before the optimizer's first op, and one copy after that op."""
+"""`TrainStep.step()` reads nothing from the device, or one number in float16 and if steps may be skipped."""
 
 import threading
 from contextlib import contextmanager, nullcontext
@@ -25,6 +25,7 @@ MODES = {
     "preemption": config(3, clip=1.0),
     "run report": config(3, clip=1.0),
 }
+READING = ("fp16", "fp16 without clipping", "skipped steps")
 
 
 class Reads(TorchDispatchMode):
@@ -82,6 +83,7 @@ def _count(mode, folder, fused):
     model = wrapped(NAME, MODES[mode])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
     train = zeroamp.TrainStep(model, optimizer)
+    train._statistics.is_late = True  # as on a device
     context, prepare = _instrument(mode, folder, model, train)
     reads = Reads()
     with context:
@@ -99,36 +101,35 @@ def _count(mode, folder, fused):
     return reads.before, reads.after
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_nothing_is_read_before_the_update_and_one_copy_after_it(ranks2, mode, tmp_path):
+COPY_OF_THE_STEP_BEFORE = ["tolist"]
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in READING])
+def test_before_the_update_only_the_sums_of_the_step_before_are_read(ranks2, mode, tmp_path):
     for before, after in ranks2.run(_count, mode, tmp_path, True):
-        assert before == []
-        assert len(after) <= 1, after
+        assert before == COPY_OF_THE_STEP_BEFORE
+        assert after == (["tolist"] if mode == "run report" else [])  # the record of the step before
 
 
-@pytest.mark.parametrize("mode", ["fp16", "skipped steps"])
-def test_before_the_update_of_another_optimizer_one_copy_is_read(ranks2, mode, tmp_path):
-    for before, _ in ranks2.run(_count, mode, tmp_path, False):
-        assert before == ["tolist"]
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("mode", READING)
+def test_where_a_step_may_be_skipped_the_norm_is_read_before_the_update(ranks2, mode, fused, tmp_path):
+    for before, _ in ranks2.run(_count, mode, tmp_path, fused):
+        assert before == [*COPY_OF_THE_STEP_BEFORE, "one number"]
 
 
-def _on_a_device(clip):
-    """A default step where sums are read one step late, as on a device."""
-    model = wrapped(NAME, config(3, clip=clip))
+def _report():
+    model = wrapped(NAME, config(3, clip=1.0))
     train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
-    train.callbacks.agreement.is_late = True
-    counts = []
-    for index in range(3):
-        reads = Reads()
-        train.backward(loss_of(model, batch(NAME, index)))
-        with reads.counting(torch.optim.AdamW):
-            report = train.step()
-            during = len(reads.after)
-            _ = report.loss, report.grad_norm
-        counts.append((reads.before, during, len(reads.after) - during))
-    return counts
+    train._statistics.is_late = True
+    train.backward(loss_of(model, batch(NAME, 0)))
+    reads = Reads()
+    with reads.counting(torch.optim.AdamW):
+        report = train.step()
+        during = [*reads.before, *reads.after]
+        _ = report.loss, report.grad_norm
+    return during, reads.after
 
 
-def test_on_a_device_a_default_step_reads_nothing_but_its_report_when_the_caller_does(ranks2):
-    for counts in ranks2.run(_on_a_device, 1.0):
-        assert counts == [([], 0, 1)] * 3
+def test_a_report_reads_its_numbers_when_the_caller_does(ranks2):
+    assert ranks2.run(_report) == [([], ["one number"] * 2)] * 2

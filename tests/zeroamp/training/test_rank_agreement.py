@@ -123,7 +123,7 @@ def test_ranks_whose_value_is_the_mean_of_all_differ_too(ranks4, values, text):
 def _late():
     model = wrapped(NAME, config(3))
     train = _train_step(model)
-    train.callbacks.agreement.is_late = True
+    train._statistics.is_late = True
     for index in range(2):
         train.optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * (index == 1) * dist.get_rank()
         _step(train, model, index)
@@ -144,8 +144,8 @@ def _numbers():
     """The number of a rank, and what changes it."""
     model = wrapped(NAME, config(3))
     train = _train_step(model, momentum=0.9)
-    agreement = train.callbacks.agreement
-    found = [agreement.statistics()]
+    agreement = train._agreement
+    found = [agreement.number(is_late=False)]
     issued = wrap_state(model).issued
     assert issued.step == 2
     parameter = next(iter(model.parameters()))
@@ -157,10 +157,10 @@ def _numbers():
         lambda: parameter.requires_grad_(False),
     ):
         change()
-        found.append(agreement.statistics())
+        found.append(agreement.number(is_late=False))
     train.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)  # not read: it may be on a device
-    found.append(agreement.statistics())
-    return [number for (number,) in found]
+    found.append(agreement.number(is_late=False))
+    return [number for (number,), _ in found]
 
 
 def test_a_number_is_exact_in_fp64_for_all_ranks_and_every_fact_changes_it(ranks2):
@@ -174,7 +174,7 @@ def _one_rank():
     model = wrapped(NAME, config(3))
     train = _train_step(model)
     _step(train, model, 0)
-    return train.callbacks.agreement, wrap_state(model).issued
+    return train._agreement, wrap_state(model).issued
 
 
 def test_one_rank_compares_nothing():

@@ -12,34 +12,36 @@ import zeroamp
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, wrapped
 from zeroamp.checkpoint import save as save_module
-from zeroamp.training.statistics import Slice, StepStatistics, Summed
-from zeroamp.training.step_sums import StepSums
 
 NAME = "llama_tied"
 HOST_COLLECTIVES = ("all_reduce", "all_gather_object", "broadcast_object_list", "send", "recv", "new_group", "barrier")
 
 
-def test_parts_get_the_sums_of_their_numbers_in_the_same_step_or_one_late():
-    for is_late in (False, True):
-        sums, got = StepSums(torch.device("cpu"), is_late=is_late), []
-        statistics = StepStatistics(None, None, None)
-        assert not sums
-        sums.put("a", lambda got=got: ([1.0], lambda values: got.append(("a", values))))
-        sums.put("b", lambda got=got: ([], lambda values: got.append(("b", values))))
-        for step in range(2):
-            if step == 1:  # asked for in this step only
-                sums.put("c", lambda got=got: ([2.0, 3.0], lambda values: got.append(("c", values))))
-            summed = torch.tensor(sums.statistics(), dtype=torch.float64) * 10 + step
-            slices = [Slice(sums, sums.reader(), 0, len(summed))]
-            statistics.settle(Summed(summed[0], summed[0], summed, slices, [], reads_norm=False))
-        first, second = [("a", [10.0]), ("b", [])], [("a", [11.0]), ("b", []), ("c", [21.0, 31.0])]
-        assert got == (first if is_late else first + second)
-        assert sums.num_sums == 2
+def _handed_out(is_late):
+    """What the parts got in two steps, by name, and the number of steps."""
+    model, train = _training(is_late=is_late)
+    got = []
+    train.sums.put("a", lambda: ([1.0], lambda values: got.append(("a", values))))
+    train.sums.put("b", lambda: ([], lambda values: got.append(("b", values))))
+    for step in range(2):
+        if step == 1:  # asked for in this step only
+            train.sums.put("c", lambda: ([2.0, 3.0], lambda values: got.append(("c", values))))
+        _take_step(model, train, step)
+    return got, train.sums.num_sums
 
 
-def _training(**zeroamp_keys):
-    model = wrapped(NAME, config(3, zeroamp=zeroamp_keys))
-    return model, zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+@pytest.mark.parametrize("is_late", [False, True])
+def test_parts_get_the_sums_of_their_numbers_in_the_same_step_or_one_late(ranks2, is_late):
+    first, second = [("a", [2.0]), ("b", [])], [("a", [2.0]), ("b", []), ("c", [4.0, 6.0])]
+    assert ranks2.run(_handed_out, is_late) == [(first if is_late else first + second, 2)] * 2
+
+
+def _training(*, is_late=False):
+    """`is_late`: whether sums are read one step late, as on a device."""
+    model = wrapped(NAME, config(3))
+    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    train._statistics.is_late = is_late
+    return model, train
 
 
 def _take_step(model, train, index=0):
@@ -47,18 +49,10 @@ def _take_step(model, train, index=0):
     return train.step()
 
 
-def _as_on_a_device(patch):
-    """Let what is made from now on read its sums one step late."""
-    real = StepSums.__init__
-    patch.setattr(StepSums, "__init__", lambda self, device: real(self, device, is_late=True))
-
-
 def _signalled(is_late):
     """What `is_requested` returns after each step, where it may call no collective."""
     with pytest.MonkeyPatch.context() as patch:
-        if is_late:
-            _as_on_a_device(patch)
-        model, train = _training()
+        model, train = _training(is_late=is_late)
         with zeroamp.Preemption(model) as preemption:
             answers = []
             for index in range(4):
@@ -110,9 +104,7 @@ def _steps_while_saving(folder, is_late):
     """The numbers of a step's all-reduce and the other collectives on the host, while a save runs and fails."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        if is_late:
-            _as_on_a_device(patch)
-        model, train = _training()
+        model, train = _training(is_late=is_late)
         _take_step(model, train)
         may_write = threading.Event()
 

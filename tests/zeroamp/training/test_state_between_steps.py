@@ -1,9 +1,8 @@
-"""The shards that an optimizer gets are prepared once, and again after parameters, param groups or state change."""
+"""Between two steps a caller may change parameters, param groups and state: the update on shards uses what is there."""
 
 import copy
 import gc
 import weakref
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import zeroamp
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, full_parameters, same_bits, wrapped
 from tests.selection import slow_but
-from zeroamp.training.prepared_shards import PreparedShards
+from zeroamp.training.update import works_on_shards
 
 NAME = "llama_tied"
 
@@ -73,48 +72,38 @@ def _forget_a_state(train, *_):
 
 
 CHANGES = {
-    "unfreezing": (_unfreeze, [5]),  # its state is made in step 4
-    "freezing": (_freeze, []),
-    "loading the optimizer": (_load_optimizer, [4]),
-    "loading a checkpoint": (_load_checkpoint, [4]),
-    "loading the model": (_load_model, []),
-    "assigning parameters": (_assign, []),
-    "a new param group": (_add_group, [4, 5]),
-    "another value in the state": (_replace_a_value, [4]),
-    "another order": (_replace_a_list, [4]),
-    "a state that was removed": (_forget_a_state, [4, 5]),
+    "unfreezing": _unfreeze,
+    "freezing": _freeze,
+    "loading the optimizer": _load_optimizer,
+    "loading a checkpoint": _load_checkpoint,
+    "loading the model": _load_model,
+    "assigning parameters": _assign,
+    "a new param group": _add_group,
+    "another value in the state": _replace_a_value,
+    "another order": _replace_a_list,
+    "a state that was removed": _forget_a_state,
 }
-"""Name -> (the change after step 3, the steps in which the shards are prepared again)."""
+"""Name -> the change after step 3."""
 
 
-def _train(kind, folder, is_prepared_once):
+def _train(kind, folder, on_shards):
     model = wrapped(NAME, config(3, clip=1.0))
     first, *others = model.parameters()
     first.requires_grad_(kind != "unfreezing")
     held = others[1:] if kind == "a new param group" else others
     optimizer = torch.optim.AdamW([first, *held], lr=1e-2, weight_decay=0.1)
+    if not on_shards:
+        optimizer.register_step_pre_hook(lambda *_: None)  # the optimizer then works on DTensors
     train = zeroamp.TrainStep(model, optimizer)
-    made, real = [], PreparedShards.__init__
-
-    def count(shards, *args, **kwargs):
-        made.append(index)
-        real(shards, *args, **kwargs)
-
-    patches = [mock.patch.object(PreparedShards, "__init__", count)]
-    if not is_prepared_once:
-        patches.append(mock.patch.object(PreparedShards, "is_current", return_value=False))
-    for patch in patches:
-        patch.start()
-    try:
-        for index in range(7):
-            train.backward(loss_of(model, batch(NAME, 2 * index + dist.get_rank())))
-            train.step()
-            if index == 3:
-                CHANGES[kind][0](train, model, folder)
-    finally:
-        for patch in patches:
-            patch.stop()
-    return full_parameters(model), made
+    used = []
+    for index in range(7):
+        train.backward(loss_of(model, batch(NAME, 2 * index + dist.get_rank())))
+        used.append(works_on_shards(optimizer))
+        train.step()
+        if index == 3:
+            CHANGES[kind](train, model, folder)
+    assert used == [on_shards] * 7
+    return full_parameters(model)
 
 
 def _both(kind, folder):
@@ -122,11 +111,9 @@ def _both(kind, folder):
 
 
 @pytest.mark.parametrize("kind", slow_but(CHANGES, "unfreezing", "loading a checkpoint"))
-def test_a_change_is_seen_and_the_bits_are_those_of_shards_prepared_in_each_step(ranks2, kind, tmp_path):
-    for (once, made), (each, made_in_each) in ranks2.run(_both, kind, tmp_path):
-        assert same_bits(once, each) == []
-        assert made == [0, 1, *CHANGES[kind][1]], "the state was made in step 0"
-        assert set(made_in_each) == set(range(7))
+def test_a_change_has_the_bits_of_the_optimizer_on_dtensors(ranks2, kind, tmp_path):
+    for on_shards, on_dtensors in ranks2.run(_both, kind, tmp_path):
+        assert same_bits(on_shards, on_dtensors) == []
 
 
 def _memory_after_loading(on_shards):

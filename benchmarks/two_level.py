@@ -38,7 +38,7 @@ NUM_NODES, PER_NODE = 2, 4
 NUM_RANKS = NUM_NODES * PER_NODE
 NUMEL = 2 * 2**20
 """Elements of a reduction's input: 4 MiB of bf16."""
-FORMULAS = {"flat": 2.0, "fp32": 1.0, "3 bytes": 0.75, "bf16": 0.5}
+FORMULAS = {"flat": 2.0, "fp32": 1.0, "bf16": 0.5}
 """Scheme -> bytes that leave a host, as a multiple of the bytes of the bf16 gradients."""
 WIDTH, NUM_BLOCKS = 512, 4
 

@@ -192,7 +192,6 @@ class Policy:
     own_units = _Key(lambda config: config.zeroamp.own_units)
     reduce_scatter_input_buffers = _Key(lambda config: config.zeroamp.reduce_scatter_input_buffers)
     separate_reduce_scatter_group = _Key(lambda config: config.zeroamp.separate_reduce_scatter_group)
-    symmetric_memory = _Key(lambda config: config.zeroamp.symmetric_memory)
     steps_per_print = _Key(lambda config: config.steps_per_print or 0)
     wall_clock_breakdown = _Key(lambda config: config.wall_clock_breakdown)
     optimizer = _Key(lambda config: config.optimizer)

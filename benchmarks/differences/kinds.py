@@ -52,7 +52,6 @@ CONFIG = {
     "sharded dimension": _key("zeroamp.shard_dim", 0),
     "buffers in flight": _key("zeroamp.reduce_scatter_input_buffers", 2),
     "group of reductions": _key("zeroamp.separate_reduce_scatter_group", True),
-    "symmetric memory": _key("zeroamp.symmetric_memory", True),
     "optimizer of the config": Kind(
         error="WrapError", names="optimizer.params.lr", config={"optimizer.type": "AdamW", "optimizer.params.lr": 0.1}
     ),

@@ -3,8 +3,7 @@
 Checked on torch 2.11.0, 2.13.0 and 2.15.0; `tests/hooks/_torch/test_private_names.py` fails when one is gone.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, cast
 
@@ -15,27 +14,20 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-# The base classes of custom collectives. Their setters are public, but up to torch 2.15 the classes are not exported.
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.utils import _apply_to_tensors as map_tensors
 
 from zeroamp.hooks._torch.process_groups import group_of_parts
 
 __all__ = [
-    "AllGather",
     "COMMUNICATION",
     "END_OF_BACKWARD",
     "FORWARD_HOOKS",
-    "LazyChunks",
     "PostForward",
     "PreForward",
     "all_gather",
     "can_be_sharded",
     "can_shard_integers",
-    "chunks_on_demand",
     "communication_methods",
     "discard_unsharded_gradients",
     "divide_factor",
@@ -54,7 +46,6 @@ __all__ = [
     "remove_fsdp",
     "separate_reductions",
     "set_accumulation_dtype",
-    "share_partition",
     "timeout_of",
     "units_of",
     "unsharded_sums",
@@ -149,51 +140,6 @@ def can_shard_integers(mesh: DeviceMesh) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-class LazyChunks(Sequence[torch.Tensor]):
-    """The chunks that FSDP2's `_chunk_with_empty` returns, each made when it is read.
-
-    With size = `ceil(length / num_chunks)`, chunk i has rows i x size to (i + 1) x size of dimension `dim`. The last
-    chunk with rows has fewer if size does not divide the length. Chunks after it are flat empty tensors.
-    """
-
-    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
-        self._tensor, self._num_chunks, self._dim = tensor, num_chunks, dim
-
-    def __len__(self) -> int:
-        return self._num_chunks
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[position] for position in range(*index.indices(len(self)))]
-        index = range(len(self))[index]  # raises IndexError, and handles negative indices
-        length = self._tensor.size(self._dim)
-        size = -(-length // self._num_chunks)
-        if index * size >= length:
-            return self._tensor.new_empty(0)
-        return self._tensor.narrow(self._dim, index * size, min(size, length - index * size))
-
-
-@contextmanager
-def chunks_on_demand() -> Iterator[None]:
-    """Make `fully_shard` create only the chunks of a parameter that it uses: this rank's and the first.
-
-    FSDP2 cuts each parameter into as many tensors as there are ranks, and does so twice if it reshards after the
-    forward. At 16,384 ranks these are millions of tensors, nearly all of them empty.
-    """
-    fsdp_param: Any = _fsdp_param
-    chunk = fsdp_param._chunk_with_empty
-
-    def lazily(tensor: torch.Tensor, num_chunks: int, dim: int) -> Any:
-        # For a dimension of length 0 torch returns one chunk of the tensor's shape. No sharded parameter has one.
-        return LazyChunks(tensor, num_chunks, dim) if tensor.size(dim) else chunk(tensor, num_chunks, dim)
-
-    fsdp_param._chunk_with_empty = lazily
-    try:
-        yield
-    finally:
-        fsdp_param._chunk_with_empty = chunk
 
 
 def set_accumulation_dtype(unit: FSDPModule, dtype: torch.dtype) -> bool:
@@ -346,27 +292,6 @@ def separate_reductions(root: FSDPModule, timeout: timedelta) -> None:
                 made[ranks] = group_of_parts(parts, timeout)
             info.reduce_scatter_process_group = made[ranks]
     root.set_separate_reduce_scatter_group()
-
-
-def share_partition(modules: Iterable[FSDPModule], mesh: DeviceMesh, size: int) -> None:
-    """Reshard the groups of `modules` over `size` ranks after a forward (hpZ). All ranks must call this.
-
-    The groups must be sharded over `mesh`. `reshard_after_forward=size` would do the same, but it makes a mesh for each
-    module: N ranks in partitions of p ranks make p + N/p process groups per module. Here all modules share one mesh.
-    Each rank is in two groups: its partition, and the ranks at the same place in the other partitions.
-    """
-    ranks = mesh.mesh.view(-1, size)
-    timeout = timeout_of(mesh.get_group(0), mesh.device_type)
-    groups = [group_of_parts(parts.tolist(), timeout) for parts in (ranks.T, ranks)]
-    partition = DeviceMesh.from_group(groups, mesh.device_type, ranks, mesh_dim_names=("partitions", "partition"))
-    info = HSDPMeshInfo(partition, shard_mesh_dim=1, replicate_mesh_dim=0)
-    for module in modules:
-        for group in groups_of(module._get_fsdp_state()):
-            group.post_forward_mesh_info = info
-            for parameter in group.fsdp_params:
-                parameter.post_forward_mesh_info = info
-                whole = torch.empty(parameter._orig_size, device="meta")
-                parameter._init_sharded_post_forward_param_metadata(whole)
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:

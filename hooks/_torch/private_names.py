@@ -7,7 +7,6 @@ listed and not used any more. Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 REASONS = {
     # Modules
     "_composable_state": "the only module with `_module_state_mapping`",
-    "_fsdp_api": "base class of FSDP2's all-gathers, which is not exported",
     "_fsdp_common": "`FSDPMeshInfo`, which says over which ranks a group is reduced, is not exported",
     "_fully_shard": "the package of FSDP2's modules",
     "_functional_collectives": "`AsyncCollectiveTensor`: what DTensor's redistribution returns in traced runs",
@@ -30,11 +29,6 @@ REASONS = {
     "_apply_to_tensors": "casts in the containers in which FSDP2 casts, dataclasses too",
     "_timeout": "the timeout of a process group; new groups do not inherit it",
     "_get_backend": "see `_timeout`",
-    "_chunk_with_empty": "FSDP2 cuts each parameter into as many tensors as there are ranks",
-    "_fsdp_collectives": "FSDP2's all-gather in symmetric memory",
-    "_fsdp_param": "the module with `_chunk_with_empty`",
-    "_init_sharded_post_forward_param_metadata": "one mesh of all partitions (hpZ); FSDP2 makes one per module",
-    "_orig_size": "see `_init_sharded_post_forward_param_metadata`",
     # FSDP2: `unwrap_model`, which `fully_shard` has no inverse for
     "_module_state_mapping": "a module that is in it cannot be wrapped again",
     "_is_fsdp_managed_module": "the compiler treats a module with it as FSDP's",

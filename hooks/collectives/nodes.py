@@ -8,14 +8,14 @@ ranks with the same place in their nodes exchange these partial sums and add the
 tree of `tree_sum.py`, bit for bit.
 
 Bytes that leave one node in a reduction of B bytes of bf16 gradients, with 2 nodes of 4 ranks: in one level 2 B; with
-partial sums in fp32 1 B, in 3 bytes 0.75 B, in bf16 0.5 B. In general in one level g B (m-1)/m, in fp32 2 B (m-1)/m.
+partial sums in fp32 1 B, in bf16 0.5 B. In general in one level g B (m-1)/m, in fp32 2 B (m-1)/m.
 
 The all-gather goes the other way: between nodes first, then inside the node. It moves a ring's bytes between nodes, B
 (m-1)/m, in m-1 + g-1 steps instead of N-1.
 
 [Note: Partial sums]
-"fp32" is exact. "3 bytes" rounds each partial sum to 15 bits after the leading one (to nearest, ties to even): a
-relative error of at most 2^-16 each. "bf16" rounds it to 7 bits: at most 2^-8. Partial sums are added in fp32.
+"fp32" is exact. "bf16" rounds each partial sum to 7 bits after the leading one (to nearest, ties to even): a relative
+error of at most 2^-8 each. Partial sums are added in fp32.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from zeroamp.hooks._torch.fsdp import all_gather
 from zeroamp.hooks.collectives.tree_sum import tree_sum
 
-Partials = Literal["fp32", "3 bytes", "bf16"]
+Partials = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -39,7 +39,7 @@ class Nodes:
     across: dist.ProcessGroup
     """The ranks at this rank's place in each node, in the order of the nodes."""
     partials: Partials = "fp32"
-    """The format in which partial sums leave the node: see [Note: Partial sums]."""
+    """The dtype in which partial sums leave the node: see [Note: Partial sums]."""
 
     def size(self) -> int:
         """Return the number of ranks of the axis."""
@@ -63,11 +63,6 @@ class Nodes:
         numel = chunks.numel() // num_inside
         partial = _as(received, torch.float32, numel)
         tree_sum(chunks.view(num_inside, -1), partial)
-        if self.partials == "3 bytes":
-            packed = pack(partial)
-            into = _as(chunks, torch.uint8, packed.numel())
-            dist.all_to_all_single(into, packed, group=self.across)
-            return unpack(into, partial).view(num_nodes, -1)
         sent = partial if self.partials == "fp32" else partial.to(torch.bfloat16)
         into = _as(chunks, sent.dtype, numel)
         dist.all_to_all_single(into, sent, group=self.across)
@@ -127,19 +122,3 @@ class _Ordered(dist.Work):
 def _as(memory: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tensor:
     """Return the first bytes of a contiguous 1-D tensor as `numel` elements of `dtype`."""
     return memory[: -(-numel * dtype.itemsize // memory.element_size())].view(dtype)[:numel]
-
-
-def pack(values: torch.Tensor) -> torch.Tensor:
-    """Return fp32 values rounded to 3 bytes each: (3 x M,), uint8. See [Note: Partial sums]."""
-    bits = values.view(torch.int32)
-    rounded = bits + 0x7F + ((bits >> 8) & 1)
-    rounded = torch.where(values.isnan(), bits | 0x400000, rounded)  # rounding the bits of a NaN may give a number
-    return rounded.view(torch.uint8).view(-1, 4)[:, 1:].reshape(-1)
-
-
-def unpack(packed: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Write the values of `pack` to `output`, (M,) fp32, and return `output`."""
-    of_value = output.view(torch.uint8).view(-1, 4)
-    of_value[:, :1] = 0
-    of_value[:, 1:] = packed.view(-1, 3)
-    return output

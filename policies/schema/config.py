@@ -85,10 +85,10 @@ class ZeroampBlock(Block):
         ),
     ] = "auto"
     partials_between_nodes: Annotated[
-        Literal["fp32", "3 bytes", "bf16"],
+        Literal["fp32", "bf16"],
         Honoured(
-            "format in which the sums of a node are sent to other nodes: `fp32` is exact; `3 bytes` has a relative "
-            "error of at most 2^-16, `bf16` of 2^-8, with fewer bytes"
+            "dtype in which the sums of a node are sent to other nodes: `fp32` is exact; `bf16` halves the bytes, with "
+            "a relative error of at most 2^-8"
         ),
     ] = "fp32"
     sync_module_states: Annotated[
@@ -166,13 +166,6 @@ class ZeroampBlock(Block):
             "after them; same bits. Default: true if reductions between nodes have one level"
         ),
     ] = None
-    symmetric_memory: Annotated[
-        bool,
-        Honoured(
-            "all-gathers write to memory that GPUs share over NVLink, as with FSDP2's `set_symm_mem_for_comm`; same "
-            "bits. Needs torch 2.13, NCCL, and all-gathers in one level. See docs/precision.md"
-        ),
-    ] = False
 
 
 class FileMonitorBlock(Block):

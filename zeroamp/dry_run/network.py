@@ -205,7 +205,7 @@ class Network:
         return BYTES_OF_FIRST_COMMUNICATOR + sum(further) * BYTES_OF_COMMUNICATOR + num_peers * BYTES_PER_PEER
 
 
-ITEMSIZE_OF_PARTIALS = {"fp32": 4, "3 bytes": 3, "bf16": 2}
+ITEMSIZE_OF_PARTIALS = {"fp32": 4, "bf16": 2}
 """Value of `zeroamp.partials_between_nodes` -> bytes per element."""
 
 

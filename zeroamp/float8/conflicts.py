@@ -61,12 +61,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         instead="Remove one of the two keys.",
         applies=lambda policy: policy.offload.to_cpu,
     ),
-    Conflict(
-        name="zeroamp.symmetric_memory",
-        why="it is not tested",
-        instead="Remove one of the two keys.",
-        applies=lambda policy: policy.config.zeroamp.symmetric_memory,
-    ),
 )
 """All that a config can ask for and that is not built, in the order in which it is looked for."""
 

@@ -9,7 +9,6 @@ from torch.distributed.fsdp import FSDPModule
 from zeroamp.hooks._torch.fsdp import divide_factor, leave_replicas_alone
 from zeroamp.hooks.collectives.all_gather import GroupAllGather
 from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter, ReceiveBuffers
-from zeroamp.hooks.collectives.symmetric_gather import SymmetricGather
 from zeroamp.hooks.collectives.traffic import IssuedCollective, notify
 from zeroamp.hooks.group_gradients import GroupGradients
 from zeroamp.hooks.tensors import hold_for_current_stream
@@ -40,8 +39,6 @@ def attach_collectives(
     nodes = state.nodes if mesh is state.mesh else MeshNodes()
     gathers = nodes.gathers.get(mesh.ndim - 1)
     gather = GroupAllGather(group_name=group.name, nodes=gathers, listeners=listeners)
-    if (symmetric := state.symmetric_gather) is not None:
-        gather = SymmetricGather(group_name=group.name, symmetric=symmetric, listeners=listeners)
     module.set_custom_all_gather(gather)  # type: ignore[arg-type]  # its base class is private, and adds nothing
     is_summed_here = mesh.ndim == 2 and dtypes.sums_in_tree_order
     reduction = GroupReduceScatter(

@@ -65,8 +65,6 @@ def _of_policy(policy: Policy, *, is_plain: bool, num_context: int) -> Iterator[
         yield "zero_optimization.zero_hpz_partition_size"
     if policy.offload.to_cpu:
         yield "offload_param or offload_optimizer"
-    if policy.symmetric_memory:
-        yield "zeroamp.symmetric_memory"
 
 
 def _of_axes(model: nn.Module, plan: Plan, axes: MeshAxes) -> Iterator[str]:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from zeroamp.hooks._torch.dtensor import num_axes
-from zeroamp.hooks._torch.fsdp import can_be_sharded, chunks_on_demand, share_partition
+from zeroamp.hooks._torch.fsdp import can_be_sharded
 from zeroamp.hooks.typed_groups import PlacementFn, group_policy, place_shards, shard_typed_group
 from zeroamp.planning.group_dtypes import GroupKey, group_dtypes, unit_key
 from zeroamp.planning.groups import GroupKind, GroupPlan, ParamPlan
@@ -45,11 +45,6 @@ def shard_model(model: nn.Module, plan: Plan, axes: MeshAxes) -> dict[str, FSDPM
     Returns:
         Name of a group -> its group holder, for the groups that are not a unit's own.
     """
-    with chunks_on_demand():
-        return _shard(model, plan, axes)
-
-
-def _shard(model: nn.Module, plan: Plan, axes: MeshAxes) -> dict[str, FSDPModule]:
     mesh = axes.fsdp
     unsharded = plan.empty_params if plan.replicated is None else (*plan.empty_params, *plan.replicated.params)
     _store(model, unsharded, mesh)
@@ -61,7 +56,6 @@ def _shard(model: nn.Module, plan: Plan, axes: MeshAxes) -> dict[str, FSDPModule
     live = live_units(plan)
     offload = offload_policy(plan.policy.offload, mesh.device_type)
     holders: dict[str, FSDPModule] = {}
-    partitioned: list[FSDPModule] = []  # resharded over a secondary partition after a forward
     own_groups: dict[str, GroupPlan] = {}
     for group in plan.groups:
         if group.kind == "unit":
@@ -76,22 +70,16 @@ def _shard(model: nn.Module, plan: Plan, axes: MeshAxes) -> dict[str, FSDPModule
             [param.fqn for param in group.params],
             mesh=own_mesh,
             mp_policy=_mp_policy(group.key, plan, own_mesh),
-            reshard_after_forward=reshards_after_forward(group.kind, group.unit, plan, live),
+            reshard_after_forward=_reshard(group.kind, group.unit, plan, mesh, live),
             offload_policy=offload,
             shard_placement_fn=_placements(model, group, plan, own_mesh),
         )
-        if _has_partition(group.kind, group.unit, plan, mesh, live):
-            partitioned.append(holders[group.name])
     for unit in (*plan.units, ""):
         _store(model, own_groups[unit].params if unit in own_groups else (), mesh)
-        reshard = reshards_after_forward("unit", unit, plan, live)
+        reshard = _reshard("unit", unit, plan, mesh, live)
         is_expert = unit in own_groups and own_groups[unit].is_expert
         own_mesh = axes.fsdp_of(is_expert=is_expert)
         _shard_unit(model, unit, own_groups.get(unit), plan, own_mesh, reshard, offload)
-        if _has_partition("unit", unit, plan, mesh, live):
-            partitioned.append(cast(FSDPModule, model.get_submodule(unit)))
-    if partitioned:
-        share_partition(partitioned, mesh, plan.policy.hpz_partition_size)
     _check_sharded(model, plan)
     for module in model.modules():  # FSDP2 moves buffers, but bitsandbytes' QuantState is not a buffer
         if (state := getattr(module, "quant_state", None)) is not None and hasattr(state, "to"):
@@ -127,7 +115,7 @@ def _shard_unit(
     group: GroupPlan | None,
     plan: Plan,
     mesh: DeviceMesh,
-    reshard_after_forward: bool,
+    reshard_after_forward: bool | int,
     offload: OffloadPolicy,
 ) -> None:
     module = model.get_submodule(unit)
@@ -153,13 +141,14 @@ def _mp_policy(key: GroupKey, plan: Plan, mesh: DeviceMesh) -> MixedPrecisionPol
     return group_policy(dtypes.param, dtypes.unsharded_accumulate)
 
 
-def _has_partition(kind: GroupKind, unit: str, plan: Plan, mesh: DeviceMesh, live: set[str]) -> bool:
-    """Return whether a group is resharded over a secondary partition (hpZ) after a forward.
+def _reshard(kind: GroupKind, unit: str, plan: Plan, mesh: DeviceMesh, live: set[str]) -> bool | int:
+    """Return `reshard_after_forward` of a group: a number if it is resharded over a secondary partition (hpZ).
 
     The group of an embedding that is a unit of its own is not: it has no second all-gather.
     """
-    is_part = 1 < plan.policy.hpz_partition_size < shard_size(mesh)
-    return is_part and unit not in plan.own_units.lookups and reshards_after_forward(kind, unit, plan, live)
+    reshards, size = reshards_after_forward(kind, unit, plan, live), plan.policy.hpz_partition_size
+    has_partition = reshards and 1 < size < shard_size(mesh) and unit not in plan.own_units.lookups
+    return size if has_partition else reshards
 
 
 def offload_policy(offload: Offload, device_type: str) -> OffloadPolicy:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.hooks._torch.fsdp import AllGather, parameter_pairs, release
+from zeroamp.hooks._torch.fsdp import parameter_pairs, release
 from zeroamp.hooks.collectives.issued import IssuedInStep
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
 from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
@@ -66,8 +66,6 @@ class WrapState:
     """A process group of all ranks of `axes.whole`; None is the default group."""
     nodes: MeshNodes = field(default_factory=MeshNodes)
     """The two levels of the mesh's axes that span nodes."""
-    symmetric_gather: AllGather | None = None
-    """The all-gather of `zeroamp.symmetric_memory`; None without it."""
     traffic: Traffic
     """Counters of the collectives' calls and bytes."""
     holders: dict[str, FSDPModule] = field(default_factory=dict)

@@ -47,7 +47,6 @@ from zeroamp.wrapping.refused_meshes import refuse_combinations
 from zeroamp.wrapping.shard import shard_model
 from zeroamp.wrapping.state import WrapState, record_state, wrap_state
 from zeroamp.wrapping.summary import describe_master_weights, describe_uncast_experts, size_summary
-from zeroamp.wrapping.symmetric_memory import symmetric_gather
 from zeroamp.wrapping.two_levels import nodes_of_mesh
 
 logger = logging.getLogger("zeroamp")
@@ -165,7 +164,6 @@ def wrap_model(
     state = WrapState(root=model, plan=plan, mesh=mesh, world=world, traffic=traffic, holders=holders)
     state.axes, state.extensions = axes, extensions
     state.nodes = nodes_of_mesh(policy, mesh, world)
-    state.symmetric_gather = symmetric_gather(policy, mesh, state.nodes)
     attach_hooks(model, state)
     for extension in extensions:
         extension.attach(model, state)

@@ -88,30 +88,6 @@ def test_fsdp2_leaves_replicas_to_the_hook(ranks2):
         assert torch.equal(gradient, torch.full((2, 2), rank + 1.0))
 
 
-def _partition(*, by_torch):
-    """What a group of two odd parameters has of a partition of two ranks of four."""
-    torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (4,))
-    module = fully_shard(nn.Linear(3, 7), mesh=mesh, reshard_after_forward=2 if by_torch else True)
-    if not by_torch:
-        _fsdp.share_partition([module], mesh, 2)
-    (group,) = _fsdp.groups_of(module._get_fsdp_state())
-    info = group.post_forward_mesh_info
-    found = [type(info), info.mesh.mesh.tolist(), info.shard_mesh_size, info.shard_mesh_rank]
-    found += [dist.get_process_group_ranks(each) for each in (info.shard_process_group, info.replicate_process_group)]
-    for parameter in group.fsdp_params:
-        assert parameter.post_forward_mesh_info is info
-        found += [parameter.sharded_post_forward_size, parameter.contiguous_sharded_post_forward_stride]
-    output = module(torch.ones(1, 3))
-    found.append([tuple(p.to_local().shape) for p in module.parameters()])
-    output.sum().backward()
-    return str(found), [parameter.grad.full_tensor().tolist() for parameter in module.parameters()]
-
-
-def test_a_shared_partition_is_what_torch_makes_for_each_module(ranks4):
-    assert ranks4.run(_partition, by_torch=False) == ranks4.run(_partition, by_torch=True)
-
-
 def _groups_after_the_program_has_made_one_for_two_ranks():
     """The ranks of this rank's group of several parts of all ranks, and the sum of the ranks over it."""
     dist.new_group([0, 1])  # only two of the ranks are in a group more

@@ -5,12 +5,12 @@ import torch
 import torch.distributed as dist
 
 from tests.oracles.one_process import tree
-from zeroamp.hooks.collectives.nodes import Nodes, all_gather_of_axis, pack, unpack
+from zeroamp.hooks.collectives.nodes import Nodes, all_gather_of_axis
 from zeroamp.hooks.collectives.rank_sums import all_reduce_in_tree_order, exchange
 from zeroamp.hooks.collectives.tree_sum import tree_sum
 
 NUMEL = 123
-BOUNDS = {"3 bytes": 2.0**-16, "bf16": 2.0**-8}
+BOUND = 2.0**-8  # of partial sums in bf16
 
 
 def _nodes(num_inside, partials):
@@ -60,21 +60,9 @@ def test_two_levels_have_the_bits_of_the_tree(request, num_ranks, num_inside, dt
         assert all(torch.equal(each, chunks) for each in gathered)
 
 
-@pytest.mark.parametrize("partials", BOUNDS)
-def test_rounded_partial_sums_are_those_of_the_nodes_rounded_once(ranks4, partials):
-    by_rank = ranks4.run(_reduced, 2, partials, torch.bfloat16)
+def test_rounded_partial_sums_are_those_of_the_nodes_rounded_once(ranks4):
+    by_rank = ranks4.run(_reduced, 2, "bf16", torch.bfloat16)
     first, second = (tree([_gradient(rank, 4, torch.bfloat16) for rank in node]) for node in ((0, 1), (2, 3)))
     found, exact = torch.cat([total for total, _, _ in by_rank]) * 4, first + second
     assert not torch.equal(found, exact)
-    assert ((found - exact).abs() <= BOUNDS[partials] * (first.abs() + second.abs()) * (1 + 2**-20)).all()
-
-
-def test_three_bytes_round_to_nearest_and_keep_what_is_no_number():
-    values = torch.cat([torch.randn(10_000) * 2.0 ** torch.randint(-100, 100, (10_000,)), torch.tensor([0.0, -0.0])])
-    back = unpack(pack(values), torch.empty_like(values))
-    assert ((back - values).abs() <= BOUNDS["3 bytes"] * values.abs()).all()
-    assert torch.equal(unpack(pack(back), torch.empty_like(back)), back)  # what has 3 bytes stays
-    odd = torch.tensor([float("inf"), -float("inf"), 3.4028235e38, 1.0 + 2**-16, 1.0 + 3 * 2**-16])
-    assert unpack(pack(odd), torch.empty(5)).tolist() == [float("inf"), -float("inf"), float("inf"), 1.0, 1.0 + 2**-14]
-    nans = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
-    assert unpack(pack(nans), torch.empty(3)).isnan().all()
+    assert ((found - exact).abs() <= BOUND * (first.abs() + second.abs()) * (1 + 2**-20)).all()

@@ -16,7 +16,6 @@ SET = {
     "offload_param or offload_optimizer": {
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
     },
-    "zeroamp.symmetric_memory": {"zeroamp": {"symmetric_memory": True}},
 }
 
 

@@ -15,11 +15,15 @@ from zeroamp.hooks._torch.dispatch import accumulates_in
 from zeroamp.hooks._torch.dtensor import num_axes
 from zeroamp.hooks.root_forward import Around
 from zeroamp.hooks.tensors import tensors_in
+from zeroamp.hooks.unit_hooks import Hook
 from zeroamp.policies.errors import PrecisionError, StepError, WrapError
 
 
-def attach_safe_module_guard(module: nn.Module, fqn: str, device_type: str) -> RemovableHandle:
-    """Raise a PrecisionError if the forward of a safe module runs with autocast off: it would run in low precision."""
+def refuse_autocast_off(fqn: str, device_type: str) -> Hook:
+    """Return a hook that raises a PrecisionError if the forward of the safe module `fqn` runs with autocast off.
+
+    The module would run in low precision.
+    """
 
     def check(module: nn.Module, _args: Any) -> None:
         if not torch.is_autocast_enabled(device_type):
@@ -31,16 +35,15 @@ def attach_safe_module_guard(module: nn.Module, fqn: str, device_type: str) -> R
                 "set param fp32 for it in zeroamp.overrides: its parameters then stay fp32."
             )
 
-    return module.register_forward_pre_hook(check)
+    return check
 
 
-def attach_sharded_guard(
-    root: nn.Module, fqn: str, parameter: str, *, unless: Callable[[], bool] = lambda: False
-) -> RemovableHandle:
-    """Raise a WrapError if the forward of the module `fqn` runs while `parameter` is sharded.
+def refuse_sharded(root: nn.Module, fqn: str, parameter: str, *, unless: Callable[[], bool] = lambda: False) -> Hook:
+    """Return a hook that raises a WrapError if the forward of the module `fqn` runs while `parameter` is sharded.
 
     `parameter` belongs to the module or to a module inside it. Only the forward of the root, or of a unit around the
-    module, unshards it; or that of the module itself, if `unless` returns True. Call after `fully_shard`.
+    module, unshards it; or that of the module itself, if `unless` returns True. Call after `fully_shard`. The hook runs
+    before FSDP2's own pre-hook, which would take the first unit that runs for the root.
     """
     owner_fqn, _, name = parameter.rpartition(".")
     owner = root.get_submodule(owner_fqn)
@@ -57,8 +60,7 @@ def attach_sharded_guard(
                 "example."
             )
 
-    # Before FSDP2's own pre-hook, which would take the first unit that runs for the root.
-    return root.get_submodule(fqn).register_forward_pre_hook(check, prepend=True)
+    return check
 
 
 def explain_outside_reads(units: Iterable[str]) -> Around:

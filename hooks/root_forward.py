@@ -26,10 +26,10 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.dispatch import untraced
 from zeroamp.hooks._torch.fsdp import PostForward, PreForward, init_unsharded, release
+from zeroamp.hooks.unit_hooks import UnitHooks
 from zeroamp.policies.errors import StepError
 
 Place = Literal["report", "outer autocast", "random state", "autocast", "reshard", "before unshard"]
@@ -114,17 +114,12 @@ class RootForward:
         """Call `hook` with the output of each forward, before FSDP2's own forward hook."""
         self._output_hooks.append(hook)
 
-    def attach(self, root: nn.Module) -> list[RemovableHandle]:
-        """Register the hooks on `root`; return their handles. Call once, after `fully_shard` and all typed groups."""
-        return [
-            root.register_forward_pre_hook(
-                lambda _module, args, kwargs: self._enter(args, kwargs), prepend=True, with_kwargs=True
-            ),
-            root.register_forward_pre_hook(lambda _module, _args: self._begin(), prepend=False),
-            root.register_forward_hook(lambda _module, _args, output: self._see_output(output), prepend=True),
-            # Last, and also called if the forward raised.
-            root.register_forward_hook(lambda _module, _args, _output: self._leave(), prepend=False, always_call=True),
-        ]
+    def add_hooks(self, root: nn.Module, hooks: UnitHooks) -> None:
+        """Add the hooks on `root`. Call once."""
+        hooks.add(root, "enter root", lambda _module, args, kwargs: self._enter(args, kwargs))
+        hooks.add(root, "begin root", lambda _module, _args: self._begin())
+        hooks.add(root, "see root's output", lambda _module, _args, output: self._see_output(output))
+        hooks.add(root, "leave root", lambda _module, _args, _output: self._leave())
 
     def register_method(
         self,

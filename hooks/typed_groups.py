@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
-from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.fsdp import PostForward, PreForward, forward_hooks
 from zeroamp.policies.errors import WrapError
@@ -105,21 +104,12 @@ def attachment_point(owners: Sequence[nn.Module], model: nn.Module) -> nn.Module
 
 
 def typed_group_hooks(holder: FSDPModule) -> tuple[PreForward, PostForward]:
-    """Return the forward pre-hook (with kwargs) that unshards the holder's group, and the hook that reshards it."""
-    return forward_hooks(holder)
+    """Return the forward pre-hook (with kwargs) that unshards the holder's group, and the hook that reshards it.
 
-
-def attach_typed_group(holder: FSDPModule, unit: nn.Module) -> list[RemovableHandle]:
-    """Unshard the holder's group before `unit` runs and reshard it after; return the handles of the hooks.
-
-    Call after `fully_shard(unit)`: FSDP2's pre-hook must run first, because that of the root initialises all groups.
-    The post-hook runs before FSDP2's own, as that of an inner unit would.
+    FSDP2's pre-hook on the unit must run before the first one, because that of the root initialises all groups. The
+    second one must run before FSDP2's own forward hook, as that of an inner unit would.
     """
-    pre_forward, post_forward = typed_group_hooks(holder)
-    return [
-        unit.register_forward_pre_hook(pre_forward, prepend=False, with_kwargs=True),
-        unit.register_forward_hook(post_forward, prepend=True),
-    ]
+    return forward_hooks(holder)
 
 
 def group_policy(param_dtype: torch.dtype, accumulate: torch.dtype) -> MixedPrecisionPolicy:

@@ -18,8 +18,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
-from zeroamp.hooks._torch.dispatch import is_view
+from zeroamp.hooks._torch.dispatch import is_in_backward, is_view
+from zeroamp.hooks.unit_hooks import WrappedForward
 
 OPS = {"grouped_mm": ("aten::_grouped_mm", "transformers::grouped_mm_fallback")}
 """Name in a config -> the dispatcher's ops. transformers calls its own op where torch's op does not run: in compiled
@@ -127,3 +129,29 @@ def casting(names: frozenset[str]) -> Iterator[None]:
 def running_cast() -> str | None:
     """Return the name of the op whose arguments this thread is casting, or None."""
     return _now.casts.running
+
+
+class CastsInRecomputation(WrappedForward):
+    """Casts the arguments of `zeroamp.autocast_ops` also when activation checkpointing recomputes a module's forward.
+
+    Checkpointing restores autocast, but not the `casting` context of the root's forward. Outside of a backward the
+    module's forward is unchanged.
+
+    Autograd runs backwards of accelerators in threads of its own, in which the forward's contexts are not active. The
+    forward itself is wrapped, not hooked, so that a block that was compiled without the casts is compiled again.
+    """
+
+    def __init__(self, module: nn.Module, ops: frozenset[str]) -> None:
+        """Wrap `module.forward`, and cast the arguments of `ops` (names of `zeroamp.autocast_ops`)."""
+
+        def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                # A compiled program already contains the casts: it was traced inside the root's forward.
+                if torch.compiler.is_compiling() or not is_in_backward():
+                    return forward(*args, **kwargs)
+                with casting(ops):
+                    return forward(*args, **kwargs)
+
+            return run
+
+        super().__init__(module, wrap)

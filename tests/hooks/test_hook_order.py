@@ -1,12 +1,20 @@
-"""The order in which FSDP2's hooks and others see a unit: what zeroamp's hook points rest on."""
+"""The order in which FSDP2's hooks and zeroamp's see a unit, and the table of it in `unit_hooks.py`."""
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.models.small import batch, loss_of
+from tests.processes.training import config, wrapped
+from zeroamp.hooks import unit_hooks
 from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter
+from zeroamp.hooks.unit_hooks import BEFORE_RESHARD, RESHARDED, SHARDED, UNSHARDED, UnitHooks
+
+BEFORE = (*SHARDED, "(FSDP2)", *UNSHARDED)
+AFTER = (*BEFORE_RESHARD, "(FSDP2)", *RESHARDED)
 
 
 def _seen(module):
@@ -53,3 +61,82 @@ def test_hooks_see_the_parameters_in_this_order(ranks2):
         "post, appended": ("sharded", torch.float32),
     }
     assert events == ["reduce-scatter", ("accumulated", True, torch.float32)]
+
+
+def test_the_table_of_the_docstring_has_all_places_in_their_order():
+    rows = [line.split("|")[2].strip() for line in unit_hooks.__doc__.splitlines() if line.startswith("| ")]
+    assert [row.strip('"') for row in rows[1:]] == [*BEFORE, "(forward)", *AFTER]
+
+
+def test_hooks_run_in_the_order_of_the_table_and_not_of_their_registration():
+    module, hooks, log = nn.Linear(2, 2), UnitHooks(), []
+    module.register_forward_pre_hook(lambda *_: log.append("(FSDP2)"))
+    module.register_forward_hook(lambda *_: log.append("(FSDP2)"))
+    for place in (*RESHARDED, *UNSHARDED[::-1], *BEFORE_RESHARD, *SHARDED[::-1]):
+        for number in (1, 2):
+            hooks.add(module, place, lambda *_, logged=f"{place} {number}": log.append(logged))
+    handles = hooks.register()
+    module(torch.ones(2))
+
+    def twice(places, order=(1, 2)):
+        return [f"{place} {number}" for place in places for number in order]
+
+    before = [*twice(SHARDED), "(FSDP2)", *twice(UNSHARDED)]
+    assert log == [*before, *twice(BEFORE_RESHARD, (2, 1)), "(FSDP2)", *twice(RESHARDED)]
+    for handle in handles:
+        handle.remove()
+    log.clear()
+    module(torch.ones(2))
+    assert log == ["(FSDP2)", "(FSDP2)"]
+
+
+def _places(cfg):
+    """Return {FQN: (places of the forward pre-hooks, places of the forward hooks)} of a wrapped model, by place."""
+    registered, register = [], UnitHooks.register
+    UnitHooks.register = lambda self: (registered.append(self), register(self))[1]
+    try:
+        model = wrapped("llama_untied", cfg)
+    finally:
+        UnitHooks.register = register
+    (hooks,) = registered
+    loss_of(model, batch("llama_untied", 0)).backward()
+
+    def place_of(module, hook):
+        found = [place for place, own in hooks._hooks.get(module, {}).items() if hook in own]
+        return found[0] if found else "(FSDP2)" if hook.__name__ in ("_pre_forward", "_post_forward") else repr(hook)
+
+    return {
+        fqn: tuple([place_of(module, each) for each in each_kind.values()] for each_kind in _hooks_of(module))
+        for fqn, module in model.named_modules()
+        if any(_hooks_of(module))
+    }
+
+
+def _hooks_of(module):
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+ROOT = {"enter root", "begin root", "see root's output", "leave root", "(FSDP2)"}
+TYPED = {"unshard typed groups", "reshard typed groups"}
+UNIT = {"(FSDP2)"}
+
+
+@pytest.mark.parametrize(
+    ("cfg", "expected"),
+    [
+        (config(3), {"": ROOT | TYPED, "blocks.0": UNIT | {"refuse sharded"}, "blocks.0.qkv": {"refuse autocast off"}}),
+        (config(2, threshold=0), {"": ROOT | TYPED, "blocks.0": UNIT | TYPED}),
+        (
+            {**config(3, dtype=None), "bf16": {"enabled": True}},
+            {"": ROOT | {"cast inputs"}, "blocks.0": UNIT | {"cast inputs"}},
+        ),
+    ],
+    ids=["autocast", "a group more in every unit", "bf16"],
+)
+def test_a_wrapped_model_has_the_hooks_of_the_table_and_no_others(ranks2, cfg, expected):
+    found = ranks2.run(_places, cfg)[0]
+    for before, after in found.values():
+        assert before == sorted(before, key=BEFORE.index)
+        assert after == sorted(after, key=AFTER.index)
+    for fqn, places in expected.items():
+        assert {place for kind in found[fqn] for place in kind} == places

@@ -8,7 +8,14 @@ from torch import nn
 
 from zeroamp.hooks import root_forward
 from zeroamp.hooks.root_forward import PLACES, RootForward
+from zeroamp.hooks.unit_hooks import UnitHooks
 from zeroamp.policies.errors import StepError
+
+
+def attach(forward, root):
+    hooks = UnitHooks()
+    forward.add_hooks(root, hooks)
+    hooks.register()
 
 
 class Calls(nn.Module):
@@ -31,7 +38,7 @@ class Calls(nn.Module):
 
 
 def _attached(forward, root):
-    forward.attach(root)
+    attach(forward, root)
     forward.register_method(root, "generate", pre_forwards=[], groups=[])
     return root
 
@@ -92,7 +99,7 @@ def test_what_was_entered_is_left_when_a_later_one_refuses():
     log = []
     root = Calls(log)
     forward = _all_places(log, autocast="entering")
-    forward.attach(root)
+    attach(forward, root)
     for _ in range(2):
         log.clear()
         with pytest.raises(ValueError, match="entering autocast"):
@@ -116,8 +123,8 @@ def test_a_context_sees_the_exception_of_the_forward_and_not_one_that_was_being_
     forward = RootForward()
     forward.add("random state", lambda _call: context())
     fine, raising = Calls([]), Calls([], raises_at=0)
-    forward.attach(fine)
-    forward.attach(raising)
+    attach(forward, fine)
+    attach(forward, raising)
     try:
         raise KeyError("around")
     except KeyError:
@@ -141,7 +148,7 @@ def test_a_forward_after_a_keyboard_interrupt_raises_and_the_next_one_is_outermo
     log = []
     forward = _all_places(log)
     root = Calls(log)
-    forward.attach(root)
+    attach(forward, root)
     root.forward = _interrupted  # torch calls no hook where it raises
     with pytest.raises(KeyboardInterrupt):
         root()
@@ -168,7 +175,7 @@ def test_outputs_are_shown_unchanged_and_a_removed_context_is_not_entered():
     around = _around(log, "report")
     forward.add("report", around)
     forward.on_output(outputs.append)
-    forward.attach(root)
+    attach(forward, root)
     forward.remove("report", around)
     assert root(1) == 1
     assert outputs == [1]
@@ -180,7 +187,7 @@ def test_a_context_may_be_for_training_only():
     forward = RootForward()
     forward.add("report", lambda call: _around(log, "report")(call) if torch.is_grad_enabled() else None)
     root = Calls([])
-    forward.attach(root)
+    attach(forward, root)
     with torch.no_grad():
         root()
     assert log == []

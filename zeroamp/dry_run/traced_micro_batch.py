@@ -27,13 +27,12 @@ from zeroamp.dry_run.inputs import Arguments, sequences_are_not_packed
 from zeroamp.hooks._torch.dispatch import storage_key, tree_map
 from zeroamp.hooks._torch.dtensor import without_wrapper
 from zeroamp.hooks.precision.autocast_ops import casting
-from zeroamp.hooks.precision.fp32_regions import Fp32Region
+from zeroamp.hooks.precision.module_casts import Fp32Region, cast_inputs
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.hooks.tracing.fake_run import fake_run
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import ConfigError
 from zeroamp.training.loss import LossFunction, loss_of
-from zeroamp.wrapping.attach import cast_unit_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +126,12 @@ def _mark_units(
         if checkpointing and unit and unit not in is_inner:
             module.forward = _checkpointed(module.forward)  # undone by `fake_run`
         handles += _mark_unit(unit, module, recorder, running)
+        if (dtype := plan.input_dtype(unit)) is not None:
+            handles.append(module.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True))
     output_dtype = None if plan.policy.mode == "autocast" else plan.policy.low_dtype
     for module in plan.fp32_regions.modules_of(model):
         Fp32Region(module, device_type, output_dtype)  # undone by `fake_run`
-    return handles + cast_unit_inputs(model, plan)
+    return handles
 
 
 def _mark_unit(unit: str, module: nn.Module, recorder: EventRecorder, running: list[str]) -> list[RemovableHandle]:

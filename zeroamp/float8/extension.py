@@ -18,8 +18,8 @@ from zeroamp.float8.chosen_weights import computes_as_linear, is_of_torchao, wit
 from zeroamp.float8.conflicts import KEY, SCALES, check_float8
 from zeroamp.hooks._torch.all_gather_extension import shards_of
 from zeroamp.hooks.collectives.traffic import Traffic, TrafficKey
-from zeroamp.hooks.precision.wrapped_forward import WrappedForward
 from zeroamp.hooks.root_forward import ForwardCall
+from zeroamp.hooks.unit_hooks import WrappedForward
 from zeroamp.planning.groups import ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.overrides import Overrides

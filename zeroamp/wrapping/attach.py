@@ -25,16 +25,16 @@ from zeroamp.hooks.group_gradients import by_module, follow_gradients
 from zeroamp.hooks.guards import (
     BackwardGuard,
     attach_gradient_guard,
-    attach_safe_module_guard,
-    attach_sharded_guard,
     explain_outside_reads,
+    refuse_autocast_off,
+    refuse_sharded,
 )
 from zeroamp.hooks.precision.autocast import enter_autocast, forget_casts, refuse_autocast, warn_of_other_autocast
-from zeroamp.hooks.precision.fp32_regions import Fp32Region
-from zeroamp.hooks.precision.input_casts import cast_inputs
-from zeroamp.hooks.precision.recomputed_casts import CastsInRecomputation
+from zeroamp.hooks.precision.autocast_ops import CastsInRecomputation
+from zeroamp.hooks.precision.module_casts import Fp32Region, cast_inputs
 from zeroamp.hooks.root_forward import reshard_after_no_grad
-from zeroamp.hooks.typed_groups import attach_typed_group
+from zeroamp.hooks.typed_groups import typed_group_hooks
+from zeroamp.hooks.unit_hooks import UnitHooks
 from zeroamp.planning.mesh import shard_device
 from zeroamp.planning.parameter_uses import modules_around
 from zeroamp.planning.plan import Plan
@@ -49,18 +49,14 @@ from zeroamp.wrapping.state import WrapState
 
 
 def attach_hooks(model: nn.Module, state: WrapState) -> None:
-    """Register all hooks that zeroamp adds to FSDP2's. Each hook's docstring gives the reason for its place."""
+    """Give the model's groups their collectives, and its modules their hooks: see `zeroamp.hooks.unit_hooks`."""
     policy = state.plan.policy
     state.units = {unit: model.get_submodule(unit) for unit in ("", *state.plan.units)}
-    state.handles += cast_unit_inputs(model, state.plan)
     buffers = ReceiveBuffers()
     state.gradients = follow_gradients(model)
     gradients = by_module(state.gradients)
     for group in state.plan.groups:
-        unit, holder = model.get_submodule(group.unit), state.holders.get(group.name)
-        if holder is not None:
-            state.handles += attach_typed_group(holder, unit)
-        carrier = holder or cast(FSDPModule, unit)
+        carrier = state.holders.get(group.name) or cast(FSDPModule, model.get_submodule(group.unit))
         attach_collectives(carrier, group, state, buffers, gradients[carrier])
     keep_reduction_inputs(cast(FSDPModule, model), policy.reduce_scatter_input_buffers)
     if _separates_reductions(state):
@@ -70,20 +66,30 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
         gather_in_background(cast(FSDPModule, model))
         pause_before_exit()
     attach_prefetch(model, state.plan, state.holders)
-    _attach_root_forward(model, state)
-    state.handles += _attach_own_units(model, state)
-    state.handles += _guard_calls_from_outside(model, state.plan)
-    state.handles += refuse_calls(model)
-    state.handles += keep_packing(model)
+    hooks = UnitHooks()
+    _add_root_forward(model, state, hooks)
+    for unit, module in state.units.items():
+        if (dtype := state.plan.input_dtype(unit)) is not None:
+            hooks.add(module, "cast inputs", cast_inputs(dtype))
+    for group in state.plan.groups:
+        if (holder := state.holders.get(group.name)) is not None:
+            pre_forward, post_forward = typed_group_hooks(holder)
+            hooks.add(state.units[group.unit], "unshard typed groups", pre_forward)
+            hooks.add(state.units[group.unit], "reshard typed groups", post_forward)
+    _refuse_calls_from_outside(model, state.plan, hooks)
+    if policy.mode == "autocast":
+        _refuse_autocast_off(model, state, hooks)
+        state.handles += _cast_in_recomputation(model, state.plan)
     # Under autocast a region may return fp32, because the ops after it cast their inputs.
     output_dtype = None if policy.mode == "autocast" else policy.low_dtype
     for module in state.plan.fp32_regions.modules_of(model):
         state.fp32_regions.append(Fp32Region(module, state.mesh.device_type, output_dtype))
-    if policy.mode == "autocast":
-        state.handles += _guard_safe_modules(model, state)
-        state.handles += cast_in_recomputation(model, state.plan)
     if (dtype := sharded_accumulation(policy)) != torch.float32:
         accumulate_shards(model, state, partial(RoundedSum, dtype))
+    state.handles += _add_own_units(model, state, hooks)
+    state.handles += hooks.register()
+    state.handles += refuse_calls(model)
+    state.handles += keep_packing(model)
 
 
 def accumulate_shards(model: nn.Module, state: WrapState, new_sum: Callable[[], MicroBatchSum]) -> ShardAccumulator:
@@ -102,8 +108,8 @@ def _separates_reductions(state: WrapState) -> bool:
     return policy.separate_reduce_scatter_group and not nodes.reductions
 
 
-def _attach_root_forward(model: nn.Module, state: WrapState) -> None:
-    """Add the context managers that run around the root's forward, and register them."""
+def _add_root_forward(model: nn.Module, state: WrapState, hooks: UnitHooks) -> None:
+    """Add the context managers that run around the root's forward, and the hooks that enter them."""
     policy, forward, device_type = state.plan.policy, state.root_forward, state.mesh.device_type
     forward.add("reshard", reshard_after_no_grad(model))
     forward.add("outer autocast", forget_casts)
@@ -115,7 +121,7 @@ def _attach_root_forward(model: nn.Module, state: WrapState) -> None:
     if reasons := _needs_train_step(state.plan, state.extensions):
         state.guard = BackwardGuard(reasons, partial(_leaves, model, state))
         forward.on_output(state.guard.watch)
-    state.handles += forward.attach(model)
+    forward.add_hooks(model, hooks)
 
 
 def _leaves(model: nn.Module, state: WrapState) -> Iterator[torch.Tensor]:
@@ -126,7 +132,7 @@ def _leaves(model: nn.Module, state: WrapState) -> Iterator[torch.Tensor]:
         yield from (model.get_parameter(param.fqn) for param in state.plan.replicated.params)
 
 
-def _attach_own_units(model: nn.Module, state: WrapState) -> Iterator[RemovableHandle]:
+def _add_own_units(model: nn.Module, state: WrapState, hooks: UnitHooks) -> Iterator[RemovableHandle]:
     """Set what differs between an embedding or a head and other units: see `zeroamp.policies.auto_wrap`."""
     own_units, forward, gradients = state.plan.own_units, state.root_forward, by_module(state.gradients)
     for fqn in own_units:
@@ -137,16 +143,17 @@ def _attach_own_units(model: nn.Module, state: WrapState) -> Iterator[RemovableH
             if fqn in own_units.lookups:
                 carrier.set_unshard_in_backward(False)
         weight = next(name for name, _ in module.named_parameters())
-        yield attach_sharded_guard(model, fqn, f"{fqn}.{weight}", unless=lambda: forward.runs_model or is_in_backward())
+        check = refuse_sharded(model, fqn, f"{fqn}.{weight}", unless=lambda: forward.runs_model or is_in_backward())
+        hooks.add(module, "refuse sharded", check)
+        hooks.add(module, "return no view", _without_base)
         for parameter in (each for each in module.parameters() if each.requires_grad):
             yield attach_gradient_guard(parameter, fqn)
-        # The output of a Linear with a bias is a view of a matrix, of which FSDP2 would warn.
-        yield module.register_forward_hook(_without_base, prepend=True)
     if own_units:
         forward.add("reshard", explain_outside_reads(own_units))
 
 
 def _without_base(_module: nn.Module, _args: object, output: object) -> object:
+    """Return the output of a Linear with a bias, a view of a matrix, as no view: FSDP2 would warn of it."""
     return without_base(output) if isinstance(output, torch.Tensor) else output
 
 
@@ -168,7 +175,7 @@ def _needs_train_step(plan: Plan, extensions: Iterable[Extension]) -> str:
     return f"the config has {' and '.join(reasons)}" if reasons else ""
 
 
-def _guard_calls_from_outside(model: nn.Module, plan: Plan) -> Iterator[RemovableHandle]:
+def _refuse_calls_from_outside(model: nn.Module, plan: Plan, hooks: UnitHooks) -> None:
     """Guard the modules that a user may call outside of the root's forward: units, modules around them, and siblings.
 
     The guard of a module checks one parameter. Neither a hook on the module nor one on a module inside it unshards that
@@ -184,10 +191,10 @@ def _guard_calls_from_outside(model: nn.Module, plan: Plan) -> Iterator[Removabl
                 if modules[fqn] not in unsharding and fqn.rpartition(".")[0] in around_units:
                     guarded.setdefault(fqn, name)
     for fqn, name in guarded.items():
-        yield attach_sharded_guard(model, fqn, name)
+        hooks.add(modules[fqn], "refuse sharded", refuse_sharded(model, fqn, name))
 
 
-def _guard_safe_modules(model: nn.Module, state: WrapState) -> Iterator[RemovableHandle]:
+def _refuse_autocast_off(model: nn.Module, state: WrapState, hooks: UnitHooks) -> None:
     """Guard the safe modules against forwards with autocast off."""
     low = [param for param in state.plan.params if param.dtypes.param != param.dtypes.stored]
     # With "auto", the model itself may cast a safe parameter outside of autocast. So only default classes are guarded.
@@ -196,23 +203,10 @@ def _guard_safe_modules(model: nn.Module, state: WrapState) -> Iterator[Removabl
     for fqn in sorted({owner for param in low for owner in param.owner_fqns}):
         module = model.get_submodule(fqn)
         if isinstance(module, classes):
-            yield attach_safe_module_guard(module, fqn, state.mesh.device_type)
+            hooks.add(module, "refuse autocast off", refuse_autocast_off(fqn, state.mesh.device_type))
 
 
-def cast_unit_inputs(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
-    """Register hooks that cast the inputs of units in modes bf16 and fp16; return their handles.
-
-    Units of the plan that the model does not have are skipped.
-    """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    return [
-        modules[unit].register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True)
-        for unit in ("", *plan.units)
-        if unit in modules and (dtype := plan.input_dtype(unit)) is not None
-    ]
-
-
-def cast_in_recomputation(model: nn.Module, plan: Plan) -> Iterator[CastsInRecomputation]:
+def _cast_in_recomputation(model: nn.Module, plan: Plan) -> Iterator[CastsInRecomputation]:
     """Wrap the modules that run ops of `zeroamp.autocast_ops`, so that these cast when a backward recomputes them."""
     classes = tuple({type(model.get_submodule(fqn)) for fqn in plan.cast_modules})
     for fqn, module in model.named_modules() if classes else ():

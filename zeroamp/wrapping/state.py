@@ -20,7 +20,7 @@ from zeroamp.hooks.group_gradients import GroupGradients
 from zeroamp.hooks.guards import BackwardGuard
 from zeroamp.hooks.observers.communication import CommunicationWatch
 from zeroamp.hooks.precision.autocast import config_autocast
-from zeroamp.hooks.precision.fp32_regions import Fp32Region
+from zeroamp.hooks.precision.module_casts import Fp32Region
 from zeroamp.hooks.root_forward import RootForward
 from zeroamp.planning.mesh_axes import MeshAxes, plain_axes
 from zeroamp.planning.plan import Plan

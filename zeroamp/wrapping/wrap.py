@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks.collectives.traffic import Traffic
-from zeroamp.hooks.precision.input_casts import cast_inputs
+from zeroamp.hooks.precision.module_casts import cast_inputs
 from zeroamp.hooks.typed_groups import typed_group_hooks
 from zeroamp.planning.mesh import (
     current_device_type,

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from zeroamp import PrecisionError
 from zeroamp.hooks.precision.autocast import enter_autocast, refuse_autocast, warn_of_other_autocast
 from zeroamp.hooks.root_forward import ForwardCall, RootForward
+from zeroamp.hooks.unit_hooks import UnitHooks
 
 OUTER = {
     "none": nullcontext,
@@ -33,18 +34,24 @@ class Probe(nn.Module):
         return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
 
+def _attached(forward, module):
+    hooks = UnitHooks()
+    forward.add_hooks(module, hooks)
+    return hooks.register()
+
+
 def _with_autocast(module, dtype=torch.bfloat16):
     """Attach what `wrap_model` attaches for a config with autocast; return the module and the handles."""
     forward = RootForward()
     forward.add("outer autocast", warn_of_other_autocast("cpu", dtype))
     forward.add("autocast", enter_autocast("cpu", dtype))
-    return module, forward.attach(module)
+    return module, _attached(forward, module)
 
 
 def _without_autocast(module, mode):
     forward = RootForward()
     forward.add("outer autocast", refuse_autocast("cpu", mode))
-    forward.attach(module)
+    _attached(forward, module)
     return module
 
 

@@ -1,0 +1,60 @@
+"""Casts what enters and leaves a module: the inputs of units in modes bf16 and fp16, and fp32 regions in every mode."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroamp.hooks._torch.dispatch import tree_map, untraced
+from zeroamp.hooks._torch.fsdp import PreForward, map_tensors
+from zeroamp.hooks.unit_hooks import WrappedForward
+
+
+def cast_inputs(dtype: torch.dtype) -> PreForward:
+    """Return a forward pre-hook, with kwargs, that casts a module's floating-point inputs to `dtype`.
+
+    FSDP2's `cast_forward_inputs` casts to the dtype of the unit's own group, which is fp32 if the unit has fp32
+    parameters only. Register the hook after FSDP2's own pre-hook, which moves the root's inputs to the device. The hook
+    casts tensors in the same containers as FSDP2 does, dataclasses included.
+    """
+    in_container = partial(_cast, dtype)
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):  # most inputs are tensors, which need no walk through containers
+            return _cast(dtype, value)
+        return value if value is None else map_tensors(in_container, value)
+
+    @untraced
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+
+    return before
+
+
+def _cast(dtype: torch.dtype, value: Any) -> Any:
+    is_other = isinstance(value, torch.Tensor) and value.dtype != dtype and value.is_floating_point()
+    return value.to(dtype) if is_other else value
+
+
+class Fp32Region(WrappedForward):
+    """Runs a module's forward in fp32, with autocast off."""
+
+    def __init__(self, module: nn.Module, device_type: str, output_dtype: torch.dtype | None) -> None:
+        """Wrap `module.forward`; `remove` restores it.
+
+        Floating-point inputs are cast to fp32, at any depth of containers. Floating-point outputs are cast to
+        `output_dtype`, if it is given: in the modes bf16 and fp16, the modules around this one raise for fp32 inputs.
+        """
+
+        def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+            def in_fp32(*args: Any, **kwargs: Any) -> Any:
+                args, kwargs = tree_map(partial(_cast, torch.float32), (args, kwargs))
+                with torch.autocast(device_type, enabled=False):
+                    output = forward(*args, **kwargs)
+                return output if output_dtype is None else tree_map(partial(_cast, output_dtype), output)
+
+            return in_fp32
+
+        super().__init__(module, wrap)

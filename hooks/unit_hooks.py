@@ -1,0 +1,114 @@
+"""Registers zeroamp's hooks on the modules of a model: FSDP units, the root, and modules inside of units.
+
+The forward of a module runs through this list, whatever the order in which its hooks were added:
+
+| order | place | on | what |
+|---|---|---|---|
+| 1 | "refuse sharded" | modules that users may call | raises a WrapError if the module's parameters are sharded |
+| 2 | "enter root" | the root | enters the context managers of `zeroamp.hooks.root_forward` |
+| 3 | (FSDP2) | units | unshards the unit's own group |
+| 4 | "cast inputs" | units, in modes bf16 and fp16 | casts floating-point inputs |
+| 5 | "unshard typed groups" | units with group holders | unshards the groups of the holders |
+| 6 | "begin root" | the root | records that the model's own code begins |
+| 7 | "refuse autocast off" | safe modules | raises a PrecisionError if autocast is off |
+| 8 | (forward) | modules | the module's own forward, wrapped for fp32 regions, float8 and recomputed casts |
+| 9 | "see root's output" | the root | hooks the output's tensors, before FSDP2 does |
+| 10 | "return no view" | embeddings and heads | an output that is a view, of which FSDP2 would warn, is returned as none |
+| 11 | "reshard typed groups" | units with group holders | reshards the groups of the holders, the last one first |
+| 12 | (FSDP2) | units | reshards the unit's own group |
+| 13 | "leave root" | the root | exits the context managers, also if the forward raised |
+
+FSDP2's hooks are registered by `fully_shard`, before these. Hooks that a user registers run at the places where torch
+puts them: `prepend=True` before place 1 or 9, else after place 7 or 13. `zeroamp.profile` labels forwards there too.
+Most places are thin: their functions are in the files that say why a hook is needed.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, Literal
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+Place = Literal[
+    "refuse sharded",
+    "enter root",
+    "cast inputs",
+    "unshard typed groups",
+    "begin root",
+    "refuse autocast off",
+    "see root's output",
+    "return no view",
+    "reshard typed groups",
+    "leave root",
+]
+
+Hook = Callable[..., Any]
+"""A forward pre-hook of (module, args, kwargs) or (module, args), or a forward hook of (module, args, output)."""
+
+SHARDED: tuple[Place, ...] = ("refuse sharded", "enter root")
+"""The places before FSDP2's pre-forward hook, in their order."""
+UNSHARDED: tuple[Place, ...] = ("cast inputs", "unshard typed groups", "begin root", "refuse autocast off")
+"""The places between FSDP2's pre-forward hook and the forward."""
+BEFORE_RESHARD: tuple[Place, ...] = ("see root's output", "return no view", "reshard typed groups")
+"""The places between the forward and FSDP2's forward hook."""
+RESHARDED: tuple[Place, ...] = ("leave root",)
+"""The places after FSDP2's forward hook."""
+
+WITH_KWARGS = ("enter root", "cast inputs", "unshard typed groups")
+"""The places whose hooks take the keyword arguments of the forward too."""
+
+
+@dataclass(slots=True)
+class UnitHooks:
+    """The hooks of one model, by module and place. Add all of them, then register them once."""
+
+    _hooks: dict[nn.Module, dict[Place, list[Hook]]] = field(default_factory=dict)
+
+    def add(self, module: nn.Module, place: Place, hook: Hook) -> None:
+        """Run `hook` at a place of the table. Hooks of one place run in the order of their `add`.
+
+        At "reshard typed groups" they run in the reverse order, as the groups of nested units would.
+        """
+        self._hooks.setdefault(module, {}).setdefault(place, []).append(hook)
+
+    def register(self) -> list[RemovableHandle]:
+        """Register all hooks, and return their handles. Call once, after `fully_shard` of all units."""
+        return [handle for module, hooks in self._hooks.items() for handle in _registered(module, hooks)]
+
+
+def _registered(module: nn.Module, hooks: dict[Place, list[Hook]]) -> Iterator[RemovableHandle]:
+    def at(places: Iterable[Place]) -> list[tuple[Place, Hook]]:
+        return [(place, hook) for place in places for hook in hooks.get(place, ())]
+
+    for place, hook in reversed(at(SHARDED)):  # the last one that is prepended runs first
+        yield module.register_forward_pre_hook(hook, prepend=True, with_kwargs=place in WITH_KWARGS)
+    for place, hook in at(UNSHARDED):
+        yield module.register_forward_pre_hook(hook, prepend=False, with_kwargs=place in WITH_KWARGS)
+    for _, hook in at(reversed(BEFORE_RESHARD)):  # so the group that was added last is resharded first
+        yield module.register_forward_hook(hook, prepend=True)
+    for _, hook in at(RESHARDED):
+        yield module.register_forward_hook(hook, prepend=False, always_call=True)
+
+
+class WrappedForward:
+    """Replaces the forward of a module by a wrapper of it: place 8 of the table.
+
+    The forward itself is wrapped, not hooked: a `with` inside a function can be compiled into one graph. A context that
+    one hook enters and another exits cannot.
+    """
+
+    def __init__(self, module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace `module.forward` by `wrap(module.forward)`; `remove` restores it."""
+        self._module = module
+        self._before: Callable[..., Any] | None = module.__dict__.get("forward")
+        forward = module.forward
+        module.forward = wraps(forward)(wrap(forward))
+
+    def remove(self) -> None:
+        """Restore the module's forward as it was before."""
+        if self._before is None:
+            del self._module.forward
+        else:
+            self._module.forward = self._before

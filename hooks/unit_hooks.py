@@ -13,7 +13,7 @@ The forward of a module runs through this list, whatever the order in which its 
 | 7 | "refuse autocast off" | safe modules | raises a PrecisionError if autocast is off |
 | 8 | (forward) | modules | the module's own forward, wrapped for fp32 regions, float8 and recomputed casts |
 | 9 | "see root's output" | the root | hooks the output's tensors, before FSDP2 does |
-| 10 | "return no view" | embeddings and heads | an output that is a view, of which FSDP2 would warn, is returned as none |
+| 10 | "return no view" | embeddings and heads | an output that is a view is no view any more: FSDP2 warns of views |
 | 11 | "reshard typed groups" | units with group holders | reshards the groups of the holders, the last one first |
 | 12 | (FSDP2) | units | reshards the unit's own group |
 | 13 | "leave root" | the root | exits the context managers, also if the forward raised |

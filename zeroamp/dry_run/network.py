@@ -183,26 +183,26 @@ class Network:
         return num_bytes + 4 * numel / num_ranks + (0 if levels is None else 8 * numel / levels[0])
 
     def nccl_bytes(
-        self, *, num_shards: int, num_replicas: int, partition: int, all_to_all: bool, separate: bool
+        self, *, num_shards: int, num_replicas: int, num_partitions: int, all_to_all: bool, separate: bool
     ) -> int:
         """Return the GPU memory that NCCL takes outside of torch's allocator, the driver's context included.
 
-        The sum of the constants of this file: the first communicator; one more each for replicas, a partition (hpZ),
-        separate reductions and the second level; and the buffers of the all-to-alls inside the node.
+        The sum of the constants of this file: the first communicator; one more each for replicas, separate reductions
+        and the second level; one for each group with a partition (hpZ); and the buffers of all-to-alls inside the node.
 
         Args:
             num_shards: ranks that a parameter is sharded over.
             num_replicas: ranks that hold the same shard.
-            partition: ranks of the secondary partition. 1: none.
+            num_partitions: groups that are resharded over a secondary partition, each with a communicator of its own.
             all_to_all: whether gradients are sent by all-to-alls.
             separate: whether reductions have a communicator of their own.
         """
         if num_shards * num_replicas == 1:
             return 0
         in_two_levels = self.levels(num_shards) is not None
-        further = [num_shards > 1 and num_replicas > 1, partition > 1, separate, in_two_levels]
+        further = (num_shards > 1 and num_replicas > 1) + num_partitions + separate + in_two_levels
         num_peers = self._per_node(num_shards, 1) - 1 if all_to_all else 0
-        return BYTES_OF_FIRST_COMMUNICATOR + sum(further) * BYTES_OF_COMMUNICATOR + num_peers * BYTES_PER_PEER
+        return BYTES_OF_FIRST_COMMUNICATOR + further * BYTES_OF_COMMUNICATOR + num_peers * BYTES_PER_PEER
 
 
 ITEMSIZE_OF_PARTIALS = {"fp32": 4, "bf16": 2}

@@ -38,6 +38,7 @@ from zeroamp.planning.mesh import Ranks, current_device_type
 from zeroamp.planning.mesh_axes import find_axes, ranks_of_axes
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.planning.safe_parameters import needs_trace
+from zeroamp.planning.schedule import live_units, reshards_after_forward
 from zeroamp.planning.shard_sizes import local_numel
 from zeroamp.planning.traffic import plan_traffic
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
@@ -302,10 +303,12 @@ class _Planner:
 
     def nccl_bytes(self, plan: Plan, ranks: Ranks) -> int:
         """Return the GPU memory that NCCL takes with these ranks, in bytes."""
+        live, has_partitions = live_units(plan), plan.policy.hpz_partition_size > 1
+        resharded = [group for group in plan.groups if reshards_after_forward(group.kind, group.unit, plan, live)]
         return self.network.nccl_bytes(
             num_shards=ranks.shards(plan.policy) or 1,
             num_replicas=ranks.num_replicas or 1,
-            partition=plan.policy.hpz_partition_size,
+            num_partitions=len(resharded) if has_partitions else 0,
             all_to_all=any(
                 group_dtypes(group.key, plan.policy, ranks).reduction == "all_to_all" for group in plan.groups
             ),

@@ -103,10 +103,10 @@ def test_bytes_of_the_own_sum():
 
 def test_memory_of_nccl():
     """8 x H100: 1.06 GB before the first all-to-all, 4.34 GB after it."""
-    of = {"num_replicas": 1, "partition": 1, "separate": False}
+    of = {"num_replicas": 1, "num_partitions": 0, "separate": False}
     assert NETWORK.nccl_bytes(num_shards=8, all_to_all=False, **of) == 1_060_000_000
     assert NETWORK.nccl_bytes(num_shards=8, all_to_all=True, **of) == pytest.approx(4.34e9, rel=5e-3)
     assert NETWORK.nccl_bytes(num_shards=1, all_to_all=True, **of) == 0
-    of = {"num_replicas": 2, "partition": 4, "separate": True}
+    of = {"num_replicas": 2, "num_partitions": 1, "separate": True}
     assert NETWORK.nccl_bytes(num_shards=8, all_to_all=False, **of) == 2_560_000_000
     assert TWO_LEVELS.nccl_bytes(num_shards=16, all_to_all=False, **of) == 3_060_000_000

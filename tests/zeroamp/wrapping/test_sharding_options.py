@@ -4,8 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import device_mesh, distributed_c10d
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import zeroamp
@@ -84,32 +82,6 @@ def test_the_backward_gathers_over_the_secondary_partition(ranks4):
     plain = ranks4.run(_gathers, {})[0]
     assert (calls, elements) == plain[1:3], "as many collectives, of as many unsharded elements"
     assert counted == calls
-
-
-def _groups_made(name):
-    """Process groups of this rank that it makes when it wraps, without and with a secondary partition."""
-    made = []
-    with pytest.MonkeyPatch.context() as patch:
-        real = dist.new_group
-
-        def new_group(ranks=None, **options):
-            if ranks is None or dist.get_rank() in ranks:
-                made.append(ranks)
-            return real(ranks, **options)
-
-        for module in (dist, distributed_c10d, device_mesh):
-            patch.setattr(module, "new_group", new_group)
-        wrapped(name, config(3))
-        before = len(made)
-        model = wrapped(name, config(3), fields={"hpz_partition_size": 2})
-    return made[before:], before, sum(isinstance(module, FSDPModule) for module in model.modules())
-
-
-@pytest.mark.parametrize("name", ["llama_untied", "conv"])
-def test_all_units_share_two_process_groups_of_a_secondary_partition(ranks4, name):
-    for rank, (made, before, num_modules) in enumerate(ranks4.run(_groups_made, name)):
-        assert made == [[rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]]
-        assert (before, num_modules > 2) == (0, True)
 
 
 @pytest.mark.parametrize(

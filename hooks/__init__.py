@@ -6,6 +6,7 @@
 | `precision` | autocast around the root's forward, modules kept in fp32 |
 | `tracing` | runs on fake tensors: which ops use which parameters |
 | `observers` | labels in traces, exposed communication, the dtypes that occur |
+| `unit_hooks` | the order of all hooks on a module, and where they are registered |
 | `root_forward` | the context managers around the root's forward, in order |
 | `typed_groups` | several FSDP2 parameter groups per unit, one for each combination of dtypes |
 | `guards` | errors for a module or a backward that would run in another precision than the config sets |

@@ -287,7 +287,7 @@ _OPTIONS = frozenset(
 
 def _refuse_others(optimizer: torch.optim.Optimizer) -> None:
     """Refuse options of a newer torch's Muon."""
-    unknown = sorted(optimizer.defaults.keys() - _OPTIONS)
+    unknown = sorted(optimizer.defaults.keys() - _OPTIONS - {"differentiable"})  # added by `Optimizer.load_state_dict`
     if unknown:
         raise StepError(
             f"torch.optim.Muon of torch {torch.__version__} has the option {unknown[0]}, which zeroamp does not "

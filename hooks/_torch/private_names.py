@@ -33,11 +33,6 @@ REASONS = {
     "_module_state_mapping": "a module that is in it cannot be wrapped again",
     "_is_fsdp_managed_module": "the compiler treats a module with it as FSDP's",
     "_fsdp_use_orig_params": "see `_is_fsdp_managed_module`",
-    "_pre_forward_hook_handle": "removes FSDP2's hook",
-    "_post_forward_hook_handle": "removes FSDP2's hook",
-    "_post_load_hook_handle": "removes FSDP2's hook",
-    "_module_to_pre_load_state_dict_hook_handle": "removes FSDP2's hook",
-    "_module_to_pre_save_state_dict_hook_handle": "removes FSDP2's hook",
     # FSDP2: all-gathers of a plain shard in another dtype
     "_init_extensions": "FSDP2 looks for an extension once, before it is set here",
     "_sharded_local_tensor": "the property from which FSDP2 takes an extension; else the shard must be of its class",
@@ -55,12 +50,6 @@ REASONS = {
     "_unsafe_view": "the op of `reshape`, whose schema declares no view",
     "_is_profiler_enabled": "`record_function` takes microseconds also when nothing records",
     "_foreach_norm": "one launch for all tensors",
-    # Optimizers
-    "_global_optimizer_pre_hooks": "hooks can be registered by public names, but not found",
-    "_global_optimizer_post_hooks": "see `_global_optimizer_pre_hooks`",
-    "_optimizer_step_pre_hooks": "see `_global_optimizer_pre_hooks`",
-    "_optimizer_step_post_hooks": "see `_global_optimizer_pre_hooks`",
-    "_wrapped_by_lr_sched": "tells the wrapper of a scheduler from a `step` of the user",
     # Meshes
     "_get_root_mesh": "the mesh of which a mesh is a slice",
     "_flatten": "one axis of several",

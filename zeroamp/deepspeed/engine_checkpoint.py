@@ -6,8 +6,8 @@
 `load_deepspeed_checkpoint` reads folders that DeepSpeed wrote.
 """
 
+import inspect
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -250,7 +250,10 @@ def whole_or_error(
     @wraps(state_dict)
     def checked(*args: Any, **kwargs: Any) -> dict[str, Any]:
         found = state_dict(*args, **kwargs)
-        caller = str(sys._getframe(depth).f_globals.get("__name__")).partition(".")[0]
+        frame = inspect.currentframe()
+        for _ in range(depth):
+            frame = None if frame is None else frame.f_back
+        caller = str(None if frame is None else frame.f_globals.get("__name__")).partition(".")[0]
         if caller in ("torch", "zeroamp") or not any(type(each) is DTensor for each in found.values()):
             return found
         if stage > 0:

@@ -74,8 +74,10 @@ def find_repeats(model: nn.Module, plan: Plan) -> Iterator[Repeat]:
             continue
         if any(fqn.startswith(f"{other}.") for other in found):
             continue
-        repeat = Repeat(fqn, tuple(module._modules))
+        repeat = Repeat(fqn, tuple(name for name, _ in module.named_children()))
         children = list(module)
+        if len(children) != len(repeat.names):  # a layer that is there twice
+            continue
         if not all(repeat.unit(index) in units for index in range(len(children))):
             continue
         described = [_description(child, repeat.unit(index), gather) for index, child in enumerate(children)]

@@ -83,9 +83,9 @@ def trace_micro_batch(
         parts = map(without_wrapper, constant)
         sizes = {storage_key(part): part.untyped_storage().nbytes() for part in parts}
         for fqn, names in (children or {}).items():
-            modules = model.get_submodule(fqn)._modules
-            for name in [name for name in modules if name not in names]:
-                del modules[name]  # `fake_run` puts the modules back
+            module = model.get_submodule(fqn)
+            for name in [name for name, _ in module.named_children() if name not in names]:
+                delattr(module, name)  # `fake_run` puts the modules back
         handles = _mark_units(model, plan, recorder, device_type, checkpointing)
         handles += _record_gradients(fake_parameters, recorder)
         try:

@@ -452,9 +452,9 @@ def _copy_with(module: nn.Module, whole: Callable[[torch.Tensor], torch.Tensor])
             new._parameters[name] = _packed(values, module) if is_packed else nn.Parameter(values, requires_grad=False)
     for name, child in module.named_children():
         if isinstance(child, Holder):
-            del new._modules[name]
+            delattr(new, name)
         else:
-            new._modules[name] = _copy_with(child, whole)
+            new.add_module(name, _copy_with(child, whole))
     return new  # type: ignore[no-any-return]
 
 

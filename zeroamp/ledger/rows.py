@@ -67,7 +67,13 @@ def ledger_rows(plan: Plan, ranks: Ranks) -> LedgerRows:
             for param in group.params
         ],
         traffic=[
-            {**key._asdict(), "dtype": short_name(key.dtype), "calls": calls, "bytes": traffic.num_bytes[key]}
+            {
+                "collective": key.collective,
+                "dtype": short_name(key.dtype),
+                "group": key.group,
+                "calls": calls,
+                "bytes": traffic.num_bytes[key],
+            }
             for key, calls in traffic.calls.items()
         ],
     )

@@ -165,7 +165,7 @@ class RankAgreement:
 
     def _describe(self, facts: _Facts) -> Description:
         found = {"the number of backwards": str(facts.num_backwards)}
-        done = {} if facts.done is None else facts.done._asdict()
+        done = {} if facts.done is None else dict(zip(Done.__annotations__, facts.done, strict=True))
         found |= {name.replace("_", " ").replace("max norm", "max_norm"): str(value) for name, value in done.items()}
         for index, group in enumerate(facts.hyperparameters):
             found |= {f"{key} of param group {index}": str(value) for key, value in group}

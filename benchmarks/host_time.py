@@ -38,7 +38,7 @@ from benchmarks.peers.counting import Collectives
 from benchmarks.peers.model import Decoder, Shape, build
 from benchmarks.peers.timing import ratios
 from zeroamp.hooks._torch.fsdp import groups_of, units_of
-from zeroamp.hooks.collectives.issued import IssuedInStep
+from zeroamp.hooks.collectives.collective_calls import IssuedInStep
 from zeroamp.wrapping.state import wrap_state
 
 Pass = Literal["forward", "backward"]

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.dispatch import accumulates_in
 from zeroamp.hooks._torch.dtensor import num_axes
-from zeroamp.hooks.root_forward import Around
+from zeroamp.hooks.root_forward import ForwardContext
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.hooks.unit_hooks import Hook
 from zeroamp.policies.errors import PrecisionError, StepError, WrapError
@@ -63,8 +63,8 @@ def refuse_sharded(root: nn.Module, fqn: str, parameter: str, *, unless: Callabl
     return check
 
 
-def explain_outside_reads(units: Iterable[str]) -> Around:
-    """Return an `Around` that explains torch's error for an op on the weight of an embedding or head that is sharded.
+def explain_outside_reads(units: Iterable[str]) -> ForwardContext:
+    """Return a `ForwardContext` that explains torch's error for an op on a sharded weight of an embedding or head.
 
     `units` are the FQNs of those that are units of their own. Each is unsharded by its own forward, so a weight that
     the model's forward reads elsewhere is a sharded DTensor. The error gets a note: torch would silence another

@@ -46,7 +46,7 @@ class ForwardCall:
     """Whether no other forward of the same root is running."""
 
 
-Around = Callable[[ForwardCall], AbstractContextManager[Any] | None]
+ForwardContext = Callable[[ForwardCall], AbstractContextManager[Any] | None]
 """Returns the context manager in which one call runs, or None. If it raises, nothing has been unsharded yet."""
 
 
@@ -79,8 +79,8 @@ class RootForward:
     """The ordered list of context managers around the forward of one root."""
 
     def __init__(self) -> None:
-        self._by_place: dict[Place, list[Around]] = {place: [] for place in PLACES}
-        self._arounds: tuple[Around, ...] = ()
+        self._by_place: dict[Place, list[ForwardContext]] = {place: [] for place in PLACES}
+        self._contexts: tuple[ForwardContext, ...] = ()
         self._open: list[_OpenForward] = []
         """One entry per running forward, outermost first."""
         self._output_hooks: list[Callable[[object], None]] = []
@@ -97,18 +97,18 @@ class RootForward:
         """Whether the model's own code runs in a forward, after FSDP2 has unsharded the root."""
         return bool(self._open) and self._open[-1].has_begun
 
-    def add(self, place: Place, around: Around) -> None:
-        """Run all later forwards inside `around`. Those of one place are entered in the order of their `add`."""
-        self._by_place[place].append(around)
+    def add(self, place: Place, context: ForwardContext) -> None:
+        """Run all later forwards inside `context`. Those of one place are entered in the order of their `add`."""
+        self._by_place[place].append(context)
         self._sort()
 
-    def remove(self, place: Place, around: Around) -> None:
-        """Stop running forwards inside `around`."""
-        self._by_place[place].remove(around)
+    def remove(self, place: Place, context: ForwardContext) -> None:
+        """Stop running forwards inside `context`."""
+        self._by_place[place].remove(context)
         self._sort()
 
     def _sort(self) -> None:
-        self._arounds = tuple(around for place in PLACES for around in self._by_place[place])
+        self._contexts = tuple(context for place in PLACES for context in self._by_place[place])
 
     def on_output(self, hook: Callable[[object], None]) -> None:
         """Call `hook` with the output of each forward, before FSDP2's own forward hook."""
@@ -194,8 +194,8 @@ class RootForward:
         # Appended before anything can raise, because torch calls `_leave` then too.
         self._open.append(forward := _OpenForward(sys.exception(), is_method))
         with ExitStack() as entered:
-            for around in self._arounds:
-                if (context := around(call)) is not None:
+            for new_context in self._contexts:
+                if (context := new_context(call)) is not None:
                     entered.enter_context(context)
             forward.entered = entered.pop_all()
 
@@ -216,8 +216,8 @@ class RootForward:
             hook(output)
 
 
-def reshard_after_no_grad(root: nn.Module) -> Around:
-    """Return an `Around` that reshards every group of `root` after an outermost forward with gradients off.
+def reshard_after_no_grad(root: nn.Module) -> ForwardContext:
+    """Return a `ForwardContext` that reshards every group of `root` after an outermost forward with gradients off.
 
     At stages 0 to 2, and for the root at stage 3, FSDP2 retains unsharded parameters after a forward for the backward.
     A forward without gradients has no backward. If its unsharded parameters were retained, an optimizer step would

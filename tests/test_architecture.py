@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,14 @@ def test_all_names_exist_are_sorted_and_documented():
         value = getattr(zeroamp, public)
         if inspect.isclass(value) or inspect.isfunction(value):
             assert inspect.getdoc(value), f"{public} has no docstring"
+
+
+CORE = ("policies", "hooks", "zeroamp/planning", "zeroamp/wrapping", "zeroamp/training", "zeroamp/ledger")
+
+
+def test_no_two_files_of_the_core_have_one_name():
+    stems = Counter(path.stem for folder in CORE for path in python_files(folder) if path.stem != "__init__")
+    assert [stem for stem, number in stems.items() if number > 1] == []
 
 
 def test_the_links_are_links():

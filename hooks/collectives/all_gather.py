@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zeroamp.hooks.collectives.issued import NamedWork, issue
+from zeroamp.hooks.collectives.collective_calls import NamedWork, issue
 from zeroamp.hooks.collectives.nodes import Nodes, all_gather_of_axis
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective
 from zeroamp.hooks.observers.trace_labels import label

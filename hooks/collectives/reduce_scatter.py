@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from zeroamp.hooks._torch.dispatch import at_end_of_backward, backward_id
 from zeroamp.hooks._torch.fsdp import reduce_scatter
-from zeroamp.hooks.collectives.issued import issue
+from zeroamp.hooks.collectives.collective_calls import issue
 from zeroamp.hooks.collectives.nodes import Nodes
 from zeroamp.hooks.collectives.rank_sums import all_reduce_in_tree_order, exchange
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective, ReduceOp

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from zeroamp.hooks.precision.autocast_ops import casting, is_any_registered
-from zeroamp.hooks.root_forward import Around, ForwardCall
+from zeroamp.hooks.root_forward import ForwardCall, ForwardContext
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import PrecisionError
 
@@ -48,8 +48,8 @@ def _with_casts(autocast: torch.autocast, ops: frozenset[str]) -> Iterator[None]
         yield
 
 
-def enter_autocast(device_type: str, dtype: torch.dtype, ops: frozenset[str] = frozenset()) -> Around:
-    """Return an `Around` that runs a forward under `config_autocast`, for the place "autocast" of `RootForward`."""
+def enter_autocast(device_type: str, dtype: torch.dtype, ops: frozenset[str] = frozenset()) -> ForwardContext:
+    """Return a `ForwardContext` that runs a forward under `config_autocast`: place "autocast" of `RootForward`."""
     return lambda _call: config_autocast(device_type, dtype, ops)
 
 
@@ -62,8 +62,8 @@ def forget_casts(call: ForwardCall) -> None:
         torch.clear_autocast_cache()
 
 
-def warn_of_other_autocast(device_type: str, dtype: torch.dtype) -> Around:
-    """Return an `Around` that logs one warning if the caller's autocast differs from the config's."""
+def warn_of_other_autocast(device_type: str, dtype: torch.dtype) -> ForwardContext:
+    """Return a `ForwardContext` that logs one warning if the caller's autocast differs from the config's."""
     has_warned = False
 
     def look(call: ForwardCall) -> None:
@@ -74,8 +74,8 @@ def warn_of_other_autocast(device_type: str, dtype: torch.dtype) -> Around:
     return look
 
 
-def refuse_autocast(device_type: str, mode: str) -> Around:
-    """Return an `Around` that raises a PrecisionError if the caller has autocast on, for a config without autocast."""
+def refuse_autocast(device_type: str, mode: str) -> ForwardContext:
+    """Return a `ForwardContext` that raises a PrecisionError if the caller has autocast on and the config has not."""
 
     def look(_call: ForwardCall) -> None:
         if torch.is_autocast_enabled(device_type):

@@ -37,7 +37,7 @@ from zeroamp.hooks.random_state import random_state
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.policies.numbers import is_integer
-from zeroamp.training.checks import Scheduler, StatefulScheduler, refuse_unsharded
+from zeroamp.training.refused_arguments import Scheduler, StatefulScheduler, refuse_unsharded
 from zeroamp.training.step import TrainStep
 from zeroamp.version import __version__
 from zeroamp.weights.drafts import sync_to_disk, write_durably

@@ -20,7 +20,7 @@ from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import StepError
 from zeroamp.policies.policy import Policy
 from zeroamp.training.callbacks import Callback
-from zeroamp.training.checks import Scheduler, refuse_loss
+from zeroamp.training.refused_arguments import Scheduler, refuse_loss
 from zeroamp.training.step import TrainStep
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.state import reshard, wrap_state

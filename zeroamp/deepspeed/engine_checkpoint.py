@@ -26,7 +26,7 @@ from zeroamp.optimizers.schedulers import CurveLR
 from zeroamp.planning.mesh import local_part
 from zeroamp.policies.errors import CheckpointError, StepError, describe, some_of
 from zeroamp.policies.files import read_regular
-from zeroamp.training.checks import StatefulScheduler
+from zeroamp.training.refused_arguments import StatefulScheduler
 from zeroamp.weights.drafts import replace_durably
 from zeroamp.weights.export import overflow, refuse_overflows, whole_weight
 from zeroamp.weights.model_weights import find_weights

@@ -20,8 +20,8 @@ from zeroamp.optimizers.from_config import optimizer_from_config
 from zeroamp.optimizers.schedulers import scheduler_from_config
 from zeroamp.policies.errors import ConfigError, StepError, shown
 from zeroamp.policies.policy import Policy, policy_from_config
-from zeroamp.training.checks import Scheduler
 from zeroamp.training.parameters_before import ParametersBefore
+from zeroamp.training.refused_arguments import Scheduler
 from zeroamp.training.step import TrainStep
 from zeroamp.wrapping.wrap import wrap_model
 

@@ -37,10 +37,10 @@ from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.mesh import Ranks, current_device_type
 from zeroamp.planning.mesh_axes import find_axes, ranks_of_axes
 from zeroamp.planning.plan import Plan, build_plan
+from zeroamp.planning.planned_traffic import plan_traffic
 from zeroamp.planning.safe_parameters import needs_trace
 from zeroamp.planning.schedule import live_units, reshards_after_forward
 from zeroamp.planning.shard_sizes import local_numel
-from zeroamp.planning.traffic import plan_traffic
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.errors import ConfigError, WrapError, ZeroAmpError
 from zeroamp.policies.policy import Policy, Stage, refuse_other_than_policy

@@ -34,7 +34,7 @@ from zeroamp.dry_run.network import Network
 from zeroamp.planning.fsdp_replay import GroupListener, Replay
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.traffic import group_collectives
+from zeroamp.planning.planned_traffic import group_collectives
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

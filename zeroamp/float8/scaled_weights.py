@@ -38,7 +38,7 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from zeroamp.float8.conflicts import SCALES
 from zeroamp.hooks._torch.all_gather_extension import ShardOf, largest_magnitudes
 from zeroamp.hooks._torch.dispatch import is_in_backward
-from zeroamp.hooks.collectives.issued import issue
+from zeroamp.hooks.collectives.collective_calls import issue
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective
 
 DTYPE = torch.float8_e4m3fn

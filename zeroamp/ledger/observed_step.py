@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import can_be_sharded, unsharded_sums
-from zeroamp.hooks.observers.dtypes import Observations
+from zeroamp.hooks.observers.observed_dtypes import Observations
 from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.planning.plan import Plan
-from zeroamp.training.loss_scale import LossScaler
+from zeroamp.training.loss_scaler import LossScaler
 from zeroamp.training.micro_batches import MicroBatches
 from zeroamp.wrapping.state import WrapState, reshard
 

@@ -8,10 +8,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from zeroamp.hooks._torch.optimizer import has_own_step
 from zeroamp.planning.mesh import num_shards_of
 from zeroamp.policies.errors import StepError
-from zeroamp.training.optimizer_kinds import Kind, full_name
+from zeroamp.training.optimizer_kinds import Kind, full_name, has_own_step
 
 WHOLE_PARAMETERS = (
     "torch.optim.Adafactor",

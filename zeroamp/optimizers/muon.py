@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from zeroamp.hooks.collectives.issued import issue
+from zeroamp.hooks.collectives.collective_calls import issue
 from zeroamp.hooks.collectives.traffic import STEP, CollectiveListener, IssuedCollective
 from zeroamp.planning.mesh import device_of, local_part, shard_size
 from zeroamp.policies.errors import StepError

@@ -16,7 +16,7 @@ from zeroamp.training.arithmetic import StepArithmetic
 from zeroamp.training.losses import LossSum
 from zeroamp.training.micro_batches import MicroBatches
 from zeroamp.training.norm import by_device, local_gradients
-from zeroamp.training.replicated import ReplicatedGradients
+from zeroamp.training.scalar_parameters import ReplicatedGradients
 from zeroamp.wrapping.state import WrapState
 
 

@@ -15,13 +15,13 @@ from zeroamp.hooks._torch.fsdp import (
     discard_unsharded_gradients,
     set_accumulation_dtype,
 )
-from zeroamp.hooks.collectives.issued import peer_lost
+from zeroamp.hooks.collectives.collective_calls import peer_lost
 from zeroamp.hooks.guards import BackwardGuard
 from zeroamp.hooks.observers.trace_labels import label
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import StepError
 from zeroamp.training.arithmetic import StepArithmetic
-from zeroamp.training.replicated import ReplicatedGradients
+from zeroamp.training.scalar_parameters import ReplicatedGradients
 from zeroamp.wrapping.state import WrapState, reshard
 
 Where = Literal["backward", "step", "optimizer.step"]

@@ -5,11 +5,14 @@ Only torch's element-wise optimizers are known here. `zeroamp.optimizers.kinds` 
 docs/optimizers.md has a table of optimizers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from zeroamp.planning.mesh import local_part, num_shards_of
 from zeroamp.policies.errors import StepError
@@ -92,3 +95,31 @@ def refuse_on_two_axes(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> 
 def full_name(optimizer: torch.optim.Optimizer) -> str:
     """Return module and class: several libraries have an optimizer of the same name."""
     return f"{type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}"
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step hook is registered, on this optimizer or globally on all optimizers."""
+    registers = (optimizer.register_step_pre_hook, optimizer.register_step_post_hook)
+    return any(map(_has_hooks, (*registers, register_optimizer_step_pre_hook, register_optimizer_step_post_hook)))
+
+
+def _has_hooks(register: Callable[..., RemovableHandle]) -> bool:
+    """Return whether the hooks beside which `register` puts a new one are any."""
+    handle: Any = register(_nothing)
+    handle.remove()
+    return bool(handle.hooks_dict_ref())
+
+
+def _nothing(*_args: Any) -> None:
+    pass
+
+
+def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has a `step` of its own, other than the wrapper that torch's schedulers install.
+
+    That wrapper is a function of `torch.optim.lr_scheduler` whose `__wrapped__` is the `step` of the class.
+    """
+    step = vars(optimizer).get("step")
+    is_of_scheduler = getattr(step, "__globals__", None) is vars(lr_scheduler)
+    is_scheduled = is_of_scheduler and getattr(step, "__wrapped__", None) is type(optimizer).step
+    return step is not None and not is_scheduled

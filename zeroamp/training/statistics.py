@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from zeroamp.hooks.collectives.issued import issue
+from zeroamp.hooks.collectives.collective_calls import issue
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
 from zeroamp.training.callbacks import Callbacks
-from zeroamp.training.checks import no_gradient
-from zeroamp.training.copies import GradientsOfCopies
 from zeroamp.training.losses import LossSum
 from zeroamp.training.micro_batches import MicroBatches
 from zeroamp.training.rank_agreement import RankAgreement
+from zeroamp.training.refused_arguments import no_gradient
 from zeroamp.training.step_report import HostCopy
 from zeroamp.training.step_sums import Receive, StepSums
+from zeroamp.training.tensor_parallel_replicas import GradientsOfCopies
 from zeroamp.training.unused_parameters import UnusedParameters
 from zeroamp.wrapping.state import WrapState
 

@@ -17,7 +17,13 @@ from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import StepError
 from zeroamp.policies.extensions import load
 from zeroamp.training.callbacks import Callbacks, call_observers
-from zeroamp.training.checks import (
+from zeroamp.training.loss_scaler import LossScaler
+from zeroamp.training.losses import StepLosses
+from zeroamp.training.micro_batches import MicroBatches
+from zeroamp.training.norm import clip_factor, multiply_gradients
+from zeroamp.training.optimizer_kinds import checked_on_shards, refuse_on_two_axes, refuse_unsupported
+from zeroamp.training.rank_agreement import Done, RankAgreement, description_of
+from zeroamp.training.refused_arguments import (
     Scheduler,
     checked_max_norm,
     refuse_different_factors,
@@ -26,12 +32,6 @@ from zeroamp.training.checks import (
     refuse_metric,
     refuse_unusable,
 )
-from zeroamp.training.loss_scale import LossScaler
-from zeroamp.training.losses import StepLosses
-from zeroamp.training.micro_batches import MicroBatches
-from zeroamp.training.norm import clip_factor, multiply_gradients
-from zeroamp.training.optimizer_kinds import checked_on_shards, refuse_on_two_axes, refuse_unsupported
-from zeroamp.training.rank_agreement import Done, RankAgreement, description_of
 from zeroamp.training.statistics import StepStatistics
 from zeroamp.training.step_report import StepReport, learning_rates, log_step
 from zeroamp.training.step_sums import StepSums, step_sums_of

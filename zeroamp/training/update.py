@@ -22,10 +22,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks._torch.optimizer import has_own_step, has_step_hooks
 from zeroamp.planning.mesh import local_part, num_shards_of
 from zeroamp.policies.extensions import load
-from zeroamp.training.optimizer_kinds import kind_of
+from zeroamp.training.optimizer_kinds import has_own_step, has_step_hooks, kind_of
 from zeroamp.wrapping.state import WrapState
 
 

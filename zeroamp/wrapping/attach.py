@@ -56,8 +56,8 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     state.gradients = follow_gradients(model)
     gradients = by_module(state.gradients)
     for group in state.plan.groups:
-        carrier = state.holders.get(group.name) or cast(FSDPModule, model.get_submodule(group.unit))
-        attach_collectives(carrier, group, state, buffers, gradients[carrier])
+        group_module = state.holders.get(group.name) or cast(FSDPModule, model.get_submodule(group.unit))
+        attach_collectives(group_module, group, state, buffers, gradients[group_module])
     keep_reduction_inputs(cast(FSDPModule, model), policy.reduce_scatter_input_buffers)
     if _separates_reductions(state):
         timeout = timeout_of(state.mesh.get_group(0), state.mesh.device_type)
@@ -138,10 +138,10 @@ def _add_own_units(model: nn.Module, state: WrapState, hooks: UnitHooks) -> Iter
     for fqn in own_units:
         module = model.get_submodule(fqn)
         names = [group.name for group in state.plan.groups if group.unit == fqn]
-        for carrier in (state.holders.get(name, cast(FSDPModule, module)) for name in names):
-            gradients[carrier].reduce_once()
+        for group_module in (state.holders.get(name, cast(FSDPModule, module)) for name in names):
+            gradients[group_module].reduce_once()
             if fqn in own_units.lookups:
-                carrier.set_unshard_in_backward(False)
+                group_module.set_unshard_in_backward(False)
         weight = next(name for name, _ in module.named_parameters())
         check = refuse_sharded(model, fqn, f"{fqn}.{weight}", unless=lambda: forward.runs_model or is_in_backward())
         hooks.add(module, "refuse sharded", check)

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks._torch.fsdp import timeout_of
 from zeroamp.hooks._torch.process_groups import group_of_parts
+from zeroamp.hooks.collectives.collective_calls import issue
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
-from zeroamp.hooks.collectives.issued import issue
 from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.policies.errors import CheckpointError, ZeroAmpError, error_text
 

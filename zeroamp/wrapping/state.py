@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.fsdp import parameter_pairs, release
-from zeroamp.hooks.collectives.issued import IssuedInStep
+from zeroamp.hooks.collectives.collective_calls import IssuedInStep
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
 from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
 from zeroamp.hooks.group_gradients import GroupGradients

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks._torch.fsdp import timeout_of
 from zeroamp.hooks._torch.process_groups import group_of_parts
-from zeroamp.hooks.collectives.issued import issue
+from zeroamp.hooks.collectives.collective_calls import issue
 from zeroamp.hooks.collectives.nodes import Nodes
 from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.planning.mesh import device_of, parts_of_axis

@@ -32,7 +32,8 @@ from zeroamp.policies.errors import WrapError, describe
 from zeroamp.policies.extensions import Extension, extensions_of
 from zeroamp.policies.policy import Policy, refuse_other_than_policy
 from zeroamp.wrapping.attach import attach_hooks
-from zeroamp.wrapping.checks import (
+from zeroamp.wrapping.materialize import cast_buffers, materialize_model
+from zeroamp.wrapping.model_checks import (
     broadcast_module_states,
     check_all_gather,
     check_device,
@@ -41,7 +42,6 @@ from zeroamp.wrapping.checks import (
     check_torch,
     description_of,
 )
-from zeroamp.wrapping.materialize import cast_buffers, materialize_model
 from zeroamp.wrapping.rank_group import Description, run_alike
 from zeroamp.wrapping.refused_meshes import refuse_combinations
 from zeroamp.wrapping.shard import shard_model

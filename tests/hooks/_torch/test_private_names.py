@@ -8,11 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.measuring.collectives import Collectives
 from tests.measuring.sources import ROOT, python_files
-from zeroamp.hooks._torch import dispatch, dtensor, optimizer, process_groups
+from zeroamp.hooks._torch import dispatch, dtensor, process_groups
 from zeroamp.hooks._torch import fsdp as _fsdp
 from zeroamp.hooks._torch.private_names import REASONS
 
@@ -143,26 +142,6 @@ def test_fsdp_leaves_nothing_on_a_module_that_it_was_removed_from(ranks2):
     assert before["class"] == "FSDPLinear"
     assert before["attributes"]
     assert after == {"hooks": 0, "attributes": [], "state": False, "class": "Linear"}
-
-
-def test_the_names_of_optimizers_do_what_is_said_of_them():
-    sgd = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    found = [optimizer.has_step_hooks(sgd)]
-    for register in (
-        sgd.register_step_pre_hook,
-        sgd.register_step_post_hook,
-        register_optimizer_step_pre_hook,
-        register_optimizer_step_post_hook,
-    ):
-        handle = register(lambda *_: None)
-        found.append(optimizer.has_step_hooks(sgd))
-        handle.remove()
-    assert [*found, optimizer.has_step_hooks(sgd)] == [False, True, True, True, True, False]
-    torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1.0)
-    assert "step" in vars(sgd), "the scheduler counts its calls"
-    assert not optimizer.has_own_step(sgd)
-    sgd.step = lambda: None
-    assert optimizer.has_own_step(sgd)
 
 
 def _local_parts():

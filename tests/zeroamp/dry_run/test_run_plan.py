@@ -16,7 +16,7 @@ from zeroamp.dry_run.meshes import shapes_to_try
 from zeroamp.dry_run.step_time import step_time
 from zeroamp.dry_run.timeline import KINDS
 from zeroamp.planning.mesh import Ranks
-from zeroamp.planning.traffic import plan_traffic
+from zeroamp.planning.planned_traffic import plan_traffic
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from tests.processes.training import config, policy
 from tests.zeroamp.dry_run.plans import plan as planned_run
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import build_plan
-from zeroamp.planning.traffic import plan_traffic
+from zeroamp.planning.planned_traffic import plan_traffic
 
 FLOAT8 = {"param_gather_dtype": "float8_e4m3fn"}
 BF16 = {"dtype": None, "bf16": {"enabled": True}}

@@ -24,7 +24,7 @@ from zeroamp.float8 import extension
 from zeroamp.float8.conflicts import KEY
 from zeroamp.float8.extension import REFUSALS, check_float8_model
 from zeroamp.planning.mesh import ranks_of
-from zeroamp.planning.traffic import plan_traffic
+from zeroamp.planning.planned_traffic import plan_traffic
 from zeroamp.policies.extensions import extensions_of
 from zeroamp.wrapping.state import wrap_state
 

@@ -148,7 +148,7 @@ def test_weights_that_cannot_be_sharded_are_refused_by_name():
 
 @quietly
 def _of_another_torch():
-    with mock.patch("zeroamp.wrapping.checks.can_shard_integers", return_value=False):
+    with mock.patch("zeroamp.wrapping.model_checks.can_shard_integers", return_value=False):
         try:
             zeroamp.wrap_model(Adapted(base="nf4 uint8").build(), zeroamp.policy_from_config(config(3)))
         except zeroamp.WrapError as error:

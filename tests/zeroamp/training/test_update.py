@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -14,6 +15,7 @@ import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import config, full_parameters, same_bits, wrapped
 from tests.selection import slow_but
+from zeroamp.training.optimizer_kinds import has_own_step, has_step_hooks
 from zeroamp.training.update import OptimizerUpdate, works_on_shards
 
 NAME = "llama_tied"
@@ -257,3 +259,23 @@ def test_state_of_what_an_optimizer_does_not_hold_is_left_alone():
         OptimizerUpdate(optimizer, None).step()
     assert (optimizer.state["all"], optimizer.state[other]) == (3, {"exp_avg": 4})
     assert optimizer.state[parameter]["step"] == 2
+
+
+def test_step_hooks_and_replaced_steps_of_an_optimizer_are_found():
+    sgd = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    found = [has_step_hooks(sgd)]
+    for register in (
+        sgd.register_step_pre_hook,
+        sgd.register_step_post_hook,
+        register_optimizer_step_pre_hook,
+        register_optimizer_step_post_hook,
+    ):
+        handle = register(lambda *_: None)
+        found.append(has_step_hooks(sgd))
+        handle.remove()
+    assert [*found, has_step_hooks(sgd)] == [False, True, True, True, True, False]
+    torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1.0)
+    assert "step" in vars(sgd), "the scheduler counts its calls"
+    assert not has_own_step(sgd)
+    sgd.step = lambda: None
+    assert has_own_step(sgd)

@@ -12,7 +12,7 @@ import zeroamp
 from tests.measuring.logs import log_lines
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import check_same_run, config, train, wrapped
-from zeroamp.wrapping.checks import check_device
+from zeroamp.wrapping.model_checks import check_device
 
 NAME = "llama_untied"
 

@@ -14,7 +14,7 @@ from tests.selection import needs_options, slow_but
 from zeroamp.hooks._torch.fsdp import timeout_of
 from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter
 from zeroamp.hooks.collectives.traffic import STEP
-from zeroamp.wrapping import checks as device_support
+from zeroamp.wrapping import model_checks as device_support
 from zeroamp.wrapping.state import wrap_state
 
 MODEL = "llama_untied"

@@ -69,7 +69,7 @@ def test_without_it_other_values_are_an_error_that_names_it(ranks2):
 
 def _peak_of_the_broadcast():
     from zeroamp.planning.mesh_axes import plain_axes
-    from zeroamp.wrapping.checks import broadcast_module_states
+    from zeroamp.wrapping.model_checks import broadcast_module_states
 
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

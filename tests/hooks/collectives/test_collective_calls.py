@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from zeroamp.hooks.collectives.issued import IssuedInStep, peer_lost
+from zeroamp.hooks.collectives.collective_calls import IssuedInStep, peer_lost
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
 from zeroamp.policies.errors import PeerError
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from zeroamp.hooks.observers.dtypes import Observations, OpObserver, UnitObserver
+from zeroamp.hooks.observers.observed_dtypes import Observations, OpObserver, UnitObserver
 
 BF16 = torch.bfloat16
 

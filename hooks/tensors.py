@@ -1,7 +1,9 @@
 """The tensors inside arguments and results of forwards and ops, and the streams that use their memory."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +22,46 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         return
     for item in value:
         yield from tensors_in(item)
+
+
+def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Return `value` with `change(tensor)` in place of each tensor, at any depth of containers.
+
+    Containers are those in which FSDP2 casts: dataclasses, dicts, lists, tuples and sets, of any class; and deques. One
+    in which something changes is copied. The others, and all other objects, are returned as they are.
+    """
+    return change(value) if isinstance(value, torch.Tensor) else _mapped(change, value)[0]
+
+
+def _mapped(change: Callable[[torch.Tensor], Any], value: Any) -> tuple[Any, bool]:
+    """Return what `map_tensors` does, and whether anything changes. (`torch.compile` cannot compare tuples by `is`.)"""
+    if isinstance(value, torch.Tensor):
+        new = change(value)
+        return new, new is not value
+    parts: dict[Any, Any]
+    if has_fields := is_dataclass(value) and not isinstance(value, type):
+        parts = {item.name: getattr(value, item.name) for item in fields(value) if item.init}
+    elif isinstance(value, dict):
+        parts = value
+    elif isinstance(value, list | tuple | set | deque):
+        parts = dict(enumerate(value))
+    else:
+        return value, False
+    mapped = {key: _mapped(change, part) for key, part in parts.items()}
+    if not any(changes for _, changes in mapped.values()):
+        return value, False
+    news = {key: new for key, (new, _) in mapped.items()}
+    if has_fields:
+        return replace(value, **news), True
+    if type(value) is dict:
+        return news, True
+    if isinstance(value, dict):
+        copied = copy(value)  # retains what else its class holds, such as the factory of a defaultdict
+        copied.update(news)
+        return copied, True
+    items = list(news.values())
+    is_named = hasattr(value, "_fields")
+    return type(value)(*items) if is_named else type(value)(items), True
 
 
 def hold_for_current_stream(tensor: torch.Tensor) -> None:

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd import Variable, profiler
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 __all__ = [
@@ -34,9 +33,6 @@ __all__ = [
     "run_op",
     "storage_key",
     "storage_of",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
     "untraced",
     "without_base",
 ]

@@ -15,7 +15,6 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-from torch.distributed.utils import _apply_to_tensors as map_tensors
 
 from zeroamp.hooks._torch.process_groups import group_of_parts
 
@@ -39,7 +38,6 @@ __all__ = [
     "init_unsharded",
     "keep_reduction_inputs",
     "leave_replicas_alone",
-    "map_tensors",
     "parameter_pairs",
     "reduce_scatter",
     "release",

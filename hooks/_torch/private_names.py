@@ -12,7 +12,6 @@ REASONS = {
     "_functional_collectives": "`AsyncCollectiveTensor`: what DTensor's redistribution returns in traced runs",
     "_internal": "torch.testing has the store and the backend of fake ranks; `init_process_group` cannot make them",
     "_python_dispatch": "`TorchDispatchMode` is documented, but exported nowhere else",
-    "_pytree": "torch.utils has no public module of trees",
     "_subclasses": "`FakeTensorMode` is exported nowhere else",
     # FSDP2: state of a module and its parameter groups
     "_get_fsdp_state": "the one door to a module's parameter groups; setters are public, no getter is",
@@ -26,7 +25,6 @@ REASONS = {
     "_pre_forward": "the hook that unshards; a group holder, which is never called, runs it with its unit",
     "_post_forward": "the hook that reshards; see `_pre_forward`",
     "_root_post_backward_final_callback": "waits for the last reductions; no hook runs around it",
-    "_apply_to_tensors": "casts in the containers in which FSDP2 casts, dataclasses too",
     "_timeout": "the timeout of a process group; new groups do not inherit it",
     "_get_backend": "see `_timeout`",
     # FSDP2: `unwrap_model`, which `fully_shard` has no inverse for

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroamp.hooks._torch.dispatch import tree_map, untraced
-from zeroamp.hooks._torch.fsdp import PreForward, map_tensors
+from zeroamp.hooks._torch.dispatch import untraced
+from zeroamp.hooks._torch.fsdp import PreForward
+from zeroamp.hooks.tensors import map_tensors
 from zeroamp.hooks.unit_hooks import WrappedForward
 
 
@@ -19,23 +20,18 @@ def cast_inputs(dtype: torch.dtype) -> PreForward:
     parameters only. Register the hook after FSDP2's own pre-hook, which moves the root's inputs to the device. The hook
     casts tensors in the same containers as FSDP2 does, dataclasses included.
     """
-    in_container = partial(_cast, dtype)
-
-    def cast(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):  # most inputs are tensors, which need no walk through containers
-            return _cast(dtype, value)
-        return value if value is None else map_tensors(in_container, value)
+    cast = partial(_cast, dtype)
 
     @untraced
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+        by_name = {name: map_tensors(cast, each) for name, each in kwargs.items()}
+        return tuple(map_tensors(cast, each) for each in args), by_name
 
     return before
 
 
-def _cast(dtype: torch.dtype, value: Any) -> Any:
-    is_other = isinstance(value, torch.Tensor) and value.dtype != dtype and value.is_floating_point()
-    return value.to(dtype) if is_other else value
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.dtype != dtype and tensor.is_floating_point() else tensor
 
 
 class Fp32Region(WrappedForward):
@@ -50,10 +46,10 @@ class Fp32Region(WrappedForward):
 
         def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
             def in_fp32(*args: Any, **kwargs: Any) -> Any:
-                args, kwargs = tree_map(partial(_cast, torch.float32), (args, kwargs))
+                args, kwargs = map_tensors(partial(_cast, torch.float32), (args, kwargs))
                 with torch.autocast(device_type, enabled=False):
                     output = forward(*args, **kwargs)
-                return output if output_dtype is None else tree_map(partial(_cast, output_dtype), output)
+                return output if output_dtype is None else map_tensors(partial(_cast, output_dtype), output)
 
             return in_fp32
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.deepspeed.comm import init_distributed
 from zeroamp.deepspeed.parameters import REPLACED
 from zeroamp.deepspeed.refused import ZERO, Refused, refusal, unknown
-from zeroamp.hooks._torch.dispatch import tree_map_only
+from zeroamp.hooks.tensors import map_tensors
 from zeroamp.planning.mesh import device_of, local_part
 from zeroamp.policies.errors import StepError
 from zeroamp.training.full_tensors import full_parameter, set_full_parameter
@@ -115,7 +115,9 @@ class _Whole(DTensor):
     ) -> Any:
         """Run an operation on the whole copies."""
         del types
-        args, kwargs = tree_map_only(_Whole, lambda each: vars(each)[_COPY], (args, kwargs or {}))
+        args, kwargs = map_tensors(
+            lambda each: vars(each)[_COPY] if isinstance(each, _Whole) else each, (args, kwargs or {})
+        )
         if func == _GET_DATA:
             # `detach` shares the version counter of the whole copy, `data` does not: so changes are detected.
             return args[0].detach()

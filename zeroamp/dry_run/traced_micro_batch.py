@@ -24,11 +24,11 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroamp.dry_run.events import Event, EventRecorder
 from zeroamp.dry_run.inputs import Arguments, sequences_are_not_packed
-from zeroamp.hooks._torch.dispatch import storage_key, tree_map
+from zeroamp.hooks._torch.dispatch import storage_key
 from zeroamp.hooks._torch.dtensor import without_wrapper
 from zeroamp.hooks.precision.autocast_ops import casting
 from zeroamp.hooks.precision.module_casts import Fp32Region, cast_inputs
-from zeroamp.hooks.tensors import tensors_in
+from zeroamp.hooks.tensors import map_tensors, tensors_in
 from zeroamp.hooks.tracing.fake_run import fake_run
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import ConfigError
@@ -146,7 +146,7 @@ def _mark_unit(unit: str, module: nn.Module, recorder: EventRecorder, running: l
             return None
         marked = iter(_EndOfBackward.apply(recorder, unit, *tensors))  # type: ignore[no-untyped-call]
         replaced = {id(tensor): other for tensor, other in zip(tensors, marked, strict=True)}
-        return tree_map(lambda value: replaced.get(id(value), value), (args, kwargs))
+        return map_tensors(lambda tensor: replaced.get(id(tensor), tensor), (args, kwargs))
 
     def end(_module: nn.Module, _args: Any, output: Any) -> None:
         if recorder.is_forward:  # a unit that is recomputed stays unsharded

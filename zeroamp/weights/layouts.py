@@ -9,7 +9,6 @@ tensor whole, and runs transformers' own operation.
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -241,24 +240,26 @@ def _rules(root: nn.Module) -> tuple[Any, list[Any], list[Any]]:
     """Return transformers' module `core_model_loading`, and the renamings and the converters of a model."""
     from transformers import conversion_mapping, core_model_loading
 
-    with _plain_classes(root):
-        rules = conversion_mapping.get_model_conversion_mapping(root)
+    rules = conversion_mapping.get_model_conversion_mapping(_outline(root, {}))
     converter = core_model_loading.WeightConverter
     renamings = [rule for rule in rules if not isinstance(rule, converter)]
     return core_model_loading, renamings, [rule for rule in rules if isinstance(rule, converter)]
 
 
-@contextmanager
-def _plain_classes(root: nn.Module) -> Iterator[None]:
-    """Give the modules the classes that they had before `fully_shard`, by which transformers looks up its rules.
+def _outline(module: nn.Module, outlines: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Return a tree of modules with the names of `module`'s, without tensors: transformers finds its rules by it.
 
-    Do not run a forward inside the context.
+    transformers looks rules up by the classes and configs of the models in the tree, and `fully_shard` has changed the
+    classes. The models of the returned tree have the classes before. `outlines` has the modules that were returned.
     """
-    changed: dict[nn.Module, Any] = {m: type(m) for m in root.modules() if isinstance(m, FSDPModule)}
-    try:
-        for module, sharded in changed.items():
-            module.__class__ = next(each for each in sharded.__mro__ if not issubclass(each, FSDPModule))
-        yield
-    finally:
-        for module, sharded in changed.items():
-            module.__class__ = sharded
+    if module not in outlines:
+        is_model = isinstance(module, sys.modules["transformers"].PreTrainedModel)
+        before = next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
+        outline: Any = before.__new__(before) if is_model else nn.Module()
+        nn.Module.__init__(outline)  # not that of the model, which would make tensors
+        if is_model:
+            outline.config = module.config
+        outlines[module] = outline
+        for name, child in module.named_children():
+            setattr(outline, name, _outline(child, outlines))
+    return outlines[module]

@@ -9,7 +9,7 @@ from tests.models.architectures import IDS, SMALL, mixtral
 from tests.processes.training import config, full_parameters, policy, same_bits
 from tests.selection import slow_but
 from zeroamp.weights.files import INDEX
-from zeroamp.weights.layouts import Concatenated, Stacked, Stored, parts_of_model
+from zeroamp.weights.layouts import Concatenated, Stacked, Stored, _rules, parts_of_model
 from zeroamp.weights.model_weights import ShardRange
 
 pytest.importorskip("transformers", reason="the rules are transformers'")
@@ -133,12 +133,20 @@ def test_operations_on_whole_tensors(tmp_path):
         assert torch.equal(part.read(ShardRange(1, 3, 4)), expected[:, 3:7])
 
 
+def _described(model):
+    """The rules of transformers that are found for a model, as plain values that can be compared."""
+    _, renamings, converters = _rules(model)
+    return [(rule.source_patterns, rule.target_patterns, rule.scope_prefix) for rule in (*renamings, *converters)]
+
+
 def _load_experts(folder, name, shard_dim):
     with torch.device("meta"):
         model = _MODELS[name]()
     classes = [type(module) for module in model.modules()]
+    rules = _described(model)
     model = zeroamp.wrap_model(model, policy(config(3, zeroamp={"shard_dim": shard_dim})))
     sharded = [type(module) for module in model.modules()]
+    assert _described(model) == rules, "transformers finds other rules for a model of FSDP2's classes"
     zeroamp.load_hf(model, folder)
     assert [type(module) for module in model.modules()] == sharded != classes
     with torch.no_grad():

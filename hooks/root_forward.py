@@ -16,6 +16,7 @@ order after FSDP2's hooks, also if the forward raised. Methods given to `registe
 list. A forward inside a forward (`generate` calls the model) is not outermost.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -30,7 +31,6 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from zeroamp.hooks._torch.dispatch import untraced
 from zeroamp.hooks._torch.fsdp import PostForward, PreForward, init_unsharded, release
 from zeroamp.hooks.unit_hooks import UnitHooks
-from zeroamp.policies.errors import StepError
 
 Place = Literal["report", "outer autocast", "random state", "autocast", "reshard", "before unshard"]
 PLACES: tuple[Place, ...] = get_args(Place)
@@ -116,7 +116,7 @@ class RootForward:
 
     def add_hooks(self, root: nn.Module, hooks: UnitHooks) -> None:
         """Add the hooks on `root`. Call once."""
-        hooks.add(root, "enter root", lambda _module, args, kwargs: self._enter(args, kwargs))
+        hooks.add(root, "enter root", self._enter)
         hooks.add(root, "begin root", lambda _module, _args: self._begin())
         hooks.add(root, "see root's output", lambda _module, _args, output: self._see_output(output))
         hooks.add(root, "leave root", lambda _module, _args, _output: self._leave())
@@ -159,7 +159,7 @@ class RootForward:
 
         @wraps(method)
         def outside(*args: Any, **kwargs: Any) -> Any:
-            self._enter(args, kwargs, is_method=True)
+            self._enter(root, args, kwargs, is_method=True)
             try:
                 return registered(*args, **kwargs)
             finally:
@@ -182,14 +182,11 @@ class RootForward:
                 self._open.pop().leave(_AbandonedError())
 
     @untraced
-    def _enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_method: bool = False) -> None:
-        if self._open and not (is_method or self._open[-1].is_method):
+    def _enter(
+        self, root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_method: bool = False
+    ) -> None:
+        if self._open and not self._open[-1].is_method and not _is_nested(root):
             self.reset()
-            raise StepError(
-                "The model was called while its forward was running. If a KeyboardInterrupt ended that forward, its "
-                "state has been discarded now: call the model again. If the forward calls the model itself, let it "
-                "call the model's modules instead."
-            )
         call = ForwardCall(args, kwargs, is_outermost=not self._open)
         # Appended before anything can raise, because torch calls `_leave` then too.
         self._open.append(forward := _OpenForward(sys.exception(), is_method))
@@ -214,6 +211,20 @@ class RootForward:
     def _see_output(self, output: object) -> None:
         for hook in self._output_hooks:
             hook(output)
+
+
+def _is_nested(root: nn.Module) -> bool:
+    """Return whether the call of `root` that begins runs inside another one, as in Lightning's `training_step`.
+
+    Otherwise a KeyboardInterrupt has ended the other one without calling its hooks. Only the stack tells them apart. It
+    is read only if a forward seems to be running.
+    """
+    frame, num_calls = inspect.currentframe(), 0
+    while frame is not None:
+        is_call = frame.f_code.co_name == "_call_impl" and frame.f_code.co_filename == nn.modules.module.__file__
+        num_calls += is_call and frame.f_locals.get("self") is root
+        frame = frame.f_back
+    return num_calls > 1
 
 
 def reshard_after_no_grad(root: nn.Module) -> ForwardContext:

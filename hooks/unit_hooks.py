@@ -15,11 +15,14 @@ The forward of a module runs through this list, whatever the order in which its 
 | 9 | "see root's output" | the root | hooks the output's tensors, before FSDP2 does |
 | 10 | "return no view" | embeddings and heads | an output that is a view is no view any more: FSDP2 warns of views |
 | 11 | "reshard typed groups" | units with group holders | reshards the groups of the holders, the last one first |
-| 12 | (FSDP2) | units | reshards the unit's own group |
-| 13 | "leave root" | the root | exits the context managers, also if the forward raised |
+| 12 | "return no view again" | embeddings and heads | the same, after the hooks of `parallelize_module` |
+| 13 | (FSDP2) | units | reshards the unit's own group |
+| 14 | "leave root" | the root | exits the context managers, also if the forward raised |
 
-FSDP2's hooks are registered by `fully_shard`, before these. Hooks that a user registers run at the places where torch
-puts them: `prepend=True` before place 1 or 9, else after place 7 or 13. `zeroamp.profile` labels forwards there too.
+FSDP2's hooks are registered by `fully_shard`. Place 12 is registered before them, all others after. Hooks that a user
+registers run at the places where torch puts them. After `wrap_model`: `prepend=True` before place 1 or 9, else after
+place 7 or 14. Before `wrap_model`, as `parallelize_module` does: between places 2 and 3, and between 11 and 12.
+`zeroamp.profile` labels forwards there too.
 Most places are thin: their functions are in the files that say why a hook is needed.
 """
 
@@ -28,8 +31,11 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from zeroamp.hooks._torch.dispatch import without_base
 
 Place = Literal[
     "refuse sharded",
@@ -52,7 +58,7 @@ SHARDED: tuple[Place, ...] = ("refuse sharded", "enter root")
 UNSHARDED: tuple[Place, ...] = ("cast inputs", "unshard typed groups", "begin root", "refuse autocast off")
 """The places between FSDP2's pre-forward hook and the forward."""
 BEFORE_RESHARD: tuple[Place, ...] = ("see root's output", "return no view", "reshard typed groups")
-"""The places between the forward and FSDP2's forward hook."""
+"""The places between the forward and "return no view again"."""
 RESHARDED: tuple[Place, ...] = ("leave root",)
 """The places after FSDP2's forward hook."""
 
@@ -90,6 +96,20 @@ def _registered(module: nn.Module, hooks: dict[Place, list[Hook]]) -> Iterator[R
         yield module.register_forward_hook(hook, prepend=True)
     for _, hook in at(RESHARDED):
         yield module.register_forward_hook(hook, prepend=False, always_call=True)
+
+
+def return_no_views(modules: Iterable[nn.Module]) -> list[RemovableHandle]:
+    """Register the place "return no view again" on embeddings and heads, and return the handles.
+
+    Call right before `fully_shard`: FSDP2's hook must see the output after this one, and this one after the hooks of
+    `parallelize_module`, which may return views.
+    """
+    return [module.register_forward_hook(return_no_view) for module in modules]
+
+
+def return_no_view(_module: nn.Module, _args: object, output: object) -> object:
+    """Return the output of a Linear with a bias, a view of a matrix, as no view. A hook after a forward."""
+    return without_base(output) if isinstance(output, torch.Tensor) else output
 
 
 class WrappedForward:

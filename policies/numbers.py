@@ -1,4 +1,4 @@
-"""Checks of numbers, and numbers of ranks that a launcher, such as torchrun, puts into the environment.
+"""Checks of numbers, their text, and numbers of ranks that a launcher, such as torchrun, puts into the environment.
 
 A bool is not a number. NaN and infinity are not finite.
 """
@@ -14,6 +14,8 @@ WORLD_SIZE = "WORLD_SIZE"
 """The number of ranks of the job."""
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 """The number of ranks on this node."""
+_DIGITS = 3
+"""Significant digits of the largest number that is shown."""
 
 
 def is_integer(value: object, *, at_least: int) -> TypeGuard[int]:
@@ -26,6 +28,25 @@ def is_finite(value: object, *, above: float = -math.inf) -> TypeGuard[float]:
     if type(value) is bool or not isinstance(value, Real):
         return False
     return math.isfinite(value) and float(value) > above
+
+
+def decimals_of(largest: float) -> int:
+    """Return with how many decimals numbers up to `largest` are shown: at least 2, and 3 significant digits of it."""
+    return 2 if largest == 0 else min(12, max(2, _DIGITS - 1 - math.floor(math.log10(largest))))
+
+
+def float_text(value: float, decimals: int) -> str:
+    """Return a finite number with so many decimals: "1,234.50", "0", or "<0.01" where it would be rounded to 0."""
+    if value == 0:
+        return "0"
+    is_hidden = abs(value) < 0.5 * 10**-decimals
+    return f"<{10**-decimals:.{decimals}f}" if is_hidden else f"{value:,.{decimals}f}"
+
+
+def gib_text(num_bytes: int) -> str:
+    """Return bytes of memory as text in GiB (1024³ bytes)."""
+    size = num_bytes / 2**30
+    return f"{float_text(size, decimals_of(size))} GiB"
 
 
 def size_from_launcher(name: str) -> int | None:

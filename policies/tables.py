@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from tabulate import tabulate
 
+from zeroamp.policies.numbers import decimals_of, float_text
+
 TableStyle = Literal["simple", "github"]
 """tabulate's names: "simple" is plain text, "github" is Markdown."""
 
@@ -28,8 +30,6 @@ _NARROWEST = 24
 _SMALLEST_WIDTH = 40
 _MOST_TRANSPOSED = 8
 """The largest number of rows with which a table is transposed."""
-_DIGITS = 3
-"""Significant digits of the largest number of a column. A column has at least two decimals."""
 
 
 def terminal_width() -> int:
@@ -48,11 +48,6 @@ def paragraph(text: str, width: int | None = None) -> str:
 def gib(num_bytes: int | None) -> float | None:
     """Return bytes of memory in GiB (1024³ bytes)."""
     return None if num_bytes is None else num_bytes / 2**30
-
-
-def gib_text(num_bytes: int) -> str:
-    """Return bytes of memory as text in GiB, with as many digits as `render` gives a column of one number."""
-    return f"{_texts([gib(num_bytes)])[0]} GiB"
 
 
 def gb(num_bytes: int | None) -> float | None:
@@ -150,17 +145,13 @@ def _is_number(value: Any) -> bool:
 
 def _texts(values: Sequence[Any]) -> list[str]:
     floats = [abs(value) for value in values if isinstance(value, float) and math.isfinite(value)]
-    largest = max(floats, default=0.0)
-    decimals = 2 if largest == 0 else min(12, max(2, _DIGITS - 1 - math.floor(math.log10(largest))))
+    decimals = decimals_of(max(floats, default=0.0))
     return [_text(value, decimals) for value in values]
 
 
 def _text(value: Any, decimals: int) -> str:
     if value is None:
         return "-"
-    if value == 0 and isinstance(value, float):
-        return "0"
     if isinstance(value, float) and math.isfinite(value):
-        is_hidden = 0 < abs(value) < 0.5 * 10**-decimals
-        return f"<{10**-decimals:.{decimals}f}" if is_hidden else f"{value:,.{decimals}f}"
+        return float_text(value, decimals)
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

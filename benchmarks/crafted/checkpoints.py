@@ -412,7 +412,6 @@ EXPORTS: dict[str, Craft] = {
         None,
     )[-1],
     "a config that is none": _manifest(lambda m: m.update(config={"zero_optimization": {"stage": 9}})),
-    "a config with terminal escapes": _manifest(lambda m: m.update(config={"\x1b[31m": 1})),
 }
 
 

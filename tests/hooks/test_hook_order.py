@@ -14,7 +14,7 @@ from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter
 from zeroamp.hooks.unit_hooks import BEFORE_RESHARD, RESHARDED, SHARDED, UNSHARDED, UnitHooks
 
 BEFORE = (*SHARDED, "(FSDP2)", *UNSHARDED)
-AFTER = (*BEFORE_RESHARD, "(FSDP2)", *RESHARDED)
+AFTER = (*BEFORE_RESHARD, "return no view again", "(FSDP2)", *RESHARDED)
 
 
 def _seen(module):
@@ -103,7 +103,8 @@ def _places(cfg):
 
     def place_of(module, hook):
         found = [place for place, own in hooks._hooks.get(module, {}).items() if hook in own]
-        return found[0] if found else "(FSDP2)" if hook.__name__ in ("_pre_forward", "_post_forward") else repr(hook)
+        others = {"_pre_forward": "(FSDP2)", "_post_forward": "(FSDP2)", "return_no_view": "return no view again"}
+        return found[0] if found else others.get(hook.__name__, repr(hook))
 
     return {
         fqn: tuple([place_of(module, each) for each in each_kind.values()] for each_kind in _hooks_of(module))

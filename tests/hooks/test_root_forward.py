@@ -9,7 +9,6 @@ from torch import nn
 from zeroamp.hooks import root_forward
 from zeroamp.hooks.root_forward import PLACES, RootForward
 from zeroamp.hooks.unit_hooks import UnitHooks
-from zeroamp.policies.errors import StepError
 
 
 def attach(forward, root):
@@ -137,30 +136,42 @@ def test_a_context_sees_the_exception_of_the_forward_and_not_one_that_was_being_
 def test_what_a_keyboard_interrupt_left_open_is_left_by_reset():
     log = []
     forward = _all_places(log)
-    forward._enter((), {})  # torch calls no hook after a KeyboardInterrupt
+    forward._enter(nn.Module(), (), {})  # torch calls no hook after a KeyboardInterrupt
     log.clear()
     forward.reset()
     assert log == _expected(*PLACES)[1]
     assert forward.depth == 0
 
 
-def test_a_forward_after_a_keyboard_interrupt_raises_and_the_next_one_is_outermost():
+def test_a_forward_after_a_keyboard_interrupt_is_outermost_again():
     log = []
     forward = _all_places(log)
     root = Calls(log)
     attach(forward, root)
     root.forward = _interrupted  # torch calls no hook where it raises
-    with pytest.raises(KeyboardInterrupt):
-        root()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            root()
     del root.forward
     log.clear()
-    enters, leaves = _expected(*PLACES)
-    with pytest.raises(StepError, match="If a KeyboardInterrupt ended that forward.*call the model again"):
-        root()
-    assert log == leaves
-    log.clear()
     root()
-    assert log == [*enters, "forward", *leaves]
+    enters, leaves = _expected(*PLACES)
+    assert log == [*leaves, *enters, "forward", *leaves], "the interrupted one is left first"
+    assert forward.depth == 0
+
+
+class _CallsItself(nn.Module):
+    def forward(self, call_again):
+        return self(call_again=False) if call_again else "inner"
+
+
+def test_a_model_may_call_itself_in_its_forward():
+    depths = []
+    forward, root = RootForward(), _CallsItself()
+    forward.add("report", lambda call: depths.append((call.is_outermost, forward.depth)))
+    attach(forward, root)
+    assert [root(call_again=True), root(call_again=False)] == ["inner", "inner"]
+    assert depths == [(True, 1), (False, 2), (True, 1)]
     assert forward.depth == 0
 
 

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from zeroamp import ConfigError, policy_from_config
 from zeroamp.policies.dtypes import DTYPE_BY_NAME
 from zeroamp.policies.json_values import flatten, nest
-from zeroamp.policies.render import report_rows
+from zeroamp.policies.key_report import report_rows
 from zeroamp.policies.schema import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Config, Unsupported, iter_keys
 
 POOL = [

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from zeroamp.hooks._torch.dispatch import is_in_backward, without_base
+from zeroamp.hooks._torch.dispatch import is_in_backward
 from zeroamp.hooks._torch.fsdp import (
     gather_in_background,
     has_reduction_options,
@@ -34,7 +34,7 @@ from zeroamp.hooks.precision.autocast_ops import CastsInRecomputation
 from zeroamp.hooks.precision.module_casts import Fp32Region, cast_inputs
 from zeroamp.hooks.root_forward import reshard_after_no_grad
 from zeroamp.hooks.typed_groups import typed_group_hooks
-from zeroamp.hooks.unit_hooks import UnitHooks
+from zeroamp.hooks.unit_hooks import UnitHooks, return_no_view
 from zeroamp.planning.mesh import shard_device
 from zeroamp.planning.parameter_uses import modules_around
 from zeroamp.planning.plan import Plan
@@ -145,16 +145,11 @@ def _add_own_units(model: nn.Module, state: WrapState, hooks: UnitHooks) -> Iter
         weight = next(name for name, _ in module.named_parameters())
         check = refuse_sharded(model, fqn, f"{fqn}.{weight}", unless=lambda: forward.runs_model or is_in_backward())
         hooks.add(module, "refuse sharded", check)
-        hooks.add(module, "return no view", _without_base)
+        hooks.add(module, "return no view", return_no_view)
         for parameter in (each for each in module.parameters() if each.requires_grad):
             yield attach_gradient_guard(parameter, fqn)
     if own_units:
         forward.add("reshard", explain_outside_reads(own_units))
-
-
-def _without_base(_module: nn.Module, _args: object, output: object) -> object:
-    """Return the output of a Linear with a bias, a view of a matrix, as no view: FSDP2 would warn of it."""
-    return without_base(output) if isinstance(output, torch.Tensor) else output
 
 
 def _needs_train_step(plan: Plan, extensions: Iterable[Extension]) -> str:

@@ -11,7 +11,7 @@ from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.shard_sizes import param_memory
 from zeroamp.policies.dtypes import short_name, stored_dtype
-from zeroamp.policies.tables import gib_text
+from zeroamp.policies.numbers import gib_text
 
 UNCAST_FRACTION = 0.1
 """`wrap_model` warns if autocast leaves more than this fraction of the trainable elements in fp32, as 3-D tensors."""

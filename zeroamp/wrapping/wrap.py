@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.hooks.precision.module_casts import cast_inputs
 from zeroamp.hooks.typed_groups import typed_group_hooks
+from zeroamp.hooks.unit_hooks import return_no_views
 from zeroamp.planning.mesh import (
     current_device_type,
     device_of,
@@ -157,12 +158,14 @@ def wrap_model(
         logger.info("%s", line)
     cast_buffers(model, plan)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
+    handles = return_no_views(model.get_submodule(fqn) for fqn in plan.own_units)
     holders = shard_model(model, plan, axes)
     if is_meta and materialize:
         materialize_model(model, mesh, device_of(mesh), shard_device(policy, mesh))
     traffic = Traffic(enabled=policy.count_traffic)
     state = WrapState(root=model, plan=plan, mesh=mesh, world=world, traffic=traffic, holders=holders)
     state.axes, state.extensions = axes, extensions
+    state.handles += handles
     state.nodes = nodes_of_mesh(policy, mesh, world)
     attach_hooks(model, state)
     for extension in extensions:

@@ -14,7 +14,7 @@ from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, same_bits, wrapped
 from tests.selection import slow_but
 from tests.zeroamp.reporting.runs import NAME, take_steps, train_step
-from zeroamp.policies.tables import gib_text
+from zeroamp.policies.numbers import gib_text
 from zeroamp.reporting.step_recorder import StepRecorder
 
 

@@ -15,7 +15,7 @@ from tests.processes.ranks import RankError
 from tests.processes.training import check_run, config, full_parameters, policy, same_bits, train
 from tests.selection import slow_but
 from zeroamp.planning.plan import build_plan
-from zeroamp.policies.tables import gib_text
+from zeroamp.policies.numbers import gib_text
 
 MODES = {
     "autocast": {},

@@ -1,0 +1,108 @@
+"""Lists the keys of a policy with their status and note: `Policy.report`."""
+
+import json
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from zeroamp.policies.json_values import flatten
+from zeroamp.policies.normalise import unread
+from zeroamp.policies.render import to_config
+from zeroamp.policies.schema import Config, Honoured, Key, Native, Unsupported, iter_keys
+from zeroamp.policies.tables import terminal_width
+
+if TYPE_CHECKING:
+    from zeroamp.policies.policy import Policy
+
+
+def report_rows(policy: "Policy") -> list[dict[str, str]]:
+    """Return a dict of key, value, status and note for each key that was given or whose default has an effect.
+
+    The status is "honoured", "native" (accepted, without effect; the note is the reason), "off" (an unsupported key
+    whose value disables it), "no effect" (a key of a mode or stage that is not on) or "default".
+    """
+    given, effective = dict(policy.given), flatten(to_config(policy))
+    rows = []
+    for key in iter_keys(Config):
+        mine = {path: value for path, value in given.items() if path == key.path or path.startswith(f"{key.path}.")}
+        for path, value in mine.items():
+            status, note = _status(path, value, key, policy)
+            rows.append({"key": path, "value": json.dumps(value, default=str), "status": status, "note": note})
+        if not mine and key.path in effective and isinstance(key.key_class, Honoured):
+            value = json.dumps(effective[key.path])
+            rows.append({"key": key.path, "value": value, "status": "default", "note": key.key_class.note})
+    rows += [
+        {"key": path, "value": json.dumps(value), "status": "default", "note": "an empty block"}
+        for path, value in given.items()
+        if path not in {row["key"] for row in rows}
+    ]
+    order = ("honoured", "native", "off", "no effect", "default")
+    return sorted(rows, key=lambda row: order.index(row["status"]))
+
+
+def _status(path: str, value: Any, key: Key, policy: "Policy") -> tuple[str, str]:
+    key_class, depth = key.key_class, key.path.count(".")
+    if isinstance(key_class, Native):
+        return "native", key_class.note
+    if isinstance(key_class, Unsupported):
+        is_key = path.count(".") == depth
+        return "off", "this value disables the key; any other value is an error" if is_key else "its block is off"
+    if reason := _idle(path, policy):
+        return "no effect", reason
+    note = key_class.note
+    if path == "train_batch_size" and (micro := policy.train_micro_batch_size_per_gpu) is not None:
+        num_ranks = value // (micro * policy.gradient_accumulation_steps)
+        note += f". The sizes imply {num_ranks} rank{'' if num_ranks == 1 else 's'}"
+    return "default" if value is None else "honoured", note
+
+
+def _idle(path: str, policy: "Policy") -> str | None:
+    """Return why an honoured key has no effect in this policy, or None if it has an effect."""
+    if reason := unread(path, policy.config):
+        return reason
+    name = path.rpartition(".")[2]
+    if name in ("stage3_max_live_parameters", "stage3_prefetch_bucket_size", "own_units") and policy.stage != 3:
+        return f"stage is {policy.stage}"
+    if name == "external_autocast" and policy.mode == "autocast":
+        return "with torch_autocast, the config's autocast replaces any other"
+    if name == "keep_in_fp32_modules" and policy.mode == "fp32":
+        return "everything is in fp32"
+    if name == "pin_memory" and not policy.offload.to_cpu:
+        return "nothing is offloaded"
+    if name in ("grad_accum_dtype", "gradient_accumulation_dtype") and policy.gradient_accumulation_steps == 1:
+        return "gradient_accumulation_steps is 1"
+    return None
+
+
+_TITLES = {
+    "honoured": "Honoured",
+    "native": "Accepted, changes nothing",
+    "off": "Off",
+    "no effect": "Without effect here",
+    "default": "Not in the config, with their defaults",
+}
+
+
+def render_report(policy: "Policy", *, defaults: bool) -> str:
+    """Return the keys by status as text that fits the terminal: each with its value, and its note in the next line."""
+    rows, width = report_rows(policy), terminal_width()
+    parts = []
+    for status, title in _TITLES.items():
+        own = [row for row in rows if row["status"] == status]
+        if status == "default" and not defaults:
+            continue
+        if own:
+            parts.append("\n".join([f"{title}: {_count(own)}", *(_entry(row, width) for row in own)]))
+    left_out = [row for row in rows if row["status"] == "default"]
+    if left_out and not defaults:
+        verb = "has its" if len(left_out) == 1 else "have their"
+        parts.append(f"{_count(left_out)} not in the config {verb} default.")
+    return "\n\n".join(parts)
+
+
+def _count(rows: list[dict[str, str]]) -> str:
+    return f"{len(rows)} key{'' if len(rows) == 1 else 's'}"
+
+
+def _entry(row: dict[str, str], width: int) -> str:
+    head = textwrap.fill(f"{row['key']} = {row['value']}", width, initial_indent="  ", subsequent_indent="    ")
+    return f"{head}\n{textwrap.fill(row['note'], width, initial_indent=' ' * 6, subsequent_indent=' ' * 6)}"

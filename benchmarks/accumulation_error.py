@@ -12,7 +12,7 @@ from tabulate import tabulate
 
 from tests.measuring import accumulation
 from tests.processes.ranks import Ranks
-from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter
+from zeroamp.hooks.collectives.gradient_reduction import GroupReduceScatter
 from zeroamp.planning.group_dtypes import Reduction
 from zeroamp.policies.accumulation import ACCUMULATE, COMPUTE, STAGES
 from zeroamp.policies.dtypes import short_name

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor
 import zeroamp
 from benchmarks.faults.cable import INTERFACE, Hosts, two_hosts
 from benchmarks.output import add_out, emit
+from zeroamp.hooks.collectives.exchange_and_sum import exchange
 from zeroamp.hooks.collectives.nodes import Nodes
-from zeroamp.hooks.collectives.rank_sums import exchange
 from zeroamp.hooks.collectives.tree_sum import tree_sum
 
 NUM_NODES, PER_NODE = 2, 4

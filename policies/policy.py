@@ -23,7 +23,7 @@ from zeroamp.policies.conflicts import check_policy
 from zeroamp.policies.dtypes import FLOAT8_BY_NAME
 from zeroamp.policies.errors import ConfigError, WrapError
 from zeroamp.policies.json_values import flatten, json_value, load_config, nest
-from zeroamp.policies.loss_scale import NO_LOSS_SCALE, LossScale
+from zeroamp.policies.loss_scale_rule import NO_LOSS_SCALE, LossScale
 from zeroamp.policies.normalise import HELD_BY, low_dtype_of, mode_of, normalised
 from zeroamp.policies.normalise import Mode as Mode
 from zeroamp.policies.render import short_config, to_config

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from benchmarks.faults.job import EXPORT, Job, tensors_digest
 from benchmarks.faults.moments import NUM_EXPORT_PASSAGES, PASSAGES, Phase, Strike
 from benchmarks.faults.processes import Ending, Place, Start
-from zeroamp.checkpoint.files import check_file, read_manifest
+from zeroamp.checkpoint.manifest import check_file, read_manifest
 from zeroamp.policies.errors import CheckpointError
 
 _REFUSALS = {"CheckpointError", "DamagedCheckpointError"}

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, wrapped
 from zeroamp.hooks import unit_hooks
-from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter
+from zeroamp.hooks.collectives.gradient_reduction import GroupReduceScatter
 from zeroamp.hooks.unit_hooks import BEFORE_RESHARD, RESHARDED, SHARDED, UNSHARDED, UnitHooks
 
 BEFORE = (*SHARDED, "(FSDP2)", *UNSHARDED)

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from zeroamp.checkpoint.files import Manifest, check_file, rank_file, read_manifest
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint
+from zeroamp.checkpoint.manifest import Manifest, check_file, rank_file, read_manifest
 from zeroamp.checkpoint.model_state import MODEL, named_differences
 from zeroamp.checkpoint.reader import SafeReader
 from zeroamp.checkpoint.tensors import load_tensors

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from zeroamp.checkpoint.files import DamagedCheckpointError, Manifest, read_serials
+from zeroamp.checkpoint.manifest import DamagedCheckpointError, Manifest, read_serials
 from zeroamp.policies.errors import CheckpointError
 from zeroamp.policies.files import read_regular
 from zeroamp.weights import drafts

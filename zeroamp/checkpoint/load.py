@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from zeroamp.checkpoint.background import saving_of
-from zeroamp.checkpoint.files import (
+from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint, is_checkpoint_name
+from zeroamp.checkpoint.manifest import (
     VALUES,
     DamagedCheckpointError,
     Manifest,
@@ -19,7 +20,6 @@ from zeroamp.checkpoint.files import (
     rank_file,
     read_manifest,
 )
-from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint, is_checkpoint_name
 from zeroamp.checkpoint.model_state import MODEL, check_model_fits, load_extra_states, model_tensors, shard_dims
 from zeroamp.checkpoint.optimizer_state import (
     OPTIMIZER,

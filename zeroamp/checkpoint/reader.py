@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from zeroamp.checkpoint.archives import Inert, InertUnpickler, load_archive
-from zeroamp.checkpoint.files import METADATA
+from zeroamp.checkpoint.manifest import METADATA
 from zeroamp.policies.errors import CheckpointError
 from zeroamp.policies.files import open_regular, read_regular
 from zeroamp.weights.files import MANIFEST

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from zeroamp.checkpoint.archives import load_archive, unsafe_names
 from zeroamp.checkpoint.background import saving_of
 from zeroamp.checkpoint.export import export_files
-from zeroamp.checkpoint.files import VALUES, FileRecord, Manifest, rank_file, record_content, refuse_other_size
 from zeroamp.checkpoint.folder import Draft, is_checkpoint_name, open_draft
+from zeroamp.checkpoint.manifest import VALUES, FileRecord, Manifest, rank_file, record_content, refuse_other_size
 from zeroamp.checkpoint.model_state import extra_states, frozen_names, model_tensors, shard_dims
 from zeroamp.checkpoint.optimizer_state import OPTIMIZER, optimizer_state
 from zeroamp.checkpoint.replicas import ShardSums, checksums, refuse_different_replicas, refuse_different_scalars

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 
-from zeroamp.checkpoint.files import FileRecord
+from zeroamp.checkpoint.manifest import FileRecord
 from zeroamp.wrapping.rank_group import RankGroup
 
 

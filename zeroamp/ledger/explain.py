@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from zeroamp.hooks.collectives.traffic import Traffic
+from zeroamp.ledger.dtype_differences import Verification
 from zeroamp.ledger.rows import (
     DTYPE_COLUMNS,
     PER_RANK,
@@ -18,8 +19,7 @@ from zeroamp.ledger.rows import (
     fold,
     ledger_rows,
 )
-from zeroamp.ledger.verification import Verification
-from zeroamp.ledger.verify import verify
+from zeroamp.ledger.verify_step import verify
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.mesh_axes import ranks_of_axes
 from zeroamp.planning.plan import Plan

@@ -17,7 +17,7 @@ from zeroamp.policies.policy import Policy
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, KEY, resolve_safe_classes, unsafe_owner
 
 if TYPE_CHECKING:
-    from zeroamp.planning.discover import SafeParameters
+    from zeroamp.planning.traced_parameters import SafeParameters
 
 Compute = Literal["low", "per op", "fp32", "as stored", "as param"]
 
@@ -148,7 +148,7 @@ def trace(
         return None
     # Loaded only for a config that needs a traced run.
     from zeroamp.hooks.tracing.fake_run import example_arguments
-    from zeroamp.planning.discover import discover_safe_parameters
+    from zeroamp.planning.traced_parameters import discover_safe_parameters
 
     is_auto = policy.lower_precision_safe_modules == "auto"
     args, kwargs = example_arguments(model, example_inputs, f'{KEY} "auto"' if is_auto else "zeroamp.autocast_ops")

@@ -15,7 +15,7 @@ from zeroamp.reproducible.tree_sums import UnshardedSums
 from zeroamp.training.arithmetic import StepArithmetic
 from zeroamp.training.losses import LossSum
 from zeroamp.training.micro_batches import MicroBatches
-from zeroamp.training.norm import by_device, local_gradients
+from zeroamp.training.norm_and_clip import by_device, local_gradients
 from zeroamp.training.scalar_parameters import ReplicatedGradients
 from zeroamp.wrapping.state import WrapState
 

@@ -9,7 +9,7 @@ from torch import nn
 from zeroamp.hooks._torch.fsdp import divide_factors
 from zeroamp.planning.mesh import device_of, num_holders, replicate_size
 from zeroamp.training.losses import LossSum
-from zeroamp.training.norm import local_sum_of_squares, squares_counted_once
+from zeroamp.training.norm_and_clip import local_sum_of_squares, squares_counted_once
 from zeroamp.wrapping.state import WrapState
 
 if TYPE_CHECKING:

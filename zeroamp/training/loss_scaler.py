@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zeroamp.policies.errors import StepError, describe
-from zeroamp.policies.loss_scale import LossScale, LossScaleState
+from zeroamp.policies.loss_scale_rule import LossScale, LossScaleState
 
 NUM_NORMS_KEPT = 5
 

@@ -20,7 +20,7 @@ from zeroamp.training.callbacks import Callbacks, call_observers
 from zeroamp.training.loss_scaler import LossScaler
 from zeroamp.training.losses import StepLosses
 from zeroamp.training.micro_batches import MicroBatches
-from zeroamp.training.norm import clip_factor, multiply_gradients
+from zeroamp.training.norm_and_clip import clip_factor, multiply_gradients
 from zeroamp.training.optimizer_kinds import checked_on_shards, refuse_on_two_axes, refuse_unsupported
 from zeroamp.training.rank_agreement import Done, RankAgreement, description_of
 from zeroamp.training.refused_arguments import (

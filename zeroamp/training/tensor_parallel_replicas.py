@@ -21,7 +21,7 @@ from zeroamp.hooks._torch.dtensor import split_dim
 from zeroamp.planning.mesh import device_of
 from zeroamp.planning.mesh_axes import MeshAxes
 from zeroamp.policies.errors import StepError, some_of
-from zeroamp.training.norm import local_sum_of_squares
+from zeroamp.training.norm_and_clip import local_sum_of_squares
 
 TOLERANCE = 1e-3
 

@@ -19,8 +19,8 @@ from zeroamp.hooks._torch.fsdp import (
 )
 from zeroamp.hooks._torch.parameter_group import after_each_reduction
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
-from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
-from zeroamp.hooks.collectives.shard_sums import MicroBatchSum, RoundedSum, ShardAccumulator
+from zeroamp.hooks.collectives.gradient_reduction import ReceiveBuffers
+from zeroamp.hooks.collectives.micro_batch_sums import MicroBatchSum, RoundedSum, ShardAccumulator
 from zeroamp.hooks.group_gradients import by_module, follow_gradients
 from zeroamp.hooks.guards import (
     BackwardGuard,

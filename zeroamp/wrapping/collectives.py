@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.fsdp import divide_factor, leave_replicas_alone
 from zeroamp.hooks.collectives.all_gather import GroupAllGather
-from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter, ReceiveBuffers
+from zeroamp.hooks.collectives.gradient_reduction import GroupReduceScatter, ReceiveBuffers
 from zeroamp.hooks.collectives.traffic import IssuedCollective, notify
 from zeroamp.hooks.group_gradients import GroupGradients
 from zeroamp.hooks.tensors import hold_for_current_stream

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.fsdp import parameter_pairs, release
 from zeroamp.hooks.collectives.collective_calls import IssuedInStep
-from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
+from zeroamp.hooks.collectives.micro_batch_sums import ShardAccumulator
 from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
 from zeroamp.hooks.group_gradients import GroupGradients
 from zeroamp.hooks.guards import BackwardGuard

@@ -2,7 +2,7 @@
 
     PYTHONPATH=<checkout of 4023fc6> torchrun --nproc-per-node 2 tests/data/checkpoints/make.py
 
-zeroamp at 4023fc6 wrote `step_00000003` and `expected.pt`. Files of this format (`zeroamp.checkpoint.files.FORMAT`)
+zeroamp at 4023fc6 wrote `step_00000003` and `expected.pt`. Files of this format (`zeroamp.checkpoint.manifest.FORMAT`)
 must stay loadable: do not write them again with a later version.
 """
 

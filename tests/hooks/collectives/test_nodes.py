@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from tests.oracles.one_process import tree
+from zeroamp.hooks.collectives.exchange_and_sum import all_reduce_in_tree_order, exchange
 from zeroamp.hooks.collectives.nodes import Nodes, all_gather_of_axis
-from zeroamp.hooks.collectives.rank_sums import all_reduce_in_tree_order, exchange
 from zeroamp.hooks.collectives.tree_sum import tree_sum
 
 NUMEL = 123

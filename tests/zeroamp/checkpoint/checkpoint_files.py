@@ -3,7 +3,7 @@
 import hashlib
 import json
 
-from zeroamp.checkpoint.files import Manifest
+from zeroamp.checkpoint.manifest import Manifest
 from zeroamp.weights.files import MANIFEST
 
 

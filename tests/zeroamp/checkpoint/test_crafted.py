@@ -13,7 +13,7 @@ from benchmarks.crafted import checkpoints
 from benchmarks.crafted.variant import MARK, special
 from tests.selection import slow_but
 from tests.zeroamp.checkpoint.checkpoint_files import manifest
-from zeroamp.checkpoint.files import record_file
+from zeroamp.checkpoint.manifest import record_file
 
 pytestmark = [
     pytest.mark.timeout(60),

@@ -14,8 +14,8 @@ import pytest
 
 from tests.zeroamp.checkpoint.checkpoint_files import manifest, rewrite_manifest
 from zeroamp import latest_checkpoint
-from zeroamp.checkpoint.files import read_manifest
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint, open_draft
+from zeroamp.checkpoint.manifest import read_manifest
 from zeroamp.policies.errors import CheckpointError
 from zeroamp.weights.files import MANIFEST
 

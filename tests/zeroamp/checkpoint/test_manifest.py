@@ -5,7 +5,7 @@ from contextlib import suppress
 import pytest
 
 from tests.zeroamp.checkpoint.checkpoint_files import manifest, rewrite_manifest
-from zeroamp.checkpoint.files import DamagedCheckpointError, FileRecord, check_file, read_manifest, record_file
+from zeroamp.checkpoint.manifest import DamagedCheckpointError, FileRecord, check_file, read_manifest, record_file
 from zeroamp.weights.files import MANIFEST
 
 RECORD = {"num_bytes": 1, "sha256": "0" * 64}

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from zeroamp import latest_checkpoint
-from zeroamp.checkpoint.files import Manifest
 from zeroamp.checkpoint.folder import open_draft
+from zeroamp.checkpoint.manifest import Manifest
 
 
 def _publish(folder, step):

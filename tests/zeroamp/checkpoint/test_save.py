@@ -14,7 +14,7 @@ import torch.distributed as dist
 import zeroamp
 from tests.processes.checkpoint_training import Case, Training, differences, error_of
 from zeroamp.checkpoint import save
-from zeroamp.checkpoint.files import read_manifest
+from zeroamp.checkpoint.manifest import read_manifest
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.processes.checkpoint_training import Case, Training, differences, error_of
 from zeroamp.checkpoint import tensors
-from zeroamp.checkpoint.files import record_file
+from zeroamp.checkpoint.manifest import record_file
 from zeroamp.checkpoint.reader import SafeReader
 from zeroamp.checkpoint.tensors import PlanCache, load_tensors, save_tensors
 from zeroamp.wrapping.rank_group import RankGroup

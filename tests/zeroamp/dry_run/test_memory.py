@@ -15,7 +15,7 @@ from tests.zeroamp.dry_run.plans import plan
 from zeroamp.dry_run.memory import _Sizes
 from zeroamp.dry_run.timeline import KINDS, PHASES
 from zeroamp.hooks._torch.fsdp import has_reduction_options
-from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter
+from zeroamp.hooks.collectives.gradient_reduction import GroupReduceScatter
 from zeroamp.planning.mesh import ranks_of
 from zeroamp.wrapping.state import wrap_state
 

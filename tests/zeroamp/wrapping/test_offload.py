@@ -24,10 +24,10 @@ from tests.processes.training import (
 )
 from tests.selection import slow_but
 from zeroamp.hooks._torch.parameter_group import after_each_reduction
-from zeroamp.hooks.collectives.shard_sums import RoundedSum, ShardAccumulator
+from zeroamp.hooks.collectives.micro_batch_sums import RoundedSum, ShardAccumulator
 from zeroamp.planning.mesh import shard_device
 from zeroamp.policies.policy import NO_OFFLOAD, Offload
-from zeroamp.training.norm import local_sum_of_squares, multiply_gradients
+from zeroamp.training.norm_and_clip import local_sum_of_squares, multiply_gradients
 from zeroamp.wrapping.materialize import materialize_model
 from zeroamp.wrapping.shard import offload_policy
 from zeroamp.wrapping.state import wrap_state

@@ -14,7 +14,7 @@ import zeroamp
 from tests.processes import ranks as rank_processes
 from tests.processes.ranks import Ranks
 from tests.selection import slow_but
-from zeroamp.checkpoint.files import DamagedCheckpointError
+from zeroamp.checkpoint.manifest import DamagedCheckpointError
 from zeroamp.planning.mesh import process_group
 from zeroamp.policies.errors import CheckpointError, StepError
 from zeroamp.wrapping.rank_group import RankGroup

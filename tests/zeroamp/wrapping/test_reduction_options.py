@@ -12,7 +12,7 @@ from tests.models.small import batch
 from tests.processes.training import check_same_run, config, loss_of, train, wrapped
 from tests.selection import needs_options, slow_but
 from zeroamp.hooks._torch.fsdp import timeout_of
-from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter
+from zeroamp.hooks.collectives.gradient_reduction import GroupReduceScatter
 from zeroamp.hooks.collectives.traffic import STEP
 from zeroamp.wrapping import model_checks as device_support
 from zeroamp.wrapping.state import wrap_state

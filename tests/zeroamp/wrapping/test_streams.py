@@ -10,7 +10,6 @@ from tests.processes.training import config, wrapped
 from tests.selection import slow_but
 from zeroamp.hooks import tensors
 from zeroamp.hooks._torch.fsdp import gather_in_background
-from zeroamp.hooks.collectives import reduce_scatter
 
 LOW = {"accumulation": 2, "data_types": {"grad_accum_dtype": "bf16"}}
 CASES = {
@@ -33,8 +32,8 @@ def _steps(options, hides=None, records=True):
     model = wrapped("llama_untied", mesh_shape=options.pop("mesh_shape", None), cfg=config(**options))
     gather_in_background(model, enable=False)
     step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-    originals = reduce_scatter._is_kept, Stream.wait_event, Stream.wait_stream
-    reduce_scatter._is_kept = lambda _device: True
+    originals = gradient_reduction._is_kept, Stream.wait_event, Stream.wait_stream
+    gradient_reduction._is_kept = lambda _device: True
     if hides is not None:
         setattr(Stream, hides, lambda *_: None)
     try:
@@ -45,7 +44,7 @@ def _steps(options, hides=None, records=True):
                 step.backward(loss_of(model, batch("llama_untied", index)))
                 step.step()
     finally:
-        reduce_scatter._is_kept, Stream.wait_event, Stream.wait_stream = originals
+        gradient_reduction._is_kept, Stream.wait_event, Stream.wait_stream = originals
     return streams.races, streams.num_ops
 
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from zeroamp.planning.mesh import local_part
 from zeroamp.policies.errors import StepError, describe
-from zeroamp.training.norm import clip_factor, multiply_gradients
+from zeroamp.training.norm_and_clip import clip_factor, multiply_gradients
 from zeroamp.training.step import TrainStep
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.state import WrapState, wrap_state

@@ -7,8 +7,8 @@ from torch import nn
 
 from zeroamp.hooks.collectives.traffic import Traffic, listening
 from zeroamp.hooks.observers.observed_dtypes import Observations, OpObserver, UnitObserver
+from zeroamp.ledger.dtype_differences import Verification, find_differences, see_collectives
 from zeroamp.ledger.observed_step import ObservedStep, call, is_sharded, leaves_no_trace, observed_units
-from zeroamp.ledger.verification import Verification, find_differences, see_collectives
 from zeroamp.planning.mesh import ranks_of
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.planned_traffic import plan_traffic

@@ -1,7 +1,7 @@
 """The gradient reduction of one parameter group: it communicates in one dtype, and sums in the same or another one.
 
-With sums in fp32, the reduction is an all-to-all and a sum in the order of the tree: see `rank_sums.py`. With native
-sums it is the backend's reduce-scatter.
+With sums in fp32, the reduction is an all-to-all and a sum in the order of the tree: see `exchange_and_sum.py`. With
+native sums it is the backend's reduce-scatter.
 
 [Note: Dividing fp16]
 A native sum of fp16 can overflow before it is divided, and dividing first can underflow. As FSDP2 does for its own fp16
@@ -39,8 +39,8 @@ import torch.distributed as dist
 from zeroamp.hooks._torch.dispatch import at_end_of_backward, backward_id
 from zeroamp.hooks._torch.fsdp import reduce_scatter
 from zeroamp.hooks.collectives.collective_calls import issue
+from zeroamp.hooks.collectives.exchange_and_sum import all_reduce_in_tree_order, exchange
 from zeroamp.hooks.collectives.nodes import Nodes
-from zeroamp.hooks.collectives.rank_sums import all_reduce_in_tree_order, exchange
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective, ReduceOp
 from zeroamp.hooks.collectives.tree_sum import tree_sum
 from zeroamp.hooks.observers.trace_labels import label
@@ -101,7 +101,7 @@ class GroupReduceScatter:
     """The dtype of the output. After an all-to-all, the sum is computed in it. A backend's reduce-scatter sums in
     `communication_dtype`, and its output is cast to `reduce_dtype`."""
     collective: Literal["reduce_scatter", "all_to_all"] | None
-    """"all_to_all": see `rank_sums.py`. None if there is one shard: FSDP2 then copies the input to the output."""
+    """"all_to_all": see `exchange_and_sum.py`. None if there is one shard: FSDP2 then only copies the input."""
     op: ReduceOp = dist.ReduceOp.AVG
     """The op of the backend's reduce-scatter. If it is SUM and FSDP2 passes AVG, the division happens here: see
     [Note: Dividing fp16]."""

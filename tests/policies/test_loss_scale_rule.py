@@ -3,7 +3,7 @@
 import pytest
 
 from zeroamp import policy_from_config
-from zeroamp.policies.loss_scale import LossScale
+from zeroamp.policies.loss_scale_rule import LossScale
 
 
 def walk(config, overflows):

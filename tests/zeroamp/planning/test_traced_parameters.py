@@ -167,7 +167,7 @@ def test_a_model_that_needs_values_stays_in_fp32_and_the_warning_names_the_line_
     assert found.safe == frozenset()
     assert set(found.reasons) == {name for name, _ in Routed().named_parameters()}
     (text,) = caplog.messages
-    place = r"Routed needs the value of a tensor at .*test_discover\.py:\d+ \(return self\.experts"
+    place = r"Routed needs the value of a tensor at .*test_traced_parameters\.py:\d+ \(return self\.experts"
     assert re.match(place, text)
     assert re.search(place[7:], found.reasons["experts.0.weight"])
     assert "List classes of modules" in text
@@ -177,7 +177,7 @@ def test_a_run_that_raises_is_an_error_with_the_models_own():
     def forward(m, x):
         raise KeyError("mine")
 
-    with pytest.raises(zeroamp.ConfigError, match=r"test_discover\.py.*KeyError: 'mine'"):
+    with pytest.raises(zeroamp.ConfigError, match=r"test_traced_parameters\.py.*KeyError: 'mine'"):
         zeroamp.discover_safe_parameters(Uses(forward), (X,))
 
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracles.one_process import tree
 from zeroamp.hooks._torch.dispatch import storage_key
-from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter, ReceiveBuffers
+from zeroamp.hooks.collectives.gradient_reduction import GroupReduceScatter, ReceiveBuffers
 
 NUMEL = 1000
 

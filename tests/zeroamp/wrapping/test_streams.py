@@ -10,6 +10,7 @@ from tests.processes.training import config, wrapped
 from tests.selection import slow_but
 from zeroamp.hooks import tensors
 from zeroamp.hooks._torch.fsdp import gather_in_background
+from zeroamp.hooks.collectives import gradient_reduction
 
 LOW = {"accumulation": 2, "data_types": {"grad_accum_dtype": "bf16"}}
 CASES = {

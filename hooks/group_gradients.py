@@ -59,6 +59,8 @@ class GroupGradients:
         self.take_sum: Callable[[nn.Parameter], Callable[[torch.Tensor], None] | None] = lambda _parameter: None
         """Removes a parameter's sum of earlier micro-batches that is not in `parameter.grad`, and returns a function
         that adds it to a shard in place. None if there is no such sum."""
+        self.awaits_backward: Callable[[], bool] = lambda: False
+        """Whether the backward must not end yet, because a later one follows: see `SecondDerivatives`."""
         self._pre_forward_of_fsdp = group.replace("pre_forward", self._pre_forward)
         self._post_backward_of_fsdp = group.replace("post_backward", self._post_backward)
 
@@ -171,6 +173,8 @@ class GroupGradients:
 
     def _post_backward(self, *unused: Any) -> Any:
         group = self.group
+        if self.awaits_backward():
+            return None
         found = group.unsharded_gradients()
         if found is None:
             return None  # the unit has never run. FSDP2's own post-backward would raise if it does not reduce

@@ -33,6 +33,7 @@ from zeroamp.hooks.precision.autocast import enter_autocast, forget_casts, refus
 from zeroamp.hooks.precision.autocast_ops import CastsInRecomputation
 from zeroamp.hooks.precision.module_casts import Fp32Region, cast_inputs
 from zeroamp.hooks.root_forward import reshard_after_no_grad
+from zeroamp.hooks.second_derivatives import SecondDerivatives
 from zeroamp.hooks.typed_groups import typed_group_hooks
 from zeroamp.hooks.unit_hooks import UnitHooks, return_no_view
 from zeroamp.planning.mesh import shard_device
@@ -111,7 +112,11 @@ def _separates_reductions(state: WrapState) -> bool:
 def _add_root_forward(model: nn.Module, state: WrapState, hooks: UnitHooks) -> None:
     """Add the context managers that run around the root's forward, and the hooks that enter them."""
     policy, forward, device_type = state.plan.policy, state.root_forward, state.mesh.device_type
-    forward.add("reshard", reshard_after_no_grad(model))
+    second = SecondDerivatives(cast(FSDPModule, model), partial(_leaves, model, state), policy.stage)
+    forward.on_output(second.watch)
+    for group in state.gradients:
+        group.awaits_backward = second.awaits_backward
+    forward.add("reshard", reshard_after_no_grad(model, unless=second.awaits_backward))
     forward.add("outer autocast", forget_casts)
     if policy.mode == "autocast":
         forward.add("outer autocast", warn_of_other_autocast(device_type, policy.param_dtype))

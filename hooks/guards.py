@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.dispatch import accumulates_in
 from zeroamp.hooks._torch.dtensor import num_axes
@@ -84,7 +83,7 @@ def explain_outside_reads(units: Iterable[str]) -> ForwardContext:
     return lambda call: around() if call.is_outermost else None
 
 
-def attach_gradient_guard(parameter: nn.Parameter, unit: str) -> RemovableHandle:
+def attach_gradient_guard(parameter: nn.Parameter, unit: str) -> None:
     """Raise a WrapError in a backward that computes a gradient of a sharded parameter.
 
     FSDP2 sets the gradients of sharded parameters after it has reduced those of the unsharded ones. Autograd computes
@@ -95,8 +94,7 @@ def attach_gradient_guard(parameter: nn.Parameter, unit: str) -> RemovableHandle
     def refuse(_grad: torch.Tensor) -> None:
         raise WrapError(_read_outside([unit]))
 
-    handle: RemovableHandle = parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
-    return handle
+    parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
 
 
 def _read_outside(units: Iterable[str]) -> str:

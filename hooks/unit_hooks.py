@@ -26,14 +26,13 @@ place 7 or 14. Before `wrap_model`, as `parallelize_module` does: between places
 Most places are thin: their functions are in the files that say why a hook is needed.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.dispatch import without_base
 
@@ -79,32 +78,34 @@ class UnitHooks:
         """
         self._hooks.setdefault(module, {}).setdefault(place, []).append(hook)
 
-    def register(self) -> list[RemovableHandle]:
-        """Register all hooks, and return their handles. Call once, after `fully_shard` of all units."""
-        return [handle for module, hooks in self._hooks.items() for handle in _registered(module, hooks)]
+    def register(self) -> None:
+        """Register all hooks. Call once, after `fully_shard` of all units."""
+        for module, hooks in self._hooks.items():
+            _register(module, hooks)
 
 
-def _registered(module: nn.Module, hooks: dict[Place, list[Hook]]) -> Iterator[RemovableHandle]:
+def _register(module: nn.Module, hooks: dict[Place, list[Hook]]) -> None:
     def at(places: Iterable[Place]) -> list[tuple[Place, Hook]]:
         return [(place, hook) for place in places for hook in hooks.get(place, ())]
 
     for place, hook in reversed(at(SHARDED)):  # the last one that is prepended runs first
-        yield module.register_forward_pre_hook(hook, prepend=True, with_kwargs=place in WITH_KWARGS)
+        module.register_forward_pre_hook(hook, prepend=True, with_kwargs=place in WITH_KWARGS)
     for place, hook in at(UNSHARDED):
-        yield module.register_forward_pre_hook(hook, prepend=False, with_kwargs=place in WITH_KWARGS)
+        module.register_forward_pre_hook(hook, prepend=False, with_kwargs=place in WITH_KWARGS)
     for _, hook in at(reversed(BEFORE_RESHARD)):  # so the group that was added last is resharded first
-        yield module.register_forward_hook(hook, prepend=True)
+        module.register_forward_hook(hook, prepend=True)
     for _, hook in at(RESHARDED):
-        yield module.register_forward_hook(hook, prepend=False, always_call=True)
+        module.register_forward_hook(hook, prepend=False, always_call=True)
 
 
-def return_no_views(modules: Iterable[nn.Module]) -> list[RemovableHandle]:
-    """Register the place "return no view again" on embeddings and heads, and return the handles.
+def return_no_views(modules: Iterable[nn.Module]) -> None:
+    """Register the place "return no view again" on embeddings and heads.
 
     Call right before `fully_shard`: FSDP2's hook must see the output after this one, and this one after the hooks of
     `parallelize_module`, which may return views.
     """
-    return [module.register_forward_hook(return_no_view) for module in modules]
+    for module in modules:
+        module.register_forward_hook(return_no_view)
 
 
 def return_no_view(_module: nn.Module, _args: object, output: object) -> object:
@@ -112,23 +113,11 @@ def return_no_view(_module: nn.Module, _args: object, output: object) -> object:
     return without_base(output) if isinstance(output, torch.Tensor) else output
 
 
-class WrappedForward:
-    """Replaces the forward of a module by a wrapper of it: place 8 of the table.
+def wrap_forward(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace `module.forward` by `wrap(module.forward)`: place 8 of the table.
 
     The forward itself is wrapped, not hooked: a `with` inside a function can be compiled into one graph. A context that
     one hook enters and another exits cannot.
     """
-
-    def __init__(self, module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace `module.forward` by `wrap(module.forward)`; `remove` restores it."""
-        self._module = module
-        self._before: Callable[..., Any] | None = module.__dict__.get("forward")
-        forward = module.forward
-        module.forward = wraps(forward)(wrap(forward))
-
-    def remove(self) -> None:
-        """Restore the module's forward as it was before."""
-        if self._before is None:
-            del self._module.forward
-        else:
-            self._module.forward = self._before
+    forward = module.forward
+    module.forward = wraps(forward)(wrap(forward))

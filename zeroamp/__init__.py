@@ -26,6 +26,7 @@ EXTENSIONS = {
     "zeroamp.reproducible": "zeroamp.reproducible.extension:Reproducible",
     "zeroamp.param_gather_dtype": "zeroamp.float8.extension:Float8",
     "torchao.WeightWithDynamicFloat8CastTensor": "zeroamp.float8.extension:Float8",
+    "zeroamp.autocast_ops": "zeroamp.hooks.precision.autocast_ops:AutocastOps",
     "tensorboard": "zeroamp.reporting.monitors:Monitors",
     "csv_monitor": "zeroamp.reporting.monitors:Monitors",
     "wandb": "zeroamp.reporting.monitors:Monitors",
@@ -39,7 +40,7 @@ EXTENSIONS = {
     "TrainStep.micro_batch_seed": "zeroamp.reproducible.seeds:seed_of_next",
     "TrainStep.saving": "zeroamp.checkpoint.background:saving_of",
 }
-"""Name -> a class or function outside of the core, as "module:name".
+"""Name -> a class or function that is loaded at its first use, as "module:name".
 
 The name is a config key or the class of a parameter, for an `Extension` (`zeroamp/policies/extensions.py`); or the
 class of an optimizer or an attribute of the core, which loads the function at its first use. The core (policies, hooks,

@@ -52,7 +52,6 @@ from zeroamp.training.step_report import StepReport as StepReport
 from zeroamp.version import __version__ as __version__
 from zeroamp.weights.export import export_hf as export_hf
 from zeroamp.weights.load import load_hf as load_hf
-from zeroamp.wrapping.unwrap import unwrap_model as unwrap_model
 from zeroamp.wrapping.wrap import register_forward_method as register_forward_method
 from zeroamp.wrapping.wrap import wrap_model as wrap_model
 

@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -42,7 +41,6 @@ __all__ = [
     "parameter_pairs",
     "reduce_scatter",
     "release",
-    "remove_fsdp",
     "separate_reductions",
     "set_accumulation_dtype",
     "timeout_of",
@@ -187,40 +185,6 @@ def init_unsharded(root: FSDPModule) -> None:
         if not all(hasattr(parameter, "unsharded_param") for parameter in parameters):
             unit.unshard()
             unit.reshard()
-
-
-def remove_fsdp(root: nn.Module) -> None:
-    """Remove the hooks, classes and state of `fully_shard` from all modules of `root`. Parameters stay as they are."""
-    for unit in list(units_of(root)):
-        _module_state_mapping.pop(cast(nn.Module, unit), None)
-    flags = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
-    for module in root.modules():
-        _remove_hooks_of_fsdp(module)
-        for name in [name for name in vars(module) if name in flags or name.startswith("__composable_api")]:
-            delattr(module, name)
-        if isinstance(module, FSDPModule):
-            module.__class__ = type(module).__mro__[2]  # after the class of `fully_shard`, and `FSDPModule`
-
-
-def _remove_hooks_of_fsdp(module: nn.Module) -> None:
-    """Remove a module's hooks that are functions of FSDP2. The handle of a hook that is registered here finds them."""
-    for register in (
-        module.register_forward_pre_hook,
-        module.register_forward_hook,
-        module.register_state_dict_pre_hook,
-        module.register_load_state_dict_pre_hook,
-        module.register_load_state_dict_post_hook,
-    ):
-        handle: Any = register(_nothing)
-        handle.remove()
-        for key, hook in list(handle.hooks_dict_ref().items()):
-            if str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp."):
-                for of_key in (handle.hooks_dict_ref, *handle.extra_dict_ref):
-                    of_key().pop(key, None)
-
-
-def _nothing(*_args: Any) -> None:
-    pass
 
 
 def discard_unsharded_gradients(unit: FSDPModule) -> None:

@@ -6,7 +6,6 @@ listed and not used any more. Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 
 REASONS = {
     # Modules
-    "_composable_state": "the only module with `_module_state_mapping`",
     "_fsdp_common": "`FSDPMeshInfo`, which says over which ranks a group is reduced, is not exported",
     "_fully_shard": "the package of FSDP2's modules",
     "_functional_collectives": "`AsyncCollectiveTensor`: what DTensor's redistribution returns in traced runs",
@@ -27,10 +26,6 @@ REASONS = {
     "_root_post_backward_final_callback": "waits for the last reductions; no hook runs around it",
     "_timeout": "the timeout of a process group; new groups do not inherit it",
     "_get_backend": "see `_timeout`",
-    # FSDP2: `unwrap_model`, which `fully_shard` has no inverse for
-    "_module_state_mapping": "a module that is in it cannot be wrapped again",
-    "_is_fsdp_managed_module": "the compiler treats a module with it as FSDP's",
-    "_fsdp_use_orig_params": "see `_is_fsdp_managed_module`",
     # FSDP2: all-gathers of a plain shard in another dtype
     "_init_extensions": "FSDP2 looks for an extension once, before it is set here",
     "_sharded_local_tensor": "the property from which FSDP2 takes an extension; else the shard must be of its class",

@@ -3,15 +3,19 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from zeroamp.hooks._torch.fsdp import all_gather
 from zeroamp.hooks.collectives.collective_calls import NamedWork, issue
-from zeroamp.hooks.collectives.nodes import Nodes, all_gather_of_axis
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective
 from zeroamp.hooks.observers.trace_labels import label
 from zeroamp.policies.dtypes import FLOAT8_BY_NAME
+
+if TYPE_CHECKING:
+    from zeroamp.hooks.collectives.nodes import Nodes
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -23,7 +27,7 @@ class GroupAllGather:
     """
 
     group_name: str
-    nodes: Nodes | None = None
+    nodes: "Nodes | None" = None
     """The two levels of an all-gather over all ranks that shard. None: one level. An all-gather over the fewer ranks of
     a secondary partition (hpZ) always has one level."""
     listeners: Sequence[CollectiveListener] = ()
@@ -47,7 +51,12 @@ class GroupAllGather:
         with label("all_gather", self.group_name, output_tensor.dtype):
             if output_tensor.dtype in FLOAT8_BY_NAME.values():  # gloo, and NCCL on older GPUs, have no such dtypes
                 output_tensor, input_tensor = output_tensor.view(torch.uint8), input_tensor.view(torch.uint8)
-            work = issue(
-                all_gather_of_axis, issued, self.listeners, output_tensor, input_tensor, group, self.nodes, async_op
-            )
+            work = issue(self._gather, issued, self.listeners, output_tensor, input_tensor, group, async_op)
         return work if work is None else NamedWork(work, issued, self.listeners)
+
+    def _gather(
+        self, output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work | None:
+        if self.nodes is None or group.size() != self.nodes.size():
+            return all_gather(output, input, group, async_op=async_op)
+        return self.nodes.all_gather(output, input, async_op=async_op)

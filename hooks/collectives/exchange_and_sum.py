@@ -12,16 +12,20 @@ An all-reduce is the same exchange and sum of chunks, and then an all-gather of 
 all-reduce. The order of a backend's own all-reduce is not defined.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 
 from zeroamp.hooks._torch.fsdp import all_gather
-from zeroamp.hooks.collectives.nodes import Nodes
 from zeroamp.hooks.collectives.tree_sum import tree_sum
+
+if TYPE_CHECKING:
+    from zeroamp.hooks.collectives.nodes import Nodes
 
 
 def exchange(
-    chunks: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup, nodes: Nodes | None = None
+    chunks: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup, nodes: "Nodes | None" = None
 ) -> torch.Tensor:
     """Send each rank its chunk, so that every rank has the terms of its own sum: see [Note: Summing in fp32].
 
@@ -42,7 +46,7 @@ def exchange(
 
 
 def all_reduce_in_tree_order(
-    tensor: torch.Tensor, group: dist.ProcessGroup, divide_by: float = 1, nodes: Nodes | None = None
+    tensor: torch.Tensor, group: dist.ProcessGroup, divide_by: float = 1, nodes: "Nodes | None" = None
 ) -> None:
     """Sum a tensor over the ranks of `group`, in place: see [Note: All-reduce in tree order].
 

@@ -31,7 +31,7 @@ once per backward. It is released after its reduction, also on an accelerator.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -40,11 +40,13 @@ from zeroamp.hooks._torch.dispatch import at_end_of_backward, backward_id
 from zeroamp.hooks._torch.fsdp import reduce_scatter
 from zeroamp.hooks.collectives.collective_calls import issue
 from zeroamp.hooks.collectives.exchange_and_sum import all_reduce_in_tree_order, exchange
-from zeroamp.hooks.collectives.nodes import Nodes
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective, ReduceOp
 from zeroamp.hooks.collectives.tree_sum import tree_sum
 from zeroamp.hooks.observers.trace_labels import label
 from zeroamp.hooks.tensors import hold_for_current_stream
+
+if TYPE_CHECKING:
+    from zeroamp.hooks.collectives.nodes import Nodes
 
 _SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
@@ -112,9 +114,9 @@ class GroupReduceScatter:
     replicas: dist.ProcessGroup | None = None
     """The group of the replicas that `sum_over_replicas` sums in the order of the tree. None: FSDP2 sums the replicas,
     or there are none."""
-    nodes: Nodes | None = None
+    nodes: "Nodes | None" = None
     """The two levels of the reduction over the ranks that shard. None: one level."""
-    replica_nodes: Nodes | None = None
+    replica_nodes: "Nodes | None" = None
     """The two levels of the sum over `replicas`. None: one level."""
     divides_outside: bool = False
     """Whether FSDP2 itself divides: see [Note: Dividing fp16]."""

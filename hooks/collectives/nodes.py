@@ -89,19 +89,6 @@ class Nodes:
         return _Ordered(work, into, part)
 
 
-def all_gather_of_axis(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    group: dist.ProcessGroup,
-    nodes: Nodes | None,
-    async_op: bool = False,
-) -> dist.Work | None:
-    """All-gather over `group`: in two levels if `nodes` has as many ranks as the group, else in one."""
-    if nodes is None or group.size() != nodes.size():
-        return all_gather(output, input, group, async_op=async_op)
-    return nodes.all_gather(output, input, async_op=async_op)
-
-
 class _Ordered(dist.Work):
     """The work of an all-gather in two levels. Its `wait` copies the received chunks into the order of the ranks."""
 

@@ -15,12 +15,11 @@ is cleared before each outermost forward, as if the caller's autocast began just
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
-from zeroamp.hooks.precision.autocast_ops import casting, is_any_registered
 from zeroamp.hooks.root_forward import ForwardCall, ForwardContext
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import PrecisionError
@@ -28,6 +27,10 @@ from zeroamp.policies.errors import PrecisionError
 logger = logging.getLogger("zeroamp")
 
 _OTHER_DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
+
+further_casts: list[Callable[[frozenset[str]], AbstractContextManager[None]]] = []
+"""Return the context in which autocast casts the arguments of these ops too. Empty until a model of this process sets
+`zeroamp.autocast_ops`, which loads `autocast_ops.py`."""
 
 
 def config_autocast(
@@ -39,12 +42,14 @@ def config_autocast(
     the result is `torch.autocast` itself.
     """
     autocast = torch.autocast(device_type, dtype=dtype)
-    return _with_casts(autocast, ops) if ops or is_any_registered() else autocast
+    return _with_casts(autocast, ops) if further_casts else autocast
 
 
 @contextmanager
 def _with_casts(autocast: torch.autocast, ops: frozenset[str]) -> Iterator[None]:
-    with autocast, casting(ops):
+    with autocast, ExitStack() as stack:
+        for casting in further_casts:
+            stack.enter_context(casting(ops))
         yield
 
 

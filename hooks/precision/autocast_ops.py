@@ -15,13 +15,19 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from zeroamp.hooks._torch.dispatch import is_in_backward, is_view
-from zeroamp.hooks.unit_hooks import WrappedForward
+from zeroamp.hooks.precision.autocast import further_casts
+from zeroamp.hooks.unit_hooks import wrap_forward
+from zeroamp.policies.extensions import Extension
+
+if TYPE_CHECKING:
+    from zeroamp.wrapping.state import WrapState
 
 OPS = {"grouped_mm": ("aten::_grouped_mm", "transformers::grouped_mm_fallback")}
 """Name in a config -> the dispatcher's ops. transformers calls its own op where torch's op does not run: in compiled
@@ -72,11 +78,6 @@ class _PerThread(threading.local):
 _now = _PerThread()
 
 
-def is_any_registered() -> bool:
-    """Return whether `register` has registered a kernel in this process, for any model."""
-    return bool(_libraries)
-
-
 def register(names: Collection[str], device_type: str) -> list[str]:
     """Register the kernels of the ops with these names (keys of `OPS`), each once per process.
 
@@ -97,6 +98,8 @@ def register(names: Collection[str], device_type: str) -> list[str]:
             library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
             library.impl(op_name, _kernel(name, packet.default, device_type), key)  # type: ignore[no-untyped-call]
             _libraries[op, key] = library
+    if _libraries and casting not in further_casts:
+        further_casts.append(casting)
     return natively_cast
 
 
@@ -131,7 +134,7 @@ def running_cast() -> str | None:
     return _now.casts.running
 
 
-class CastsInRecomputation(WrappedForward):
+class AutocastOps(Extension):
     """Casts the arguments of `zeroamp.autocast_ops` also when activation checkpointing recomputes a module's forward.
 
     Checkpointing restores autocast, but not the `casting` context of the root's forward. Outside of a backward the
@@ -141,17 +144,21 @@ class CastsInRecomputation(WrappedForward):
     forward itself is wrapped, not hooked, so that a block that was compiled without the casts is compiled again.
     """
 
-    def __init__(self, module: nn.Module, ops: frozenset[str]) -> None:
-        """Wrap `module.forward`, and cast the arguments of `ops` (names of `zeroamp.autocast_ops`)."""
+    def attach(self, model: nn.Module, state: "WrapState") -> None:
+        """Wrap the modules whose classes ran such ops in the traced run, except those in fp32 regions."""
+        plan = state.plan  # autocast is off in an fp32 region
+        classes = tuple({type(model.get_submodule(fqn)) for fqn in plan.cast_modules})
+        for fqn, module in model.named_modules() if classes else ():
+            if isinstance(module, classes) and plan.fp32_regions.pattern_of(fqn) is None:
+                wrap_forward(module, partial(_casting_in_backward, plan.policy.autocast_ops))
 
-        def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                # A compiled program already contains the casts: it was traced inside the root's forward.
-                if torch.compiler.is_compiling() or not is_in_backward():
-                    return forward(*args, **kwargs)
-                with casting(ops):
-                    return forward(*args, **kwargs)
 
-            return run
+def _casting_in_backward(ops: frozenset[str], forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # A compiled program already contains the casts: it was traced inside the root's forward.
+        if torch.compiler.is_compiling() or not is_in_backward():
+            return forward(*args, **kwargs)
+        with casting(ops):
+            return forward(*args, **kwargs)
 
-        super().__init__(module, wrap)
+    return run

@@ -10,7 +10,7 @@ from torch import nn
 from zeroamp.hooks._torch.dispatch import untraced
 from zeroamp.hooks._torch.fsdp import PreForward
 from zeroamp.hooks.tensors import map_tensors
-from zeroamp.hooks.unit_hooks import WrappedForward
+from zeroamp.hooks.unit_hooks import wrap_forward
 
 
 def cast_inputs(dtype: torch.dtype) -> PreForward:
@@ -34,23 +34,20 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(dtype) if tensor.dtype != dtype and tensor.is_floating_point() else tensor
 
 
-class Fp32Region(WrappedForward):
-    """Runs a module's forward in fp32, with autocast off."""
+def run_in_fp32(module: nn.Module, device_type: str, output_dtype: torch.dtype | None) -> None:
+    """Wrap `module.forward`, so that it runs in fp32, with autocast off.
 
-    def __init__(self, module: nn.Module, device_type: str, output_dtype: torch.dtype | None) -> None:
-        """Wrap `module.forward`; `remove` restores it.
+    Floating-point inputs are cast to fp32, at any depth of containers. Floating-point outputs are cast to
+    `output_dtype`, if it is given: in the modes bf16 and fp16, the modules around this one raise for fp32 inputs.
+    """
 
-        Floating-point inputs are cast to fp32, at any depth of containers. Floating-point outputs are cast to
-        `output_dtype`, if it is given: in the modes bf16 and fp16, the modules around this one raise for fp32 inputs.
-        """
+    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def in_fp32(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = map_tensors(partial(_cast, torch.float32), (args, kwargs))
+            with torch.autocast(device_type, enabled=False):
+                output = forward(*args, **kwargs)
+            return output if output_dtype is None else map_tensors(partial(_cast, output_dtype), output)
 
-        def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
-            def in_fp32(*args: Any, **kwargs: Any) -> Any:
-                args, kwargs = map_tensors(partial(_cast, torch.float32), (args, kwargs))
-                with torch.autocast(device_type, enabled=False):
-                    output = forward(*args, **kwargs)
-                return output if output_dtype is None else map_tensors(partial(_cast, output_dtype), output)
+        return in_fp32
 
-            return in_fp32
-
-        super().__init__(module, wrap)
+    wrap_forward(module, wrap)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.utils import _apply_to_tensors
 
-from zeroamp.hooks.precision.module_casts import Fp32Region
+from zeroamp.hooks.precision.module_casts import run_in_fp32
 from zeroamp.hooks.tensors import map_tensors
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -77,7 +77,7 @@ def test_a_compiled_fp32_region_casts_in_containers():
             return {"sum": pair[0] + more["x"], "dtype": more["x"].dtype}
 
     region = Region()
-    Fp32Region(region, "cpu", torch.bfloat16)
+    run_in_fp32(region, "cpu", torch.bfloat16)
     inputs = Pair(ONE.bfloat16(), NUMBER)
     expected = region(inputs, more={"x": ONE.bfloat16()})
     found = torch.compile(region, fullgraph=True, backend="eager")(inputs, more={"x": ONE.bfloat16()})

@@ -50,6 +50,12 @@ OUTSIDE = (
 )
 """The packages that the core (policies, hooks, planning, wrapping, training, ledger) does without."""
 
+OFF = (
+    *("zeroamp.hooks.precision.autocast_ops", "zeroamp.hooks.collectives.nodes", "zeroamp.wrapping.two_levels"),
+    *("zeroamp.hooks.tracing", "zeroamp.hooks._torch.all_gather_extension"),
+)
+"""Parts of the core that only a config key, or ranks on several nodes, load."""
+
 REFUSE = f"""
 import sys
 
@@ -94,9 +100,8 @@ for is_last in (False, True):
     train.backward((model(torch.ones(2, 8)).float() - 3).square().mean(), is_last=is_last)
 train.clip_grad_norm()
 losses.append(train.update().loss)
-plain = zeroamp.unwrap_model(model)
 modules = sorted(name for name in sys.modules if name.startswith("zeroamp."))
-print(json.dumps({"losses": losses, "parameters": [list(p.shape) for p in plain.parameters()], "modules": modules}))
+print(json.dumps({"losses": losses, "modules": modules}))
 dist.destroy_process_group()
 """
 
@@ -130,7 +135,7 @@ def test_no_public_name_imports_an_optional_package_or_the_compiler(loaded):
 def test_the_core_trains_and_explains_where_nothing_else_can_be_imported():
     found = _run(REFUSE + TRAIN)
     assert found["losses"][-1] < found["losses"][0]
-    assert found["parameters"] == [[8, 8], [8], [8], [8], [1, 8], [1]]
+    assert [name for name in found["modules"] if name.startswith(OFF)] == []
 
 
 @pytest.mark.slow

@@ -232,8 +232,7 @@ def guard_state_dict(module: nn.Module) -> None:
 
     Scripts call it on one rank and write the result to a file. Calls by torch and zeroamp are not affected.
     """
-    state = wrap_state(module)
-    state.handles.extend(replace_method(module, "state_dict", partial(whole_or_error, state.plan.policy.stage)))
+    replace_method(module, "state_dict", partial(whole_or_error, wrap_state(module).plan.policy.stage))
 
 
 def whole_or_error(

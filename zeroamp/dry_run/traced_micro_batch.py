@@ -27,7 +27,7 @@ from zeroamp.dry_run.inputs import Arguments, sequences_are_not_packed
 from zeroamp.hooks._torch.dispatch import storage_key
 from zeroamp.hooks._torch.dtensor import without_wrapper
 from zeroamp.hooks.precision.autocast_ops import casting
-from zeroamp.hooks.precision.module_casts import Fp32Region, cast_inputs
+from zeroamp.hooks.precision.module_casts import cast_inputs, run_in_fp32
 from zeroamp.hooks.tensors import map_tensors, tensors_in
 from zeroamp.hooks.tracing.fake_run import fake_run
 from zeroamp.planning.plan import Plan
@@ -130,7 +130,7 @@ def _mark_units(
             handles.append(module.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True))
     output_dtype = None if plan.policy.mode == "autocast" else plan.policy.low_dtype
     for module in plan.fp32_regions.modules_of(model):
-        Fp32Region(module, device_type, output_dtype)  # undone by `fake_run`
+        run_in_fp32(module, device_type, output_dtype)  # undone by `fake_run`
     return handles
 
 

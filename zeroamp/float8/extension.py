@@ -19,7 +19,7 @@ from zeroamp.float8.conflicts import KEY, SCALES, check_float8
 from zeroamp.hooks._torch.all_gather_extension import shards_of
 from zeroamp.hooks.collectives.traffic import Traffic, TrafficKey
 from zeroamp.hooks.root_forward import ForwardCall
-from zeroamp.hooks.unit_hooks import WrappedForward
+from zeroamp.hooks.unit_hooks import wrap_forward
 from zeroamp.planning.groups import ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.overrides import Overrides
@@ -30,7 +30,7 @@ from zeroamp.policies.dtypes import FLOAT8_BY_NAME
 from zeroamp.policies.errors import ConfigError, WrapError
 from zeroamp.policies.extensions import Extension
 from zeroamp.policies.policy import Policy
-from zeroamp.wrapping.state import Removable, WrapState
+from zeroamp.wrapping.state import WrapState
 
 LEAST_TORCHAO = (0, 18)
 
@@ -68,7 +68,7 @@ class Float8(Extension):
 
     def attach(self, model: nn.Module, state: WrapState) -> None:
         """Extend the all-gathers of the weights."""
-        state.handles += attach_float8(model, state, self._mm_configs)
+        attach_float8(model, state, self._mm_configs)
 
     def add_traffic(self, plan: Plan, ranks: Ranks, traffic: Traffic) -> None:
         """Add the all-reduce of the scales, one fp32 number per weight."""
@@ -173,10 +173,10 @@ def use_plain_weights(model: nn.Module, plan: Plan) -> dict[str, Any]:
     return mm_configs
 
 
-def attach_float8(model: nn.Module, state: WrapState, mm_configs: dict[str, Any]) -> Iterator[Removable]:
+def attach_float8(model: nn.Module, state: WrapState, mm_configs: dict[str, Any]) -> None:
     """Extend the all-gathers of the planned weights of a sharded model, and let their Linears divide by the scales.
 
-    `mm_configs` is what `use_plain_weights` returned. Yields what undoes the change of the Linears.
+    `mm_configs` is what `use_plain_weights` returned.
     """
     from zeroamp.float8.scaled_weights import Float8Scales, Float8Weight, float8_forward  # they need torchao
 
@@ -199,4 +199,4 @@ def attach_float8(model: nn.Module, state: WrapState, mm_configs: dict[str, Any]
     for fqn in dict.fromkeys(fqn for param in params for fqn in param.owner_fqns):
         linear = model.get_submodule(fqn)
         if computes_as_linear(linear):  # torchao's own computes with float8 weights
-            yield WrappedForward(linear, float8_forward(cast(nn.Linear, linear), state.mesh.device_type))
+            wrap_forward(linear, float8_forward(cast(nn.Linear, linear), state.mesh.device_type))

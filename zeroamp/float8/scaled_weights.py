@@ -179,7 +179,7 @@ def _divided(weight: Any) -> torch.Tensor:
 
 
 def float8_forward(linear: nn.Linear, device_type: str) -> Callable[[Callable[..., Any]], Callable[..., torch.Tensor]]:
-    """Return what makes the forward of a Linear whose unsharded weight may be float8, for `WrappedForward`."""
+    """Return what makes the forward of a Linear whose unsharded weight may be float8, for `wrap_forward`."""
 
     def make(forward: Callable[..., Any]) -> Callable[..., torch.Tensor]:
         def run(input: torch.Tensor) -> torch.Tensor:

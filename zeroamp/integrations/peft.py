@@ -42,6 +42,7 @@ from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import wrap_state
 
 _PREFIX = "base_model.model."
+_BUILD_AGAIN = "Build the model again, load the whole state dict into it (docs/recipes.md), and call its"
 """Prefix of the tensor names of a `PeftModel`."""
 
 
@@ -215,7 +216,7 @@ def _adapter_names(root: Any, adapter: str) -> dict[str, str]:
         kind = getattr(config.peft_type, "value", "this kind")
         raise CheckpointError(
             f"The adapter {adapter!r} ({kind}) cannot be exported from a wrapped model: peft computes its tensors from "
-            "the whole model. Call zeroamp.unwrap_model(model), then save_pretrained."
+            f"the whole model. {_BUILD_AGAIN} save_pretrained."
         )
     # A model after `add_adapter` is not inside a PeftModel, but its files must load into one.
     prefix = "" if _is_peft_model(root) else _PREFIX
@@ -290,8 +291,8 @@ class _Merge:
         check = getattr(getattr(root, "base_model", None), "_check_merge_allowed", None)
         if config.is_prompt_learning:
             raise CheckpointError(
-                f"The adapter {self._adapter!r} cannot be merged: it changes the input, not weights. Call "
-                "zeroamp.unwrap_model(model), then save_pretrained."
+                f"The adapter {self._adapter!r} cannot be merged: it changes the input, not weights. "
+                f"{_BUILD_AGAIN} save_pretrained."
             )
         problem = ""
         if check is not None:
@@ -312,7 +313,7 @@ class _Merge:
         if name is not None:
             raise CheckpointError(
                 f"The adapter {self._adapter!r} ({self._kind()}) cannot be merged layer by layer: its layers share "
-                f"{name}. Call zeroamp.unwrap_model(model).merge_and_unload() instead."
+                f"{name}. {_BUILD_AGAIN} merge_and_unload."
             )
 
     def _kind(self) -> str:
@@ -406,8 +407,8 @@ def _parts(layer: _Layer, adapter: str) -> tuple[nn.Module, Any]:
             return module, None
     elif hasattr(module, "unload_and_optionally_merge_module"):
         raise CheckpointError(
-            f"{layer.fqn} is a {type(module).__name__} of peft, which export_merged cannot merge. Call "
-            "zeroamp.unwrap_model(model).merge_and_unload() instead."
+            f"{layer.fqn} is a {type(module).__name__} of peft, which export_merged cannot merge. {_BUILD_AGAIN} "
+            "merge_and_unload."
         )
     has_adapter = any(adapter in key.split(".") for key in module.state_dict(keep_vars=True))
     return module.get_base_layer(), module if has_adapter else None

@@ -207,12 +207,7 @@ class MicroBatches:
             raise
 
     def refuse_after_failure(self, method: str) -> None:
-        """Raise StepError if a failure is recorded, or `unwrap_model` was called. The error names `method`."""
-        if self._state.is_unwrapped:
-            raise StepError(
-                f"{method} was called after unwrap_model, which left this TrainStep without its shards. Call "
-                "wrap_model again, then build another optimizer and TrainStep."
-            )
+        """Raise StepError if a failure is recorded. The error names `method`."""
         if (failure := self._state.failure) is not None:
             raise StepError(
                 f"{method} was called after an earlier failure in {failure}. Restart from the last checkpoint."

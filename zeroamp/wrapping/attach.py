@@ -7,7 +7,6 @@ from typing import cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.dispatch import is_in_backward
 from zeroamp.hooks._torch.fsdp import (
@@ -30,8 +29,7 @@ from zeroamp.hooks.guards import (
     refuse_sharded,
 )
 from zeroamp.hooks.precision.autocast import enter_autocast, forget_casts, refuse_autocast, warn_of_other_autocast
-from zeroamp.hooks.precision.autocast_ops import CastsInRecomputation
-from zeroamp.hooks.precision.module_casts import Fp32Region, cast_inputs
+from zeroamp.hooks.precision.module_casts import cast_inputs, run_in_fp32
 from zeroamp.hooks.root_forward import reshard_after_no_grad
 from zeroamp.hooks.second_derivatives import SecondDerivatives
 from zeroamp.hooks.typed_groups import typed_group_hooks
@@ -43,7 +41,6 @@ from zeroamp.policies.accumulation import sharded_accumulation
 from zeroamp.policies.extensions import Extension
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, resolve_safe_classes
 from zeroamp.wrapping.collectives import attach_collectives
-from zeroamp.wrapping.quantized import keep_packing
 from zeroamp.wrapping.refused_calls import refuse_calls
 from zeroamp.wrapping.shard import attach_prefetch
 from zeroamp.wrapping.state import WrapState
@@ -80,17 +77,15 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     _refuse_calls_from_outside(model, state.plan, hooks)
     if policy.mode == "autocast":
         _refuse_autocast_off(model, state, hooks)
-        state.handles += _cast_in_recomputation(model, state.plan)
     # Under autocast a region may return fp32, because the ops after it cast their inputs.
     output_dtype = None if policy.mode == "autocast" else policy.low_dtype
     for module in state.plan.fp32_regions.modules_of(model):
-        state.fp32_regions.append(Fp32Region(module, state.mesh.device_type, output_dtype))
+        run_in_fp32(module, state.mesh.device_type, output_dtype)
     if (dtype := sharded_accumulation(policy)) != torch.float32:
         accumulate_shards(model, state, partial(RoundedSum, dtype))
-    state.handles += _add_own_units(model, state, hooks)
-    state.handles += hooks.register()
-    state.handles += refuse_calls(model)
-    state.handles += keep_packing(model)
+    _add_own_units(model, state, hooks)
+    hooks.register()
+    refuse_calls(model)
 
 
 def accumulate_shards(model: nn.Module, state: WrapState, new_sum: Callable[[], MicroBatchSum]) -> ShardAccumulator:
@@ -137,7 +132,7 @@ def _leaves(model: nn.Module, state: WrapState) -> Iterator[torch.Tensor]:
         yield from (model.get_parameter(param.fqn) for param in state.plan.replicated.params)
 
 
-def _add_own_units(model: nn.Module, state: WrapState, hooks: UnitHooks) -> Iterator[RemovableHandle]:
+def _add_own_units(model: nn.Module, state: WrapState, hooks: UnitHooks) -> None:
     """Set what differs between an embedding or a head and other units: see `zeroamp.policies.auto_wrap`."""
     own_units, forward, gradients = state.plan.own_units, state.root_forward, by_module(state.gradients)
     for fqn in own_units:
@@ -152,7 +147,7 @@ def _add_own_units(model: nn.Module, state: WrapState, hooks: UnitHooks) -> Iter
         hooks.add(module, "refuse sharded", check)
         hooks.add(module, "return no view", return_no_view)
         for parameter in (each for each in module.parameters() if each.requires_grad):
-            yield attach_gradient_guard(parameter, fqn)
+            attach_gradient_guard(parameter, fqn)
     if own_units:
         forward.add("reshard", explain_outside_reads(own_units))
 
@@ -204,12 +199,3 @@ def _refuse_autocast_off(model: nn.Module, state: WrapState, hooks: UnitHooks) -
         module = model.get_submodule(fqn)
         if isinstance(module, classes):
             hooks.add(module, "refuse autocast off", refuse_autocast_off(fqn, state.mesh.device_type))
-
-
-def _cast_in_recomputation(model: nn.Module, plan: Plan) -> Iterator[CastsInRecomputation]:
-    """Wrap the modules that run ops of `zeroamp.autocast_ops`, so that these cast when a backward recomputes them."""
-    classes = tuple({type(model.get_submodule(fqn)) for fqn in plan.cast_modules})
-    for fqn, module in model.named_modules() if classes else ():
-        # A module in an fp32 region runs with autocast off.
-        if isinstance(module, classes) and plan.fp32_regions.pattern_of(fqn) is None:
-            yield CastsInRecomputation(module, plan.policy.autocast_ops)

@@ -15,8 +15,7 @@ from zeroamp.hooks.tensors import hold_for_current_stream
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import ranks_of, replicate_size, shard_size
-from zeroamp.wrapping.state import WrapState
-from zeroamp.wrapping.two_levels import MeshNodes
+from zeroamp.wrapping.state import MeshNodes, WrapState
 
 
 def attach_collectives(

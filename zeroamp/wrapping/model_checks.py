@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from zeroamp.hooks._torch.fsdp import can_shard_integers, has_reduction_options
 from zeroamp.planning.mesh import axis_groups, device_of, expected_shards, local_part, num_shards_of
 from zeroamp.planning.mesh_axes import MeshAxes, is_expert
-from zeroamp.planning.node_layout import is_one_node
 from zeroamp.planning.parameter_uses import has_own_storage_class, quantization_tensors
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.dtypes import INTEGER_BY_NUM_BYTES, short_name
 from zeroamp.policies.errors import ConfigError, WrapError
 from zeroamp.policies.json_values import flatten
+from zeroamp.policies.numbers import LOCAL_WORLD_SIZE, size_from_launcher
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.schema import Config, Honoured, iter_keys
 from zeroamp.version import __version__
@@ -56,13 +56,31 @@ def description_of(model: nn.Module, plan: Plan, axes: MeshAxes | None) -> Descr
         **config,
         "the use of a monitor": str(any(monitors)),
         "the mesh": layout,
-        "whether one node has all ranks": str(is_one_node(policy, dist.get_world_size())),
+        "whether one node has all ranks": str(is_one_node(policy)),
         **_parameters(model, plan, expected_shards(policy, None if axes is None else axes.fsdp)),
         **{f"module {fqn or 'root'}": _structure(module) for fqn, module in model.named_modules()},
         "the list of units": str(plan.units),
         "the run order of units": str(plan.run.forward_order() + plan.run.backward_order()),
         "the list of fp32 modules and tensors": str([*plan.fp32_regions.modules, *plan.fp32_regions.tensors]),
     }
+
+
+def ranks_per_node(policy: Policy) -> int | None:
+    """Return the number of ranks per node, from the config or the launcher; None with "off", or if neither sets it.
+
+    Raises:
+        ConfigError: LOCAL_WORLD_SIZE in the environment is not a whole number from 1 on.
+    """
+    asked = policy.ranks_per_node
+    if asked == "auto":
+        return size_from_launcher(LOCAL_WORLD_SIZE)
+    return None if asked == "off" else asked
+
+
+def is_one_node(policy: Policy) -> bool:
+    """Return whether all ranks of the job share a node, as far as is known. Raises as `ranks_per_node` does."""
+    per_node = ranks_per_node(policy)
+    return per_node is None or per_node >= dist.get_world_size()
 
 
 def _layout(axes: MeshAxes) -> str:

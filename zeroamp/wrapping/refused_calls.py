@@ -1,11 +1,10 @@
 """Raises errors for calls on a wrapped model that would fail inside torch, or would train in another precision.
 
-A method that is set on an instance hides the method of its class. `wrap_model` sets such methods on the model, and
-`unwrap_model` removes them. They do not run in a forward or in an optimizer step.
+A method that is set on an instance hides the method of its class. `wrap_model` sets such methods on the model. They do
+not run in a forward or in an optimizer step.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from zeroamp.hooks._torch.fsdp import can_be_sharded, take_sharded_memory, units_of
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import WrapError
-from zeroamp.wrapping.state import Removable
 
 _REFUSED = {
     "__deepcopy__": (
@@ -27,44 +25,29 @@ _REFUSED = {
     ),
     "resize_token_embeddings": (
         "resize_token_embeddings was called on a wrapped model, whose embeddings are sharded. Call it before "
-        "wrap_model. To change a wrapped model, call zeroamp.unwrap_model(model) first, and wrap it again."
+        "wrap_model."
     ),
 }
 """Name of a method -> the text of the error that it raises on a wrapped model."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Shadow:
-    """An attribute of an instance that hides a method of its class."""
-
-    module: nn.Module
-    name: str
-
-    def remove(self) -> None:
-        """Restore the method of the class."""
-        vars(self.module).pop(self.name, None)
-
-
-def refuse_calls(model: nn.Module) -> Iterator[Removable]:
-    """Replace methods that a wrapped model cannot run by methods that raise. Yield an object that undoes each."""
+def refuse_calls(model: nn.Module) -> None:
+    """Replace methods that a wrapped model cannot run by methods that raise."""
     for name, text in _REFUSED.items():
-        yield from replace_method(model, name, partial(_raising, text))
-    yield from replace_method(model, "save_pretrained", _save_pretrained)
+        replace_method(model, name, partial(_raising, text))
+    replace_method(model, "save_pretrained", _save_pretrained)
     moves = _Moves(model)
     for fqn, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            yield from replace_method(module, "_apply", partial(_same_dtypes, model.get_submodule(fqn), fqn, moves))
+            replace_method(module, "_apply", partial(_same_dtypes, model.get_submodule(fqn), fqn, moves))
     # Not a pre-hook of load_state_dict: FSDP2's own pre-hook, which reshards the root's parameters, runs before it.
-    yield from replace_method(model, "_load_from_state_dict", partial(_shards_only, model))
+    replace_method(model, "_load_from_state_dict", partial(_shards_only, model))
 
 
-def replace_method(
-    module: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[Removable]:
+def replace_method(module: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace a module's method `name` by `make(method)`. Skip modules without it, or with one on the instance."""
     if hasattr(module, name) and name not in vars(module):
         setattr(module, name, make(getattr(module, name)))
-        yield _Shadow(module, name)
 
 
 def _raising(text: str, _method: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import cast
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -32,6 +33,8 @@ from zeroamp.planning.schedule import backward_order, fits, live_units, reshards
 from zeroamp.policies.policy import Offload
 
 logger = logging.getLogger("zeroamp")
+
+_PACKS = "support_avx512bf16_for_cpu"  # of bitsandbytes' Linear4bit
 
 
 def shard_model(model: nn.Module, plan: Plan, axes: MeshAxes) -> dict[str, FSDPModule]:
@@ -81,10 +84,21 @@ def shard_model(model: nn.Module, plan: Plan, axes: MeshAxes) -> dict[str, FSDPM
         own_mesh = axes.fsdp_of(is_expert=is_expert)
         _shard_unit(model, unit, own_groups.get(unit), plan, own_mesh, reshard, offload)
     _check_sharded(model, plan)
-    for module in model.modules():  # FSDP2 moves buffers, but bitsandbytes' QuantState is not a buffer
-        if (state := getattr(module, "quant_state", None)) is not None and hasattr(state, "to"):
-            state.to(device_of(mesh))
+    for module in model.modules():
+        _keep_quantized(module, device_of(mesh))
     return holders
+
+
+def _keep_quantized(module: nn.Module, device: torch.device) -> None:
+    """Move a 4-bit layer's `QuantState` of bitsandbytes to the device, and retain the layout of its weight.
+
+    FSDP2 moves buffers, but a `QuantState` is not a buffer. On CPUs with AVX512-BF16, the first forward in evaluation
+    mode would pack the weight in another layout, and the next all-gather would restore the first one.
+    """
+    if (state := getattr(module, "quant_state", None)) is not None and hasattr(state, "to"):
+        state.to(device)
+    if getattr(module, _PACKS, False):
+        setattr(module, _PACKS, False)
 
 
 def _store(model: nn.Module, params: Iterable[ParamPlan], mesh: DeviceMesh) -> None:

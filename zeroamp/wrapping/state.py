@@ -1,9 +1,9 @@
 """`WrapState`: the plan, meshes, hooks and counters that `wrap_model` attaches to a model."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
 import torch
@@ -20,7 +20,6 @@ from zeroamp.hooks.group_gradients import GroupGradients
 from zeroamp.hooks.guards import BackwardGuard
 from zeroamp.hooks.observers.communication import CommunicationWatch
 from zeroamp.hooks.precision.autocast import config_autocast
-from zeroamp.hooks.precision.module_casts import Fp32Region
 from zeroamp.hooks.root_forward import RootForward
 from zeroamp.planning.mesh_axes import MeshAxes, plain_axes
 from zeroamp.planning.plan import Plan
@@ -28,7 +27,9 @@ from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.errors import StepError, WrapError
 from zeroamp.policies.extensions import Extension
 from zeroamp.wrapping.rank_group import RankGroup
-from zeroamp.wrapping.two_levels import MeshNodes
+
+if TYPE_CHECKING:
+    from zeroamp.hooks.collectives.nodes import Nodes
 
 _ATTRIBUTE = "_zeroamp_state"
 _roots: "WeakSet[nn.Module]" = WeakSet()
@@ -45,11 +46,16 @@ class OpenStep(Protocol):
         """Discard the optimizer step and all its gradients."""
 
 
-class Removable(Protocol):
-    """A change to a model that `unwrap_model` undoes: a hook's handle, for example."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshNodes:
+    """The two levels of the axes of a mesh. By default all axes have one level."""
 
-    def remove(self) -> None:
-        """Undo the change."""
+    reductions: Mapping[int, "Nodes"] = field(default_factory=dict)
+    """Axis -> its two levels for reductions. At most one axis has two levels."""
+    gathers: Mapping[int, "Nodes"] = field(default_factory=dict)
+    """Axis -> its two levels for all-gathers. Other process groups if `zeroamp.separate_reduce_scatter_group` is on."""
+    why_flat: str | None = None
+    """Why an axis that spans nodes has one level. None if there is no such axis."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,8 +89,6 @@ class WrapState:
     """Calls listeners around the parts of a step that may wait for a collective."""
     guard: BackwardGuard | None = None
     """Raises in a backward outside of `TrainStep`. None if a plain loop ignores no key of the config."""
-    fp32_regions: list[Fp32Region] = field(default_factory=list)
-    """The wrapped forwards of the modules that run in fp32."""
     shard_accumulator: ShardAccumulator | None = None
     """Sums sharded gradients over micro-batches. None if FSDP2 sums them."""
     replica_switches: list[Callable[[bool], None]] = field(default_factory=list)
@@ -94,8 +98,6 @@ class WrapState:
     """One entry per parameter group of FSDP2."""
     extensions: tuple[Extension, ...] = ()
     """What keys of the config add from packages outside of the core."""
-    handles: list[Removable] = field(default_factory=list)
-    """Hooks and replaced methods that `unwrap_model` removes."""
     open_step: OpenStep | None = None
     """The optimizer step that has gradients on this model now. Other `TrainStep`s of the model read it."""
     is_observed: bool = False
@@ -108,8 +110,6 @@ class WrapState:
     failure: str | None = None
     """The first exception of a backward or step, as text: where, class and message. Gradients may be missing, and
     parameters may be updated in part, so no step runs after it. The exception itself would retain tensors."""
-    is_unwrapped: bool = False
-    """Whether `unwrap_model` has undone the wrap."""
 
     accumulates_in: torch.dtype = field(init=False)
     """The dtype in which FSDP2 sums unsharded gradients now."""
@@ -126,14 +126,10 @@ class WrapState:
         self.communication = CommunicationWatch(self.root)
 
 
-def record_state(model: nn.Module, state: WrapState | None) -> None:
-    """Set `state` on the wrapped root. With None, remove it."""
-    if state is None:
-        delattr(model, _ATTRIBUTE)
-        _roots.discard(model)
-    else:
-        setattr(model, _ATTRIBUTE, state)
-        _roots.add(model)
+def record_state(model: nn.Module, state: WrapState) -> None:
+    """Set `state` on the wrapped root."""
+    setattr(model, _ATTRIBUTE, state)
+    _roots.add(model)
 
 
 def wrap_state(model: nn.Module) -> WrapState:
@@ -152,7 +148,7 @@ def wrap_state(model: nn.Module) -> WrapState:
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """Return whether `zeroamp.wrap_model` has wrapped a model as its root, and `unwrap_model` has not undone it."""
+    """Return whether `zeroamp.wrap_model` has wrapped a model as its root."""
     return isinstance(getattr(model, _ATTRIBUTE, None), WrapState)
 
 

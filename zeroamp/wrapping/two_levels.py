@@ -1,7 +1,11 @@
-"""Makes the process groups of reductions and all-gathers in two levels, once per wrapped model."""
+"""Finds the ranks of a mesh axis that share a node, and makes the process groups of collectives in two levels.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+Loaded only if the ranks span several nodes, as far as `zeroamp.ranks_per_node` or the launcher shows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -13,34 +17,54 @@ from zeroamp.hooks.collectives.collective_calls import issue
 from zeroamp.hooks.collectives.nodes import Nodes
 from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.planning.mesh import device_of, parts_of_axis
-from zeroamp.planning.node_layout import AxisNodes, is_one_node, nodes_of_axis, ranks_per_node
 from zeroamp.policies.errors import some_of
 from zeroamp.policies.policy import Policy
+from zeroamp.wrapping.model_checks import ranks_per_node
+from zeroamp.wrapping.state import MeshNodes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MeshNodes:
-    """The two levels of the axes of a mesh. By default all axes have one level."""
+class AxisNodes:
+    """How the ranks of one axis are placed on nodes."""
 
-    reductions: Mapping[int, Nodes] = field(default_factory=dict)
-    """Axis -> its two levels for reductions. At most one axis has two levels."""
-    gathers: Mapping[int, Nodes] = field(default_factory=dict)
-    """Axis -> its two levels for all-gathers. Other process groups if `zeroamp.separate_reduce_scatter_group` is on."""
-    why_flat: str | None = None
-    """Why an axis that spans nodes has one level. None if there is no such axis."""
+    num_nodes: int
+    num_inside: int | None
+    """Ranks of the axis on each node. None unless they are neighbours in the axis, and a power of two above 1."""
+
+    @property
+    def is_two_level(self) -> bool:
+        """Whether a reduction in two levels is possible and differs from one in one level."""
+        return self.num_nodes > 1 and self.num_inside is not None
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether nodes have several ranks of the axis, but in an order in which two levels would change the bits."""
+        return self.num_nodes > 1 and self.num_inside is None
+
+
+def nodes_of_axis(ranks: Sequence[int], per_node: int) -> AxisNodes:
+    """Return how an axis is placed on nodes of `per_node` consecutive ranks.
+
+    `ranks` are the axis's global ranks, in the order of the axis. With one rank on each node there is nothing to sum in
+    a node: `num_nodes` is then 1.
+    """
+    runs = [(node, len(list(run))) for node, run in groupby(rank // per_node for rank in ranks)]
+    nodes, sizes = {node for node, _ in runs}, {size for _, size in runs}
+    if sizes == {1} and len(nodes) == len(runs):
+        return AxisNodes(num_nodes=1, num_inside=None)  # nothing to sum inside a node
+    (size, *others) = sizes
+    is_even = not others and len(nodes) == len(runs) and size & (size - 1) == 0
+    return AxisNodes(num_nodes=len(nodes), num_inside=size if is_even else None)
 
 
 def nodes_of_mesh(policy: Policy, mesh: DeviceMesh, world: dist.ProcessGroup | None) -> MeshNodes:
-    """Return the two levels of the mesh's axes. All ranks of the mesh call this.
+    """Return the two levels of the axes of a mesh that spans nodes. All ranks of the mesh call this.
 
-    If all ranks share a node, if the number of ranks per node is not known, or with native sums, all axes have one
-    level and nothing is communicated. Otherwise the ranks compare their `ranks_per_node` in one small all-reduce. An
-    axis with two levels gets two process groups.
+    The ranks compare their `ranks_per_node` in one small all-reduce. An axis with two levels gets two process groups.
     """
     per_node = ranks_per_node(policy)
-    # Of the world, not of the mesh: on nodes of different sizes, all ranks must decide alike.
-    if per_node is None or is_one_node(policy, dist.get_world_size()) or policy.reduce_accumulate_dtype != "fp32":
-        return MeshNodes()
+    if per_node is None:
+        raise AssertionError("expected a known number of ranks per node, got none")
     if not _is_equal(per_node, mesh, world):
         return MeshNodes(why_flat="nodes have different numbers of ranks")
     found: dict[int, AxisNodes] = {}

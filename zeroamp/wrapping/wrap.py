@@ -42,13 +42,13 @@ from zeroamp.wrapping.model_checks import (
     check_ranks_agree,
     check_torch,
     description_of,
+    is_one_node,
 )
 from zeroamp.wrapping.rank_group import Description, run_alike
 from zeroamp.wrapping.refused_meshes import refuse_combinations
 from zeroamp.wrapping.shard import shard_model
 from zeroamp.wrapping.state import WrapState, record_state, wrap_state
 from zeroamp.wrapping.summary import describe_master_weights, describe_uncast_experts, size_summary
-from zeroamp.wrapping.two_levels import nodes_of_mesh
 
 logger = logging.getLogger("zeroamp")
 
@@ -158,15 +158,18 @@ def wrap_model(
         logger.info("%s", line)
     cast_buffers(model, plan)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
-    handles = return_no_views(model.get_submodule(fqn) for fqn in plan.own_units)
+    return_no_views(model.get_submodule(fqn) for fqn in plan.own_units)
     holders = shard_model(model, plan, axes)
     if is_meta and materialize:
         materialize_model(model, mesh, device_of(mesh), shard_device(policy, mesh))
     traffic = Traffic(enabled=policy.count_traffic)
     state = WrapState(root=model, plan=plan, mesh=mesh, world=world, traffic=traffic, holders=holders)
     state.axes, state.extensions = axes, extensions
-    state.handles += handles
-    state.nodes = nodes_of_mesh(policy, mesh, world)
+    # Of all ranks, not of the mesh: on nodes of different sizes, all ranks must decide alike.
+    if policy.reduce_accumulate_dtype == "fp32" and not is_one_node(policy):
+        from zeroamp.wrapping.two_levels import nodes_of_mesh
+
+        state.nodes = nodes_of_mesh(policy, mesh, world)
     attach_hooks(model, state)
     for extension in extensions:
         extension.attach(model, state)
@@ -226,7 +229,7 @@ def _refuse_unusable(model: object) -> None:
     if wrapped is not None:
         raise WrapError(
             f"{wrapped or 'The root'} is sharded already: fully_shard or wrap_model was applied to it. Wrap a model "
-            "once, or call zeroamp.unwrap_model first."
+            "once. To wrap it in another way, build it anew."
         )
     meta = [fqn for fqn, parameter in model.named_parameters() if parameter.is_meta]
     real = [fqn for fqn, parameter in model.named_parameters() if not parameter.is_meta]

@@ -104,27 +104,6 @@ def test_groups_of_parts_of_all_ranks_do_not_depend_on_groups_of_the_program(ran
         assert found == [([1, 3], 4) if rank % 2 else ([0, 2], 2), ([0, 1, 2, 3], 6)]
 
 
-def _left_by_remove_fsdp():
-    """What FSDP2 put on a module, and what `remove_fsdp` leaves of it."""
-    module = _fully_sharded()
-
-    def found():
-        hooks = [
-            *("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
-            "_load_state_dict_post_hooks",
-        ]
-        return {
-            "hooks": sum(len(getattr(module, name)) for name in hooks),
-            "attributes": sorted(vars(module).keys() - vars(nn.Linear(2, 2)).keys()),
-            "state": module in _fsdp._module_state_mapping,
-            "class": type(module).__name__,
-        }
-
-    before = found()
-    _fsdp.remove_fsdp(module)
-    return before, found()
-
-
 def test_the_names_of_fsdp_exist(ranks2):
     assert ranks2.run(_missing_of_fsdp) == [[], []]
     assert hasattr(FSDPModule, "_get_fsdp_state")
@@ -133,15 +112,6 @@ def test_the_names_of_fsdp_exist(ranks2):
         ("all_gather_single", "all_gather_into_tensor"),
     ):
         assert hasattr(torch.distributed, new) or hasattr(torch.distributed, old)
-
-
-def test_fsdp_leaves_nothing_on_a_module_that_it_was_removed_from(ranks2):
-    before, after = ranks2.run(_left_by_remove_fsdp)[0]
-    assert before["hooks"] >= 5
-    assert before["state"]
-    assert before["class"] == "FSDPLinear"
-    assert before["attributes"]
-    assert after == {"hooks": 0, "attributes": [], "state": False, "class": "Linear"}
 
 
 def _local_parts():

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tests.oracles.one_process import tree
 from zeroamp.hooks.collectives.exchange_and_sum import all_reduce_in_tree_order, exchange
-from zeroamp.hooks.collectives.nodes import Nodes, all_gather_of_axis
+from zeroamp.hooks.collectives.nodes import Nodes
 from zeroamp.hooks.collectives.tree_sum import tree_sum
 
 NUMEL = 123
@@ -38,7 +38,7 @@ def _reduced(num_inside, partials, dtype):
         output = torch.empty(NUMEL * size)
         own = output[rank * NUMEL : (rank + 1) * NUMEL]  # in place, as FSDP2 does
         own.copy_(_gradient(rank, size, torch.float32)[:NUMEL])
-        work = all_gather_of_axis(output, own, dist.group.WORLD, nodes, async_op=async_op)
+        work = nodes.all_gather(output, own, async_op=async_op)
         assert (work is not None) == async_op
         if work is not None:
             assert work.wait()

@@ -35,15 +35,16 @@ class Probe(nn.Module):
 def _attached(forward, module):
     hooks = UnitHooks()
     forward.add_hooks(module, hooks)
-    return hooks.register()
+    hooks.register()
 
 
 def _with_autocast(module, dtype=torch.bfloat16):
-    """Attach what `wrap_model` attaches for a config with autocast; return the module and the handles."""
+    """Attach what `wrap_model` attaches for a config with autocast; return the module."""
     forward = RootForward()
     forward.add("outer autocast", warn_of_other_autocast("cpu", dtype))
     forward.add("autocast", enter_autocast("cpu", dtype))
-    return module, _attached(forward, module)
+    _attached(forward, module)
+    return module
 
 
 def _without_autocast(module, mode):
@@ -54,7 +55,7 @@ def _without_autocast(module, mode):
 
 
 def _probe():
-    return _with_autocast(Probe())[0]
+    return _with_autocast(Probe())
 
 
 def test_on_inside_and_off_outside():
@@ -63,18 +64,11 @@ def test_on_inside_and_off_outside():
 
 
 def test_off_after_a_forward_that_raises():
-    probe, _ = _with_autocast(Probe("raise"))
+    probe = _with_autocast(Probe("raise"))
     for _ in range(2):
         with pytest.raises(ValueError, match="from the forward"):
             probe()
         assert not torch.is_autocast_enabled("cpu")
-
-
-def test_the_hooks_can_be_removed():
-    probe, handles = _with_autocast(Probe())
-    for handle in handles:
-        handle.remove()
-    assert probe()[0] is False
 
 
 @pytest.mark.parametrize(("outer", "words"), [("none", None), ("same", None),
@@ -124,7 +118,7 @@ class Inner(nn.Module):
 
 
 def test_a_region_that_the_model_opens_itself_is_its_own_business(caplog):
-    assert _with_autocast(Inner())[0]() is False
+    assert _with_autocast(Inner())() is False
     assert _without_autocast(Inner(), "fp32")() is False
     assert caplog.messages == []
 
@@ -162,7 +156,7 @@ class Recorder(nn.Module):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("outer", ["none", "other dtype", "disabled"])
 def test_activation_checkpointing_recomputes_under_the_configs_autocast(outer, use_reentrant):
-    model, _ = _with_autocast(Recorder())
+    model = _with_autocast(Recorder())
     with OUTER[outer]():
         output = model(torch.randn(2, 4, requires_grad=True), use_reentrant)
     output.sum().backward()

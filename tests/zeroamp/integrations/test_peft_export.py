@@ -250,11 +250,11 @@ def _refused(folder):
         "prompt": (lambda: export_adapter(prompt, folder), "save_pretrained"),
         "merged prompt": (
             lambda: export_merged(prompt, folder),
-            "cannot be merged: it changes the input, not weights. C",
+            "cannot be merged: it changes the input, not weights. Build",
         ),
         "merged VeRA": (
             lambda: export_merged(shared, folder),
-            "(VERA) cannot be merged layer by layer: its layers share base_model.vera_A.default. Call zeroamp.unwrap",
+            "(VERA) cannot be merged layer by layer: its layers share base_model.vera_A.default. Build the model again",
         ),
         "merged Lily": (
             lambda: export_merged(unmergeable, folder),

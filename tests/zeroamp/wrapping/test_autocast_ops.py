@@ -185,16 +185,13 @@ def _outside():
         outside = torch.nn.functional.grouped_mm(x, weight, offs=ends).dtype
     wrapped = [fqn for fqn, module in model.named_modules() if "forward" in vars(module)]
     verified = str(zeroamp.explain(model).verify(model, EXPERTS["grouped"].batch(0)))
-    zeroamp.unwrap_model(model)
-    left = [fqn for fqn, module in model.named_modules() if "forward" in vars(module)]
-    return inside, outside, wrapped, left, verified
+    return inside, outside, wrapped, verified
 
 
-def test_autocast_of_the_step_casts_too_and_nothing_is_left_after_unwrapping(ranks2):
-    for inside, outside, wrapped, left, verified in ranks2.run(_outside):
+def test_autocast_of_the_step_casts_too(ranks2):
+    for inside, outside, wrapped, verified in ranks2.run(_outside):
         assert (inside, outside) == (torch.bfloat16, torch.float32)
         assert wrapped == ["blocks.0.experts", "blocks.1.experts"]
-        assert left == []
         assert verified
 
 

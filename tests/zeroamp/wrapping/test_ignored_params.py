@@ -153,8 +153,7 @@ def _resumed(folder):
     zeroamp.load_hf(model, folder / "export")
     loaded = full_parameters(model)
     assert all(torch.equal(loaded[name], value) for name, value in exported.items())
-    plain = zeroamp.unwrap_model(model)
-    return [name for name, parameter in plain.named_parameters() if not torch.equal(parameter, exported[name])]
+    return [name for name, parameter in full_parameters(model).items() if not torch.equal(parameter, exported[name])]
 
 
 def test_checkpoints_exports_and_loads_have_them(ranks2, tmp_path):

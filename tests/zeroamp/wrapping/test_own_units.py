@@ -312,20 +312,6 @@ def test_a_registered_method_may_call_both(ranks2):
     assert is_sharded, "reading a parameter outside of a forward unshards nothing"
 
 
-def _unwrap():
-    model = wrapped("chunked_calls", config(3, threshold=LARGE))
-    _step(model, "chunked_calls")
-    whole = full_parameters(model)
-    zeroamp.unwrap_model(model)
-    model(batch("chunked_calls", 0)).backward()
-    assert type(model.embed) is torch.nn.Embedding
-    return same_bits(whole, {fqn: parameter.detach() for fqn, parameter in model.named_parameters()})
-
-
-def test_unwrapping_leaves_plain_modules(ranks2):
-    assert ranks2.run(_unwrap)[0] == []
-
-
 def _read(name):
     """Return the error of a forward and backward that read a weight outside of its module, and its notes."""
     model = wrapped(name, config(3, threshold=LARGE))

@@ -266,9 +266,7 @@ def test_parts_of_gradients_that_nobody_adds_are_an_error(ranks4, module, fqn):
 def _unsupported_optimizer(how):
     mesh = mesh_of(**AXES)
     model, _ = parallel_training.start(mesh, config(3))
-    if how == "unwrap":
-        zeroamp.unwrap_model(model)
-    elif how == "verify":
+    if how == "verify":
         zeroamp.explain(model).verify(model, parallel.samples(0))
     else:
         matrices = [p for p in model.parameters() if p.dim() == 2]
@@ -279,7 +277,6 @@ def _unsupported_optimizer(how):
     ("how", "text"),
     [
         ("muon", "StepError: .*torch's Muon, which is not updated on plain shards.*AdamW"),
-        ("unwrap", "WrapError: unwrap_model is not supported with tensor .*export_hf"),
         ("verify", "WrapError: Ledger.verify is not supported with tensor"),
     ],
 )

@@ -82,8 +82,8 @@ def _refuse(how):
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("twice", "The root is sharded already.*unwrap_model"),
-        ("fully_shard", "blocks.1 is sharded already.*unwrap_model"),
+        ("twice", "The root is sharded already.*build it anew"),
+        ("fully_shard", "blocks.1 is sharded already.*build it anew"),
         ("no module", "model must be a torch.nn.Module"),
         ("config", "policy must be a Policy, but is a dict. Pass zeroamp.policy_from_config"),
         ("mesh", "mesh .*shape \\(1, 2\\) at stage 0"),

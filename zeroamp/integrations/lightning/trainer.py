@@ -217,8 +217,8 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
             self._driver = StepDriver(module, _HOW_TO_ACCUMULATE)
         if self._driver.state.plan.policy != self._policy:
             raise WrapError(
-                f"{type(module).__name__} was wrapped with another config before. Call zeroamp.unwrap_model(model) "
-                "first, or use the same config and Trainer arguments."
+                f"{type(module).__name__} was wrapped with another config before. Build a new module, or use the "
+                "same config and Trainer arguments."
             )
         self.model = ForwardModule(module)
         self.barrier()

@@ -3,7 +3,8 @@
 import pytest
 
 import zeroamp
-from zeroamp.planning.node_layout import nodes_of_axis, ranks_per_node
+from zeroamp.wrapping.model_checks import ranks_per_node
+from zeroamp.wrapping.two_levels import nodes_of_axis
 
 
 @pytest.mark.parametrize(

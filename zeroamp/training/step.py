@@ -17,6 +17,7 @@ from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import StepError
 from zeroamp.policies.extensions import load
 from zeroamp.training.callbacks import Callbacks, call_observers
+from zeroamp.training.loaded_state import shard_loaded_state
 from zeroamp.training.loss_scaler import LossScaler
 from zeroamp.training.losses import StepLosses
 from zeroamp.training.micro_batches import MicroBatches
@@ -158,6 +159,7 @@ class TrainStep:
         refuse_unusable(self.optimizers, self.schedulers, self._state.root, self.micro_batches.parameters)
         for optimizer, on_shards in zip(self.optimizers, self._on_shards, strict=True):
             refuse_unsupported(optimizer, on_shards=on_shards)
+            shard_loaded_state(optimizer, self._state.root)
             if not self._state.axes.is_plain:
                 refuse_on_two_axes(optimizer, on_shards=on_shards)
             for extension in self._state.extensions:

@@ -1,0 +1,93 @@
+"""Optimizer state that comes from a run without zeroamp: its whole tensors are sharded when they are loaded."""
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zeroamp.planning.mesh import local_slices
+from zeroamp.policies.errors import StepError
+from zeroamp.training.optimizer_kinds import ELEMENTWISE
+
+
+def shard_loaded_state(optimizer: torch.optim.Optimizer, root: nn.Module) -> None:
+    """Shard the whole tensors of an optimizer's state, now and at each later `load_state_dict`.
+
+    Call it while the parameters of `root`, the wrapped model, are sharded.
+
+    Raises:
+        StepError: a tensor does not fit its parameter.
+    """
+    names = {id(parameter): fqn for fqn, parameter in root.named_parameters()}
+
+    def before_load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        saved = (index for group in state_dict["param_groups"] for index in group["params"])
+        own = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        state = dict(state_dict["state"])
+        for index, parameter in zip(saved, own, strict=False):  # torch refuses other numbers of parameters
+            if index in state:
+                state[index] = _sharded_state(optimizer, parameter, state[index], names)
+        return {**state_dict, "state": state}
+
+    for parameter, values in optimizer.state.items():
+        optimizer.state[parameter] = _sharded_state(optimizer, parameter, values, names)
+    with suppress(AttributeError):  # a wrapper that does not call `Optimizer.__init__` has no hooks
+        optimizer.register_load_state_dict_pre_hook(before_load)
+
+
+@torch.no_grad()
+def _sharded_state(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, values: dict[str, Any], names: dict[int, str]
+) -> dict[str, Any]:
+    """Return the state of one parameter, with whole tensors sharded like the parameter. Communicates nothing.
+
+    Only torch's element-wise optimizers are known to have state of the parameter's shape. Others may have plain tensors
+    of their shard, such as 8-bit values in blocks: these are returned as they are.
+    """
+    if not isinstance(parameter, DTensor):
+        return values
+    is_known, result = type(optimizer) in ELEMENTWISE, dict(values)
+    for key, value in values.items():
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            continue
+        is_plain, is_whole = type(value) is torch.Tensor, value.shape == parameter.shape
+        if is_known and is_plain and is_whole:
+            result[key] = _shard_like(parameter, value)
+        elif (is_known and not _is_sharded_like(parameter, value)) or (
+            is_plain and is_whole and parameter.to_local().shape != parameter.shape
+        ):
+            raise StepError(
+                f'{type(optimizer).__name__} was given the state "{key}" of {names.get(id(parameter), "a parameter")} '
+                f"as {_described(value)}, but the parameter is {_described(parameter)}. Load DTensors that are "
+                "sharded like the parameter, or a checkpoint by zeroamp.load_checkpoint; for torch's element-wise "
+                "optimizers, also whole tensors in the order of model.parameters(). Or leave the state out."
+            )
+    return result
+
+
+def _is_sharded_like(parameter: DTensor, value: torch.Tensor) -> bool:
+    return (
+        isinstance(value, DTensor)
+        and value.shape == parameter.shape
+        and value.device_mesh == parameter.device_mesh
+        and value.placements == parameter.placements
+    )
+
+
+def _described(tensor: torch.Tensor) -> str:
+    if not isinstance(tensor, DTensor):
+        return f"a plain tensor of shape {tuple(tensor.shape)}"
+    return f"a DTensor of shape {tuple(tensor.shape)}, sharded as {', '.join(map(str, tensor.placements))}"
+
+
+def _shard_like(parameter: DTensor, whole: torch.Tensor) -> DTensor:
+    return DTensor.from_local(
+        whole[local_slices(parameter)].clone(),  # not a view, which would retain the whole tensor
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

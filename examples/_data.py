@@ -100,7 +100,7 @@ def training_batches(
 
     All ranks use the same endless order of rows. Each optimizer step takes the next rows for all of its micro-batches,
     beginning with row `start`, and micro-batch i gets the i-th part of them. `indices` are those of this rank:
-    `TrainStep.micro_batch_indices`. So a step with the same number of rows has the same micro-batches on any number of
+    `zeroamp.micro_batch_indices`. So a step with the same number of rows has the same micro-batches on any number of
     ranks.
     """
     if len(sequences) < world_size:

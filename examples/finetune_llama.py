@@ -151,7 +151,7 @@ def train_loop(
     batches = training_batches(
         rows,
         micro_batch_size=args.micro_batch_size,
-        indices=train.micro_batch_indices,
+        indices=zeroamp.micro_batch_indices(train),
         world_size=world_size,
         seed=args.seed,
         start=sum(run.num_tokens) // args.seq_len,  # skip the rows that earlier starts trained on
@@ -187,7 +187,7 @@ def train_loop(
                     on_save(save(step=step, extra=asdict(run)), run)
                 else:  # written in the background; the next save, or the end of the loop, waits for it
                     save(step=step, extra=asdict(run), async_=True)
-        train.saving.wait()
+        zeroamp.wait_for_save(model)
     return True
 
 

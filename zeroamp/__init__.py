@@ -35,10 +35,6 @@ EXTENSIONS = {
     "TrainStep.refuse_other": "zeroamp.optimizers.kinds:refuse_other",
     "TrainStep.resolve_overrides": "zeroamp.optimizers.kinds:resolve_overrides",
     "torch.optim.Muon": "zeroamp.optimizers.muon:updating_matrices",
-    "TrainStep.micro_batch_index": "zeroamp.reproducible.order:index_of",
-    "TrainStep.micro_batch_indices": "zeroamp.reproducible.order:indices_of",
-    "TrainStep.micro_batch_seed": "zeroamp.reproducible.seeds:seed_of_next",
-    "TrainStep.saving": "zeroamp.checkpoint.background:saving_of",
 }
 """Name -> a class or function that is loaded at its first use, as "module:name".
 

@@ -1,5 +1,6 @@
 """The public names of zeroamp: type checkers read this file, and `__init__.py` imports each name from where it says."""
 
+from zeroamp.checkpoint.background import wait_for_save as wait_for_save
 from zeroamp.checkpoint.export import export_checkpoint as export_checkpoint
 from zeroamp.checkpoint.folder import latest_checkpoint as latest_checkpoint
 from zeroamp.checkpoint.load import load_checkpoint as load_checkpoint
@@ -39,18 +40,21 @@ from zeroamp.reporting.run_report import RunReport as RunReport
 from zeroamp.reporting.saved_runs import SavedRun as SavedRun
 from zeroamp.reporting.saved_runs import read_run as read_run
 from zeroamp.reporting.step_record import StepRecord as StepRecord
+from zeroamp.reproducible.order import micro_batch_index as micro_batch_index
+from zeroamp.reproducible.order import micro_batch_indices as micro_batch_indices
 from zeroamp.reproducible.sampler import MicroBatchSampler as MicroBatchSampler
+from zeroamp.reproducible.seeds import micro_batch_seed as micro_batch_seed
 from zeroamp.training.callbacks import Callback as Callback
-from zeroamp.training.full_tensors import full_gradient as full_gradient
-from zeroamp.training.full_tensors import full_optimizer_state as full_optimizer_state
-from zeroamp.training.full_tensors import full_parameter as full_parameter
-from zeroamp.training.full_tensors import set_full_gradient as set_full_gradient
-from zeroamp.training.full_tensors import set_full_optimizer_state as set_full_optimizer_state
-from zeroamp.training.full_tensors import set_full_parameter as set_full_parameter
 from zeroamp.training.step import TrainStep as TrainStep
 from zeroamp.training.step_report import StepReport as StepReport
 from zeroamp.version import __version__ as __version__
 from zeroamp.weights.export import export_hf as export_hf
+from zeroamp.weights.full_tensors import full_gradient as full_gradient
+from zeroamp.weights.full_tensors import full_optimizer_state as full_optimizer_state
+from zeroamp.weights.full_tensors import full_parameter as full_parameter
+from zeroamp.weights.full_tensors import set_full_gradient as set_full_gradient
+from zeroamp.weights.full_tensors import set_full_optimizer_state as set_full_optimizer_state
+from zeroamp.weights.full_tensors import set_full_parameter as set_full_parameter
 from zeroamp.weights.load import load_hf as load_hf
 from zeroamp.wrapping.wrap import register_forward_method as register_forward_method
 from zeroamp.wrapping.wrap import wrap_model as wrap_model

@@ -181,7 +181,7 @@ OPTIMIZER = {
 
 def _set(key: str, value: Any) -> Callable[[Run], None]:
     def step(run: Run) -> None:
-        run.train.optimizer.param_groups[0][key] = value
+        run.train.optimizers[0].param_groups[0][key] = value
         one_backward(run)
 
     return step

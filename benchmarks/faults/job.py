@@ -104,7 +104,7 @@ def run_rank(job: Job, rank: int, init_method: str, folder: Path, log: Log, mome
     timeout = timedelta(seconds=job.timeout_s)
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=job.num_ranks, timeout=timeout)
     model, train = _prepare(job, rank)
-    moments.watch_model(model, train.optimizer)
+    moments.watch_model(model, train.optimizers[0])
     preemption = zeroamp.Preemption(model) if job.handles_sigterm else None
     with preemption or nullcontext():
         moments.enter("load")
@@ -239,7 +239,7 @@ def _state_digest(job: Job, model: nn.Module, train: zeroamp.TrainStep) -> str |
         return None
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        state = train.optimizer.state.get(parameter, {})
+        state = train.optimizers[0].state.get(parameter, {})
         values = (value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor))
         for value in (parameter.detach(), *values):
             digest.update(_whole(value).numpy().tobytes())

@@ -127,7 +127,7 @@ def run(name, cfg, *, num_micro_batches, num_steps, mesh_shape=None, overflow_at
     for step in range(num_steps):
         report = None
         while report is None:
-            index = train.micro_batch_index
+            index = zeroamp.micro_batch_index(train)
             value = loss(name, model, inputs_of(name, step, index, num_micro_batches))
             if overflow_at == (step, index):
                 value = value * math.inf

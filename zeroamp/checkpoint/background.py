@@ -10,9 +10,8 @@ from torch import nn
 
 from zeroamp.checkpoint.tensors import PlanCache
 from zeroamp.policies.errors import CheckpointError
-from zeroamp.training.callbacks import Callback
-from zeroamp.training.step_sums import Receive, step_sums_of
-from zeroamp.wrapping.state import WrapState
+from zeroamp.training.callbacks import Callback, Receive
+from zeroamp.wrapping.state import WrapState, wrap_state
 
 logger = logging.getLogger("zeroamp")
 
@@ -26,10 +25,23 @@ def saving_of(state: WrapState) -> "Saving":
     return _of_root[state.root]
 
 
-class Saving(Callback):
-    """The run's name and its background save. `TrainStep` calls it at the end of each step.
+def wait_for_save(model: nn.Module) -> None:
+    """Wait until the background save of a wrapped model has ended. Call it on every rank.
 
-    From the first background save on, the step's all-reduce has one more number: how many ranks are still saving.
+    A loop calls it at its end, after saves with `save_checkpoint(..., async_=True)`.
+
+    Raises:
+        CheckpointError: the save failed.
+        WrapError: the model is not wrapped.
+    """
+    saving_of(wrap_state(model)).wait()
+
+
+class Saving(Callback):
+    """The run's name and its background save.
+
+    From the first background save on, it is a callback of the model, and the step's all-reduce has one more number: how
+    many ranks are still saving.
     """
 
     def __init__(self, state: WrapState) -> None:
@@ -42,14 +54,16 @@ class Saving(Callback):
         """Its result is the checkpoint's path, or the error of the rank that failed: the same on all ranks."""
         self.is_done = False
         """Whether the last all-reduce reported that the save has ended on all ranks."""
-        self._sums = step_sums_of(state)
+        self._callbacks = state.callbacks
 
     def begin(self, future: Future[Path]) -> None:
         """Follow a background save that all ranks have just started."""
         self.future = future
-        self._sums.put("saving", self._numbers)
+        if self not in self._callbacks:
+            self._callbacks.append(self)
 
-    def _numbers(self) -> tuple[Sequence[float], Receive]:
+    def statistics(self) -> tuple[Sequence[float], Receive]:
+        """Return 1 if this rank is still saving, 0 if not."""
         future = self.future
 
         def receive(sums: Sequence[float]) -> None:

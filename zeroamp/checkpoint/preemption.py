@@ -2,19 +2,14 @@
 
 import signal
 from collections.abc import Iterable, Sequence
-from functools import partial
 from types import FrameType
 from typing import Any, Self
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from zeroamp.training.step_sums import Receive, step_sums_of
+from zeroamp.training.callbacks import Callback, Receive
 from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import wrap_state
-
-_of_root: "WeakKeyDictionary[nn.Module, dict[tuple[int, ...], list[Preemption]]]" = WeakKeyDictionary()
-"""Wrapped model -> signals -> the `Preemption`s whose context has not ended, the newest last."""
 
 
 class Preemption:
@@ -40,15 +35,18 @@ class Preemption:
         """
         state = wrap_state(model)
         self._ranks = RankGroup.for_signals(state.axes.whole)
-        self._sums = step_sums_of(state)
+        self._step = state.step
         self._signals = tuple(signals)
         self._handlers: dict[int, Any] = {}
         self._was_received = False  # on this rank
         self._is_requested = False  # on any rank, as of the last exchange
-        self._num_seen = self._sums.num_sums  # at the last call of `is_requested`
-        self._open = _of_root.setdefault(state.root, {}).setdefault(self._signals, [])
+        self._num_seen = self._step.num_summed  # at the last call of `is_requested`
+        exchanges = [each for each in state.callbacks if isinstance(each, _Exchange) and each.signals == self._signals]
+        if not exchanges:
+            exchanges = [_Exchange(self._signals)]
+            state.callbacks.extend(exchanges)
+        self._open = exchanges[0].opened
         self._open.append(self)
-        self._sums.put(("preemption", self._signals), partial(_numbers, self._open))
 
     def __enter__(self) -> Self:
         """Install handlers of the signals. Python allows this only in the main thread."""
@@ -62,7 +60,7 @@ class Preemption:
         if self in self._open:
             self._open.remove(self)
         for outer in self._open[-1:]:  # earlier sums had the flag of the inner context
-            outer._num_seen = self._sums.num_sums
+            outer._num_seen = self._step.num_summed
 
     def is_requested(self) -> bool:
         """Return whether any rank received a signal: the same on all ranks. All ranks call this at the same place.
@@ -71,7 +69,7 @@ class Preemption:
         a CPU of that step, on other devices of the step before it, so that the host does not wait. Otherwise the ranks
         exchange one small message.
         """
-        num_sums = self._sums.num_sums
+        num_sums = self._step.num_summed
         if num_sums == self._num_seen or self._open[-1:] != [self]:
             self._is_requested |= self._ranks.any(self._was_received)
         self._num_seen = num_sums
@@ -81,12 +79,20 @@ class Preemption:
         self._was_received = True
 
 
-def _numbers(opened: "list[Preemption]") -> tuple[Sequence[float], Receive]:
-    """Return, for the step's all-reduce, whether this rank received a signal. The newest context handles it."""
-    newest = opened[-1] if opened else None
+class _Exchange(Callback):
+    """Adds to the step's all-reduce whether this rank received one of `signals`. All contexts of a model share it."""
 
-    def receive(sums: Sequence[float]) -> None:
-        if newest is not None:
-            newest._is_requested |= sums[0] > 0
+    def __init__(self, signals: tuple[int, ...]) -> None:
+        self.signals = signals
+        self.opened: list[Preemption] = []
+        """The `Preemption`s whose context has not ended. The newest, which is last, handles the signals."""
 
-    return [float(newest is not None and newest._was_received)], receive
+    def statistics(self) -> tuple[Sequence[float], Receive]:
+        """Return one number, 0 while no context is open."""
+        newest = self.opened[-1] if self.opened else None
+
+        def receive(sums: Sequence[float]) -> None:
+            if newest is not None:
+                newest._is_requested |= sums[0] > 0
+
+        return [float(newest is not None and newest._was_received)], receive

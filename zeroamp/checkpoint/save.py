@@ -38,7 +38,7 @@ from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.policies.numbers import is_integer
 from zeroamp.training.refused_arguments import Scheduler, StatefulScheduler, refuse_unsharded
-from zeroamp.training.step import TrainStep
+from zeroamp.training.step import TrainStep, driver_of
 from zeroamp.version import __version__
 from zeroamp.weights.drafts import sync_to_disk, write_durably
 from zeroamp.weights.files import MANIFEST
@@ -126,10 +126,8 @@ def save_checkpoint(
         {'sample': 4}
     """
     state = wrap_state(model)
-    train.micro_batches.refuse_after_failure("save_checkpoint")  # the state may be half updated
+    driver_of(train).micro_batches.refuse_after_failure("save_checkpoint")  # the state may be half updated
     saving = saving_of(state)
-    if saving not in train.callbacks:
-        train.callbacks.append(saving)
     saving.abandon()
     ranks = RankGroup.for_saving(state.axes.whole)
     step = train.num_steps if step is None else step

@@ -21,9 +21,10 @@ from zeroamp.policies.errors import StepError
 from zeroamp.policies.policy import Policy
 from zeroamp.training.callbacks import Callback
 from zeroamp.training.refused_arguments import Scheduler, refuse_loss
-from zeroamp.training.step import TrainStep
+from zeroamp.training.step import TrainStep, driver_of
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.state import reshard, wrap_state
+from zeroamp.wrapping.step_state import Phase
 
 engines: "WeakSet[DeepSpeedEngine]" = WeakSet()
 """The engines of this process. Functions of `utils` find a parameter's optimizer here."""
@@ -64,7 +65,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         """The wrapped model."""
         self.train_step = train_step
         """The `TrainStep` inside, for callbacks and reports; None without an optimizer."""
-        self.optimizer = None if train_step is None else ZeroOptimizer(self, train_step.optimizer)
+        self.optimizer = None if train_step is None else ZeroOptimizer(self, train_step.optimizers[0])
         """The optimizer that `initialize` returns; None without an optimizer."""
         self.training_dataloader: Any = None
         self.collate_fn = collate_fn
@@ -141,7 +142,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
             raise StepError("engine.step was called inside no_sync(). Run one backward after no_sync(), then step().")
         self._step_applied = False
         if self.is_gradient_accumulation_boundary():
-            if train_step.is_between_steps and wrap_state(train_step.model).failure is None:
+            if wrap_state(train_step.model).step.phase is Phase.IDLE:
                 raise StepError(
                     "engine.step was called without a backward of the engine since the last optimizer step. Call "
                     "engine.backward(loss) before it, instead of loss.backward()."
@@ -149,7 +150,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
             try:
                 self.report = train_step.step()
             finally:
-                if train_step.is_between_steps:  # also after an error that ended the optimizer step
+                if driver_of(train_step).is_between_steps:  # also after an error that ended the optimizer step
                     self._num_accumulated = 0
             if self.report is None:
                 raise AssertionError("expected a report of the optimizer step, got None")
@@ -168,7 +169,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         """
         if self.train_step is None:
             return
-        num_done, num_accumulated = self.train_step.micro_batches.num_done, self._num_accumulated
+        num_done, num_accumulated = wrap_state(self.module).step.num_micro_batches, self._num_accumulated
         self.train_step.zero_grad()
         self._num_accumulated = num_accumulated
         if num_done > 0 and not self._has_warned:
@@ -247,7 +248,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
     @property
     def lr_scheduler(self) -> Scheduler | None:
         """The scheduler that `initialize` returns. The engine steps it after each update."""
-        return None if self.train_step is None else self.train_step.scheduler
+        return None if self.train_step is None else self.train_step.schedulers[0]
 
     def get_global_grad_norm(self) -> float | None:
         """Return the 2-norm of the last optimizer step's averaged gradient before clipping; None before the first step.
@@ -262,7 +263,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of each param group. A scheduler sets its own after the next update."""
-        for group in self._trained("set_lr").optimizer.param_groups:
+        for group in self._trained("set_lr").optimizers[0].param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:
@@ -277,7 +278,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         return self._of_groups("type")
 
     def _of_groups(self, *keys: str) -> list[Any]:
-        groups = [] if self.train_step is None else self.train_step.optimizer.param_groups
+        groups = [] if self.train_step is None else self.train_step.optimizers[0].param_groups
         return [next((group[key] for key in keys if key in group), 0.0) for group in groups]
 
     # Ranks and devices

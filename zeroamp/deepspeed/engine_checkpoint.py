@@ -27,6 +27,7 @@ from zeroamp.planning.mesh import local_part
 from zeroamp.policies.errors import CheckpointError, StepError, describe, some_of
 from zeroamp.policies.files import read_regular
 from zeroamp.training.refused_arguments import StatefulScheduler
+from zeroamp.training.step import driver_of
 from zeroamp.weights.drafts import replace_durably
 from zeroamp.weights.export import overflow, refuse_overflows, whole_weight
 from zeroamp.weights.model_weights import find_weights
@@ -170,7 +171,7 @@ def _load_theirs(engine: "DeepSpeedEngine", folder: Path, tag: str, parts: Parts
     """Load a checkpoint of DeepSpeed. A scheduler of the script loads the state that DeepSpeed saved."""
     train_step = engine.train_step
     if train_step is not None:
-        train_step.micro_batches.refuse_unfinished("engine.load_checkpoint")
+        driver_of(train_step).micro_batches.refuse_unfinished("engine.load_checkpoint")
     loaded: DeepSpeedCheckpoint = load_deepspeed_checkpoint(
         folder,
         engine.module,
@@ -188,7 +189,8 @@ def _load_theirs(engine: "DeepSpeedEngine", folder: Path, tag: str, parts: Parts
             scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": num_taken})
     if parts.counts:
         if train_step is not None:
-            train_step.num_steps, train_step.num_skipped = num_taken, loaded.skipped_steps
+            driver = driver_of(train_step)
+            driver.num_steps, driver.num_skipped = num_taken, loaded.skipped_steps
         engine.global_steps = loaded.global_steps
         engine.global_samples = loaded.global_steps * engine.train_batch_size()
         engine.micro_steps = loaded.global_steps * engine.gradient_accumulation_steps()

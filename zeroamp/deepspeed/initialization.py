@@ -17,10 +17,10 @@ from zeroamp.deepspeed.refused import refusal
 from zeroamp.deepspeed.utils import leaf_names
 from zeroamp.deepspeed.zero import mark_sharded
 from zeroamp.optimizers.from_config import optimizer_from_config
+from zeroamp.optimizers.parameters_before import ParametersBefore
 from zeroamp.optimizers.schedulers import scheduler_from_config
 from zeroamp.policies.errors import ConfigError, StepError, shown
 from zeroamp.policies.policy import Policy, policy_from_config
-from zeroamp.training.parameters_before import ParametersBefore
 from zeroamp.training.refused_arguments import Scheduler
 from zeroamp.training.step import TrainStep
 from zeroamp.wrapping.wrap import wrap_model

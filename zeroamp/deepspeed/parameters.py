@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroamp.optimizers.parameters_before import ParametersBefore
 from zeroamp.policies.errors import StepError
-from zeroamp.training.parameters_before import ParametersBefore
 
 REPLACED = "_zeroamp_replaced"
 """Attribute that marks a parameter that `initialize` has replaced. A script may still refer to it."""

@@ -40,12 +40,12 @@ class Training:
 
     def apply(self) -> None:
         """Load the state into the `TrainStep`."""
-        optimizer = self.train.optimizer
+        optimizer = self.train.optimizers[0]
         state = {index: _adam_state(parameter, step, stored) for index, parameter, step, stored in self.moments}
         optimizer.load_state_dict({"state": state, "param_groups": self.param_groups})
         self.train.load_state_dict(self.step_state)
-        if self.scheduler_state is not None and isinstance(self.train.scheduler, CurveLR):
-            self.train.scheduler.load_state_dict(self.scheduler_state)
+        if self.scheduler_state is not None and isinstance(self.train.schedulers[0], CurveLR):
+            self.train.schedulers[0].load_state_dict(self.scheduler_state)
 
 
 def _adam_state(parameter: nn.Parameter, step: float, stored: dict[str, StoredTensor]) -> dict[str, torch.Tensor]:
@@ -67,14 +67,13 @@ def plan_training(
         StepError: called inside an optimizer step.
     """
     current = train.state_dict()
-    plan = Training(train=train, param_groups=train.optimizer.state_dict()["param_groups"])
+    plan = Training(train=train, param_groups=train.optimizers[0].state_dict()["param_groups"])
     moments = contents.moments
-    if moments is None or not isinstance(train.optimizer, torch.optim.Adam):
+    if moments is None or not isinstance(train.optimizers[0], torch.optim.Adam):
         problem = "was saved at ZeRO stage 0, where DeepSpeed stores it without parameter names"
         if moments is not None:
-            problem = (
-                f"can be loaded into torch.optim.Adam or AdamW, but the optimizer is {type(train.optimizer).__name__}"
-            )
+            found = type(train.optimizers[0]).__name__
+            problem = f"can be loaded into torch.optim.Adam or AdamW, but the optimizer is {found}"
         raise CheckpointError(f"The optimizer state of {path} {problem}. {_ALONE}")
     names = {id(weight.tensor): weight.names for weight in weights}
     stored_names = _map_parameters(plan, names, contents.aliases, moments)
@@ -100,7 +99,7 @@ def _map_parameters(
     """
     by_group: list[list[str]] = []
     index = 0
-    for group in plan.train.optimizer.param_groups:
+    for group in plan.train.optimizers[0].param_groups:
         by_group.append([])
         for parameter in group["params"]:
             for name in find(names[id(parameter)], aliases, moments.group_of):
@@ -194,7 +193,7 @@ def _plan_scheduler(plan: Training, contents: Contents) -> None:
     saved = contents.lr_scheduler
     if saved is None:
         return
-    scheduler = plan.train.scheduler
+    scheduler = plan.train.schedulers[0]
     if isinstance(scheduler, CurveLR) and set(saved) == {"last_batch_iteration"}:
         plan.scheduler_state = scheduler.state_dict() | {"last_epoch": plan.step_state["num_steps"]}
     else:

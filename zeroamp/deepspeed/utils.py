@@ -12,7 +12,7 @@ from zeroamp.deepspeed.data_loaders import RepeatingLoader as RepeatingLoader
 from zeroamp.deepspeed.refused import refusal, unknown
 from zeroamp.planning.mesh import local_part
 from zeroamp.policies.errors import StepError, describe
-from zeroamp.training.full_tensors import (
+from zeroamp.weights.full_tensors import (
     full_gradient,
     full_optimizer_state,
     full_parameter,
@@ -21,6 +21,7 @@ from zeroamp.training.full_tensors import (
     set_full_parameter,
 )
 from zeroamp.wrapping.state import WrapState, owner_of
+from zeroamp.wrapping.step_state import Phase
 
 logger = logging.getLogger("zeroamp")
 """The logger of zeroamp."""
@@ -200,7 +201,7 @@ def _optimizer_of(param: nn.Parameter) -> torch.optim.Optimizer | None:
 
     state, sharded = owner_of(param)
     for engine in engines:
-        optimizer = engine.train_step.optimizer if engine.train_step is not None else None
+        optimizer = engine.train_step.optimizers[0] if engine.train_step is not None else None
         if engine.module is state.root and optimizer is not None and optimizer.state.get(sharded):
             return optimizer
     return None
@@ -228,14 +229,14 @@ def _local_grad(param: nn.Parameter, method: str) -> tuple[torch.Tensor | None, 
 
 
 def _complete(state: WrapState, method: str) -> float:
-    if state.gradient_scale is None:
+    if state.step.phase is Phase.OPEN:
         raise StepError(
             f"{method} was called before the last micro-batch of an optimizer step, when gradients are not complete. "
             "Call it after the last backward and before engine.step()."
         )
     if state.shard_accumulator is not None:
         state.shard_accumulator.flush()
-    return state.gradient_scale
+    return state.step.gradient_scale
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from zeroamp.deepspeed.refused import ZERO, Refused, refusal, unknown
 from zeroamp.hooks.tensors import map_tensors
 from zeroamp.planning.mesh import device_of, local_part
 from zeroamp.policies.errors import StepError
-from zeroamp.training.full_tensors import full_parameter, set_full_parameter
+from zeroamp.weights.full_tensors import full_parameter, set_full_parameter
 from zeroamp.wrapping.state import owner_of, wrap_state
 
 _COPY, _STATUS = "_zeroamp_whole", "ds_status"

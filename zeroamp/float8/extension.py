@@ -192,7 +192,7 @@ def attach_float8(model: nn.Module, state: WrapState, mm_configs: dict[str, Any]
 
     def before_forward(call: ForwardCall) -> AbstractContextManager[None] | None:
         if call.is_outermost:
-            scales.prepare(may_differ=not state.is_in_step)
+            scales.prepare(may_differ=not state.step.is_open)
         return None
 
     state.root_forward.add("before unshard", before_forward)

@@ -42,8 +42,9 @@ class ObservedStep:
         """Run the backward of one micro-batch, and record the dtypes of the gradients that it leaves."""
         policy, micro_batches = self._state.plan.policy, self._micro_batches
         num_micro_batches = policy.gradient_accumulation_steps
-        is_last = micro_batches.num_done + 1 == num_micro_batches
-        if micro_batches.num_done == 0:
+        step = self._state.step
+        is_last = step.num_micro_batches + 1 == num_micro_batches
+        if not step.is_open:
             micro_batches.refuse_other_gradients()
         with micro_batches.noting("backward"):  # FSDP2 cannot go on after a backward that raised
             micro_batches.backward(self._scaler.scale_loss(loss.float() / num_micro_batches), is_last=is_last)
@@ -89,12 +90,12 @@ def leaves_no_trace(state: WrapState) -> Iterator[None]:
     accumulator = state.shard_accumulator
     was_watching = accumulator is not None and accumulator.is_watching
     counts, state.traffic.enabled = state.traffic.enabled, False
-    state.is_observed = True
+    state.step.is_observed = True
     try:
         with preserved_random_state(state.mesh.device_type):
             yield
     finally:
-        state.traffic.enabled, state.is_observed = counts, False
+        state.traffic.enabled, state.step.is_observed = counts, False
         if accumulator is not None and not was_watching:
             accumulator.forget()
         known = {(module, name) for module, name, _, _ in buffers}

@@ -19,12 +19,13 @@ from zeroamp.policies.errors import StepError, describe
 from zeroamp.policies.numbers import is_integer
 from zeroamp.reporting.chrome_trace import LabelTimes, label_times, render_times
 from zeroamp.reporting.files import check_folder
-from zeroamp.training.callbacks import observe_steps
+from zeroamp.training.callbacks import Callback, on_new_train_step
 from zeroamp.training.step import TrainStep
+from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.state import signals_of, wrap_state
 
 
-class Profile:
+class Profile(Callback):
     """A context that profiles some of the optimizer steps inside it, and writes one trace per rank.
 
     All ranks enter it, and leave it after the same steps. `str(profile)` is a table of the labels and their times.
@@ -71,10 +72,11 @@ class Profile:
         """
         if self._root is None:  # the command enters before the script begins: there may be no process group yet
             self._check_folder()
+            on_new_train_step.append(self._attach)
+            self._contexts.callback(on_new_train_step.remove, self._attach)
         else:
             signals_of(wrap_state(self._root)).run(self._check_folder)
             self._follow(self._root)
-        self._contexts.enter_context(observe_steps(self._step))
         self._contexts.enter_context(self._profiler)
         return self
 
@@ -100,16 +102,23 @@ class Profile:
         """Return the labels of this rank and their times as a table, the longest total first."""
         return render_times(self.times)
 
+    def _attach(self, train: TrainStep) -> None:
+        """Follow the first model of the script."""
+        if self._root is None:
+            self._follow(wrap_state(train.model).root)
+
     def _follow(self, root: nn.Module) -> None:
         self._root, self.rank = root, dist.get_rank()
-        for fqn, module in wrap_state(root).units.items():
+        state = wrap_state(root)
+        state.callbacks.append(self)
+        self._contexts.callback(state.callbacks.remove, self)
+        for fqn, module in state.units.items():
             for handle in label_forwards(module, fqn):
                 self._contexts.callback(handle.remove)
 
-    def _step(self, root: nn.Module) -> None:
-        if self._root is None:
-            self._follow(root)
-        if root is not self._root or self.path is not None:
+    def on_step_end(self, _report: StepReport) -> None:
+        """Record a step, and write the trace after the last one."""
+        if self.path is not None:
             return
         self.num_steps += 1
         with warnings.catch_warnings():

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 
@@ -19,12 +19,10 @@ from zeroamp.reporting.run_warnings import RunWarnings
 from zeroamp.reporting.step_record import StepRecord
 from zeroamp.reporting.step_recorder import Figures, existing_recorder, recorder_of
 from zeroamp.reporting.writers import JsonlWriter, ProgressLine, Writers
-from zeroamp.training.step_sums import Receive
+from zeroamp.training.callbacks import Callback, Receive
+from zeroamp.training.step import TrainStep, driver_of
 from zeroamp.version import __version__
 from zeroamp.wrapping.state import WrapState, signals_of, wrap_state
-
-if TYPE_CHECKING:
-    from zeroamp.training.step import TrainStep
 
 FORMAT = 1
 """Version of the file format. Readers skip lines and fields that they do not know."""
@@ -106,7 +104,10 @@ class RunReport:
         self._check = None
         if steps_per_check:
             self._check = _RankCheck(self._ranks.rank, self._ranks.num_ranks, warnings, steps_per_check)
-            train.sums.put("run report", self._check.ask)
+            closed = [each for each in train.callbacks if isinstance(each, _RankCheck)]
+            for each in closed:
+                train.callbacks.remove(each)
+            train.callbacks.append(self._check)
         self._recorder = recorder_of(train)
         self._recorder.add(self._record)
         self._recorder.figures = figures
@@ -153,7 +154,7 @@ class RunReport:
             self._check.step(record)
 
 
-class _RankCheck:
+class _RankCheck(Callback):
     """Exchanges the ranks' busy times and allocator flushes every `every` steps, in the all-reduce of that step.
 
     Each rank sends its median, so that one slow step does not make a slow rank. The first step, which allocates and
@@ -183,7 +184,7 @@ class _RankCheck:
         else:
             self._busy_s.append(record.busy_s)
 
-    def ask(self) -> tuple[Sequence[float], Receive]:
+    def statistics(self) -> tuple[Sequence[float], Receive]:
         """Return this step's numbers for the all-reduce. Most steps have none."""
         # Steps recorded, without the first. On an accelerator the last one is not recorded yet.
         num_taken = self._num_sums - 1
@@ -211,7 +212,7 @@ class _RankCheck:
 
 
 def _check_is_possible(train: "TrainStep") -> None:
-    if not train.is_between_steps:
+    if not driver_of(train).is_between_steps:
         raise StepError(
             "RunReport must be constructed between two optimizer steps, but a backward of this TrainStep has begun. "
             "Construct it after step() returned a report."

@@ -116,7 +116,7 @@ class StepRecorder(Callback):
                 sink(record)
 
     def _around_forward(self, call: ForwardCall) -> AbstractContextManager[None] | None:
-        if self._state.is_observed or not call.is_outermost or not torch.is_grad_enabled():
+        if self._state.step.is_observed or not call.is_outermost or not torch.is_grad_enabled():
             return None
         if (num_tokens := count_tokens(call.args, call.kwargs)) is not None:
             self._num_tokens = (self._num_tokens or 0) + num_tokens
@@ -132,7 +132,7 @@ class StepRecorder(Callback):
 
     def on_collective(self, issued: IssuedCollective) -> None:
         """Add the bytes of a collective to those of the optimizer step."""
-        if not self._state.is_observed:
+        if not self._state.step.is_observed:
             self._traffic[f"{issued.collective} {short_name(issued.tensor.dtype)}"] += issued.tensor.nbytes
 
     def _end_step(self, report: StepReport) -> Callable[[], StepRecord]:

@@ -13,11 +13,11 @@ from zeroamp.reproducible.order import MicroBatchOrder, micro_batch_order
 from zeroamp.reproducible.seeds import MicroBatchRandomness
 from zeroamp.reproducible.tree_sums import UnshardedSums
 from zeroamp.training.arithmetic import StepArithmetic
-from zeroamp.training.losses import LossSum
 from zeroamp.training.micro_batches import MicroBatches
 from zeroamp.training.norm_and_clip import by_device, local_gradients
 from zeroamp.training.scalar_parameters import ReplicatedGradients
 from zeroamp.wrapping.state import WrapState
+from zeroamp.wrapping.step_state import LossSum
 
 
 class OrderedReplicatedGradients(ReplicatedGradients):
@@ -104,7 +104,7 @@ class ReproducibleArithmetic(StepArithmetic):
 
     def refuse_count(self, *, is_last: bool) -> None:
         """Raise if the number of micro-batches is not the config's, and the order of additions depends on it."""
-        per_rank, planned = self._micro_batches.num_done + 1, self._policy.gradient_accumulation_steps
+        per_rank, planned = self._state.step.num_micro_batches + 1, self._policy.gradient_accumulation_steps
         if is_last and self._order.depends_on_count and per_rank != planned:
             raise StepError(
                 f"An optimizer step ends after {per_rank} micro-batch(es), but gradient_accumulation_steps is "
@@ -122,7 +122,7 @@ class ReproducibleArithmetic(StepArithmetic):
 
     def before_backward(self) -> None:
         """Set the number of the micro-batch where its gradients are summed: the order of additions depends on it."""
-        number = self._micro_batches.num_done
+        number = self._state.step.num_micro_batches
         for sums in self._unsharded:
             sums.micro_batch = number
         if self._state.shard_accumulator is not None:

@@ -13,10 +13,10 @@ from zeroamp.policies.policy import Policy
 from zeroamp.reproducible.arithmetic import ReproducibleArithmetic
 from zeroamp.reproducible.checks import check_config, check_reproducible, refuse_dependence_on_shards
 from zeroamp.reproducible.exact_sum import NUM_NUMBERS
-from zeroamp.reproducible.seeds import MicroBatchRandomness
+from zeroamp.reproducible.seeds import MicroBatchRandomness, micro_batch_seed
 from zeroamp.reproducible.tree_sums import TreeSum, UnshardedSums, take_shard_sum
 from zeroamp.training.micro_batches import MicroBatches
-from zeroamp.training.step import TrainStep
+from zeroamp.training.step import TrainStep, driver_of
 from zeroamp.wrapping.attach import accumulate_shards
 from zeroamp.wrapping.state import WrapState
 
@@ -64,10 +64,10 @@ class Reproducible(Extension):
 
     def attach_step(self, train: TrainStep) -> None:
         """Seed the random numbers of each micro-batch."""
-        arithmetic = train.micro_batches.arithmetic
+        arithmetic = driver_of(train).micro_batches.arithmetic
         if self._state is None or not isinstance(arithmetic, ReproducibleArithmetic):
             raise AssertionError("expected the arithmetic of `attach_micro_batches`")
-        arithmetic.randomness = MicroBatchRandomness(self._state, lambda: train.micro_batch_seed)
+        arithmetic.randomness = MicroBatchRandomness(self._state, lambda: micro_batch_seed(train))
 
     def add_traffic(self, plan: Plan, ranks: Ranks, traffic: Traffic) -> None:
         """Add the numbers of the exact sums, and the gradients of 0-D parameters of each micro-batch of each rank."""

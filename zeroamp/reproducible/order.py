@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.planning.mesh import replicate_size, shard_size
 from zeroamp.policies.policy import Policy
-from zeroamp.training.step import TrainStep
+from zeroamp.training.step import TrainStep, driver_of
 from zeroamp.wrapping.state import wrap_state
 
 
@@ -67,15 +67,23 @@ def micro_batch_order(policy: Policy, mesh: DeviceMesh) -> MicroBatchOrder:
     )
 
 
-def index_of(train: TrainStep) -> int:
-    """Return `TrainStep.micro_batch_index`."""
-    number = train.micro_batches.num_done - train.micro_batches.is_complete
+def micro_batch_index(train: TrainStep) -> int:
+    """Return the index of this rank's next micro-batch among those of all ranks in the optimizer step, from 0.
+
+    After the last micro-batch, until `step` has ended the optimizer step, this is the last micro-batch's index.
+    """
+    driver = driver_of(train)
+    number = 0 if driver.is_between_steps else driver.state.step.num_micro_batches - driver.is_reduced
     policy, order = _order_of(train)
     return order.index(number, policy.gradient_accumulation_steps)
 
 
-def indices_of(train: TrainStep) -> range:
-    """Return `TrainStep.micro_batch_indices`."""
+def micro_batch_indices(train: TrainStep) -> range:
+    """Return the indices of this rank's micro-batches of an optimizer step among those of all ranks, in their order.
+
+    A loop whose micro-batch depends only on the step and this index trains on the same data on any number of ranks.
+    `zeroamp.MicroBatchSampler` assigns samples in this way. docs/reproducible.md has the order.
+    """
     policy, order = _order_of(train)
     return order.indices(policy.gradient_accumulation_steps)
 

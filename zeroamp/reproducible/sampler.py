@@ -6,6 +6,7 @@ import torch
 from torch.utils.data import Sampler
 
 from zeroamp.policies.errors import StepError, describe
+from zeroamp.reproducible.order import micro_batch_indices
 from zeroamp.reproducible.seeds import seed_of
 from zeroamp.training.step import TrainStep
 from zeroamp.wrapping.state import wrap_state
@@ -64,7 +65,7 @@ class MicroBatchSampler(Sampler[list[int]]):
                     "Pass the number of samples of one micro-batch.",
                 )
             )
-        num_ranks, per_rank = axes.fsdp.size(), len(train.micro_batch_indices)
+        num_ranks, per_rank = axes.fsdp.size(), len(micro_batch_indices(train))
         self._train = train
         self._num_samples = len(data)
         self._micro_batch_size = micro_batch_size
@@ -85,7 +86,7 @@ class MicroBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Return the number of this rank's micro-batches that are left in the epoch."""
-        return (self.steps_per_epoch - self._next_step % self.steps_per_epoch) * len(self._train.micro_batch_indices)
+        return (self.steps_per_epoch - self._next_step % self.steps_per_epoch) * len(micro_batch_indices(self._train))
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the sample indices of this rank's micro-batches, from the next optimizer step to its epoch's end."""
@@ -96,6 +97,6 @@ class MicroBatchSampler(Sampler[list[int]]):
             samples = torch.randperm(self._num_samples, generator=generator)
         size = self._micro_batch_size
         for step in range(first, self.steps_per_epoch):
-            for index in self._train.micro_batch_indices:
+            for index in micro_batch_indices(self._train):
                 start = step * self._per_step + index * size
                 yield samples[start : start + size].tolist()

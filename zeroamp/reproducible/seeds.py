@@ -20,7 +20,7 @@ from zeroamp.hooks.random_state import random_state, set_random_state
 from zeroamp.hooks.root_forward import ForwardCall
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import StepError
-from zeroamp.reproducible.order import index_of
+from zeroamp.reproducible.order import micro_batch_index
 from zeroamp.training.step import TrainStep
 from zeroamp.wrapping.state import WrapState, wrap_state
 
@@ -31,14 +31,21 @@ def seed_of(seed: int, step: int, index: int) -> int:
     return int.from_bytes(digest) >> 1
 
 
-def seed_of_next(train: TrainStep) -> int:
-    """Return `TrainStep.micro_batch_seed`."""
+def micro_batch_seed(train: TrainStep) -> int:
+    """Return the seed of this rank's next micro-batch, below 2^63: a function of `zeroamp.seed`, step and index.
+
+    The generators have this seed when its forward begins. Use it for random numbers that the loop draws before the
+    forward, noise for example: `torch.Generator().manual_seed(zeroamp.micro_batch_seed(train))`.
+
+    Raises:
+        StepError: `zeroamp.reproducible` is false.
+    """
     policy = wrap_state(train.model).plan.policy
     if not policy.reproducible:
         raise StepError(
-            'TrainStep.micro_batch_seed needs "zeroamp": {"reproducible": true} in the config, but it is false.'
+            'zeroamp.micro_batch_seed needs "zeroamp": {"reproducible": true} in the config, but it is false.'
         )
-    return seed_of(policy.seed, train.num_steps + train.num_skipped, index_of(train))
+    return seed_of(policy.seed, train.num_steps + train.num_skipped, micro_batch_index(train))
 
 
 class MicroBatchRandomness:
@@ -54,7 +61,7 @@ class MicroBatchRandomness:
 
     def _begin(self, call: ForwardCall) -> None:
         is_first = self._outer is None and call.is_outermost
-        if not (is_first and self._state.root.training and torch.is_grad_enabled()) or self._state.is_observed:
+        if not (is_first and self._state.root.training and torch.is_grad_enabled()) or self._state.step.is_observed:
             return
         self._outer = random_state(self._device)
         seed = self._seed()

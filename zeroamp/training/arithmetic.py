@@ -8,9 +8,9 @@ from torch import nn
 
 from zeroamp.hooks._torch.fsdp import divide_factors
 from zeroamp.planning.mesh import device_of, num_holders, replicate_size
-from zeroamp.training.losses import LossSum
 from zeroamp.training.norm_and_clip import local_sum_of_squares, squares_counted_once
 from zeroamp.wrapping.state import WrapState
+from zeroamp.wrapping.step_state import LossSum
 
 if TYPE_CHECKING:
     from zeroamp.training.micro_batches import MicroBatches

@@ -1,17 +1,28 @@
-"""`Callback`: methods that `TrainStep` calls while it runs. Reporting attaches through it."""
+"""`Callback`: methods that are called while optimizer steps run. Whoever must hear of a step attaches through it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Literal
 
 from zeroamp.training.step_report import StepReport
+
+if TYPE_CHECKING:
+    from zeroamp.training.step import TrainStep
 
 Phase = Literal["backward", "optimizer"]
 """"backward" is the backward of one micro-batch. "optimizer" is the end of an optimizer step: norm, clip, update,
 scheduler. If `clip_grad_norm` and `update` are called separately, each is one "optimizer" phase."""
+
+Receive = Callable[[Sequence[float]], None]
+"""Called with the sums over the ranks of the numbers that were returned with it: on a CPU in the same step, before the
+update; on other devices in the next step, so that the host does not wait for the device."""
+
+on_new_train_step: "list[Callable[[TrainStep], None]]" = []
+"""Called with each `TrainStep` at the end of its constructor. For a profiler that starts before the model is built."""
+
+
+def _ignore(_sums: Sequence[float]) -> None:
+    pass
 
 
 class Callback:
@@ -35,12 +46,14 @@ class Callback:
     def on_phase_end(self, phase: Phase, /) -> None:
         """Called when a phase ends, also if it raised."""
 
-    def statistics(self) -> Sequence[float]:
-        """Return numbers to sum over ranks in the step's all-reduce: the same count at every step, on all ranks."""
-        return ()
+    def statistics(self) -> tuple[Sequence[float], Receive]:
+        """Return numbers to sum over the ranks in the step's all-reduce, and the function that gets the sums.
 
-    def on_statistics(self, sums: torch.Tensor, /) -> None:
-        """Called before the update with the sums of `statistics`, 1-D fp64 on the device. May raise, on all ranks."""
+        All ranks must return equally many numbers in a step. After an error one rank may leave a `with` block before
+        the others, so a callback with numbers stays in the list, and returns zeros from then on. The function may
+        raise, on all ranks. On a CPU it is called before the update of this step, on other devices one step later.
+        """
+        return (), _ignore
 
     def before_update(self) -> None:
         """Called between the step's all-reduce and the update. May issue collectives."""
@@ -53,12 +66,20 @@ class Callback:
 
 
 class Callbacks(list[Callback]):
-    """The callbacks of one `TrainStep`."""
+    """The callbacks of one `TrainStep`. `of_model` are those that all `TrainStep`s of a model share."""
+
+    def __init__(self, of_model: Sequence[Callback]) -> None:
+        super().__init__()
+        self._of_model = of_model
+
+    def all(self) -> tuple[Callback, ...]:
+        """Return a copy of the lists, because a callback may be removed while they are called."""
+        return (*self._of_model, *self)
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Call `on_phase_begin` on entry and `on_phase_end` on exit, on the callbacks that are listed on entry."""
-        callbacks = tuple(self)  # a copy: a callback may be removed during the phase
+        callbacks = self.all()
         for callback in callbacks:
             callback.on_phase_begin(phase)
         try:
@@ -66,28 +87,3 @@ class Callbacks(list[Callback]):
         finally:
             for callback in callbacks:
                 callback.on_phase_end(phase)
-
-
-StepObserver = Callable[[nn.Module], None]
-"""Called with the wrapped root, on every rank, after a step was taken or skipped and its gradients released."""
-
-_observers: list[StepObserver] = []
-
-
-@contextmanager
-def observe_steps(observer: StepObserver) -> Iterator[None]:
-    """Call `observer` inside the context after every optimizer step of this process.
-
-    For a profiler that starts before the `TrainStep` is built. An error of an observer is raised by `TrainStep.step`.
-    """
-    _observers.append(observer)
-    try:
-        yield
-    finally:
-        _observers.remove(observer)
-
-
-def call_observers(root: nn.Module) -> None:
-    """Call all observers with `root`, the wrapped model of the optimizer step that ended."""
-    for observer in tuple(_observers):
-        observer(root)

@@ -1,6 +1,6 @@
-"""`MicroBatches`: the micro-batches of one optimizer step, from the first backward to gradients on the shards.
+"""`MicroBatches`: runs the micro-batches of an optimizer step, from the first backward to gradients on the shards.
 
-`TrainStep` and the observed step of `Ledger.verify` both use it.
+The `StepDriver` of a `TrainStep` and the observed step of `Ledger.verify` both use it.
 """
 
 from collections.abc import Iterator
@@ -23,20 +23,18 @@ from zeroamp.policies.errors import StepError
 from zeroamp.training.arithmetic import StepArithmetic
 from zeroamp.training.scalar_parameters import ReplicatedGradients
 from zeroamp.wrapping.state import WrapState, reshard
+from zeroamp.wrapping.step_state import Phase
 
 Where = Literal["backward", "step", "optimizer.step"]
 
 
 class MicroBatches:
-    """Counts the micro-batches of one optimizer step, and runs their backwards with the flags of the ZeRO stage."""
+    """Runs the backwards of an optimizer step with the flags of the ZeRO stage. `WrapState.step` counts them."""
 
     def __init__(self, state: WrapState) -> None:
-        self.num_done = 0
-        """Number of backwards run in this optimizer step."""
-        self.is_complete = False
-        """Whether the last micro-batch has run, so that gradients are reduced."""
         self.units = [module for module in state.root.modules() if isinstance(module, FSDPModule)]
         self._state = state
+        self._step = state.step
         # The root, not the model: `torch.compile` may have wrapped the model in another module.
         self._root = cast(FSDPModule, state.root)
         reshard(self.units)
@@ -59,11 +57,12 @@ class MicroBatches:
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Run the backward of one micro-batch. `loss` is already scaled and divided."""
         self._state.root_forward.reset()  # a KeyboardInterrupt may have ended a forward midway
-        if self.num_done == 0:
-            self._state.open_step = self
+        is_first = self._step.num_micro_batches == 0
+        if is_first:
+            self._step.owner = self
             self._set_accumulation(torch.float32 if is_last else self._state.plan.policy.grad_accum_dtype)
         accumulator = self._state.shard_accumulator
-        if accumulator is not None and self.num_done == 0 and is_last:
+        if accumulator is not None and is_first and is_last:
             accumulator.forget()  # one micro-batch: nothing to sum, so the gradient is not rounded
         elif accumulator is not None:
             accumulator.watch(list(self._averaged.values()))
@@ -79,19 +78,19 @@ class MicroBatches:
             raise peer_lost(error, None, self._state.listeners) from error
         finally:
             self.arithmetic.end_micro_batch()
-        self.num_done += 1
-        self.is_complete = is_last
+        self._step.num_micro_batches += 1
+        self._step.phase = Phase.REDUCED if is_last else Phase.OPEN
 
     def refuse_other_gradients(self) -> None:
         """Raise StepError if there are gradients that the first backward of an optimizer step would add to.
 
         Does not wait for the device: only whether `grad` is None is read.
         """
-        other = self._state.open_step
-        if other is not None and other is not self and other.num_done > 0:
+        if self._step.is_open and self._step.owner is not self:
             raise StepError(
-                f"Another TrainStep of this model has run {other.num_done} micro-batch(es) of an optimizer step, and "
-                "both use the same gradients. End that step first, or call zero_grad() of either to discard it."
+                f"Another TrainStep of this model has run {self._step.num_micro_batches} micro-batch(es) of an "
+                "optimizer step, and both use the same gradients. End that step first, or call zero_grad() of either "
+                "to discard it."
             )
         accumulator = self._state.shard_accumulator
         # `torch.autograd.grad` of the model's inputs runs FSDP2's hooks, which reduce zeros for the parameters.
@@ -123,7 +122,7 @@ class MicroBatches:
 
     def _set_accumulation(self, dtype: torch.dtype) -> None:
         """Sum unsharded gradients in `dtype` in this optimizer step, which may have another number of micro-batches."""
-        if self._state.plan.policy.stage >= 2 or dtype == self._state.accumulates_in:
+        if self._state.plan.policy.stage >= 2 or dtype == self._step.accumulates_in:
             return
         if not all(set_accumulation_dtype(unit, dtype) for unit in self.units):
             raise StepError(
@@ -131,7 +130,7 @@ class MicroBatches:
                 f"data_types.grad_accum_dtype is {short_name(self._state.plan.policy.grad_accum_dtype)}, at stages 0 "
                 f"and 1 on torch {torch.__version__}. Set it, or leave grad_accum_dtype out."
             )
-        self._state.accumulates_in = dtype
+        self._step.accumulates_in = dtype
 
     def _set_flags(self, *, is_last: bool) -> None:
         """Set FSDP2's flags for the backward of one micro-batch, by its place in the optimizer step.
@@ -172,22 +171,15 @@ class MicroBatches:
             group.reset()
         self.replicated.reset()
         self.arithmetic.reset()
-        self.num_done, self.is_complete, self._state.is_summed = 0, False, False
-        self._close()
-
-    def _close(self) -> None:
-        """Allow other `TrainStep`s of the model to begin an optimizer step."""
-        if self._state.open_step is self:
-            self._state.open_step = None
+        self._step.reset()
 
     def discard(self) -> None:
         """Discard the current optimizer step at any point, with all sharded and unsharded gradients of the model."""
-        other = self._state.open_step
-        if other is not None and other is not self:
-            other.discard()
+        if self._step.owner not in (None, self):
+            self._step.owner.discard()
         self._state.root_forward.reset()
         self.arithmetic.end_micro_batch()
-        if self.num_done > 0:
+        if self._step.is_open:
             for unit in self.units:
                 discard_unsharded_gradients(unit)
             reshard(self.units)
@@ -201,22 +193,20 @@ class MicroBatches:
             yield
         except BaseException as error:
             self.arithmetic.end_micro_batch()
-            if self._state.failure is None:  # later exceptions follow from the first
-                self._state.failure = f"{where} ({type(error).__name__}: {error})"
-                self._close()
+            self._step.fail(f"{where} ({type(error).__name__}: {error})")
             raise
 
     def refuse_after_failure(self, method: str) -> None:
         """Raise StepError if a failure is recorded. The error names `method`."""
-        if (failure := self._state.failure) is not None:
+        if (failure := self._step.failure) is not None:
             raise StepError(
                 f"{method} was called after an earlier failure in {failure}. Restart from the last checkpoint."
             )
 
     def refuse_unfinished(self, method: str) -> None:
         """Raise StepError if an optimizer step has run a backward but has not ended."""
-        if self.num_done > 0:
+        if self._step.is_open:
             raise StepError(
-                f"{method} was called after {self.num_done} micro-batch(es) of an optimizer step. Call it between two "
-                "optimizer steps, after step() returned a report."
+                f"{method} was called after {self._step.num_micro_batches} micro-batch(es) of an optimizer step. "
+                "Call it between two optimizer steps, after step() returned a report."
             )

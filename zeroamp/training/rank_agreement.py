@@ -19,8 +19,8 @@ from torch import nn
 
 from zeroamp.hooks.collectives.collective_calls import IssuedInStep
 from zeroamp.policies.errors import StepError
+from zeroamp.training.callbacks import Receive
 from zeroamp.training.refused_arguments import Scheduler, StatefulScheduler
-from zeroamp.training.step_sums import Receive
 from zeroamp.wrapping.rank_group import Description, differences
 from zeroamp.wrapping.state import WrapState
 

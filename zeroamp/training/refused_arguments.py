@@ -33,9 +33,14 @@ class StatefulScheduler(Scheduler, Protocol):
         """Restore what `state_dict` returned."""
 
 
-def refuse_metric(scheduler: Scheduler | None) -> None:
-    """Raise StepError for ReduceLROnPlateau, whose step needs a metric."""
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+def refuse_schedulers(schedulers: Sequence[Scheduler | None], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise StepError unless there is one entry per optimizer. Refuse ReduceLROnPlateau, whose step needs a metric."""
+    if len(schedulers) != len(optimizers):
+        found = f"{len(schedulers)} scheduler(s) for {len(optimizers)} optimizer(s)"
+        raise StepError(
+            f"TrainStep(scheduler=) was given {found}. Pass one per optimizer, and None for an optimizer without one."
+        )
+    if any(isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) for scheduler in schedulers):
         raise StepError(
             "TrainStep(scheduler=) was given ReduceLROnPlateau, whose step needs a metric. Leave it out here, and "
             "call its step(metric) after each evaluation."
@@ -51,13 +56,7 @@ def refuse_unusable(
     """Raise StepError for optimizers and schedulers that `TrainStep` cannot use."""
     if not optimizers:
         raise StepError("TrainStep was given no optimizer. Pass one that holds parameters of the wrapped model.")
-    if len(schedulers) != len(optimizers):
-        found = f"{len(schedulers)} scheduler(s) for {len(optimizers)} optimizer(s)"
-        raise StepError(
-            f"TrainStep(scheduler=) was given {found}. Pass one per optimizer, and None for an optimizer without one."
-        )
-    for each in schedulers:
-        refuse_metric(each)
+    refuse_schedulers(schedulers, optimizers)
     refuse_meta(root)
     refuse_unsharded(root)
     refuse_foreign(optimizers, parameters)

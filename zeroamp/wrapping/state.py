@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,23 +26,15 @@ from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.errors import StepError, WrapError
 from zeroamp.policies.extensions import Extension
 from zeroamp.wrapping.rank_group import RankGroup
+from zeroamp.wrapping.step_state import StepState
 
 if TYPE_CHECKING:
     from zeroamp.hooks.collectives.nodes import Nodes
+    from zeroamp.training.callbacks import Callback
 
 _ATTRIBUTE = "_zeroamp_state"
 _roots: "WeakSet[nn.Module]" = WeakSet()
 """The wrapped models of this process."""
-
-
-class OpenStep(Protocol):
-    """An optimizer step of a model that has begun and not ended."""
-
-    num_done: int
-    """The number of micro-batches that have run."""
-
-    def discard(self) -> None:
-        """Discard the optimizer step and all its gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,30 +89,14 @@ class WrapState:
     """One entry per parameter group of FSDP2."""
     extensions: tuple[Extension, ...] = ()
     """What keys of the config add from packages outside of the core."""
-    open_step: OpenStep | None = None
-    """The optimizer step that has gradients on this model now. Other `TrainStep`s of the model read it."""
-    is_observed: bool = False
-    """Whether an observed step is running, which restores all state: see `ledger/observed_step.py`."""
-    gradient_scale: float | None = 1.0
-    """The factor by which the gradients of the shards are scaled: the loss scale, or 1 after the unscaling. None
-    between the micro-batches of an optimizer step, when the gradients are not complete."""
-    is_summed: bool = False
-    """Whether the all-reduce of the optimizer step has run. Before it, gradients of 0-D parameters are local."""
-    failure: str | None = None
-    """The first exception of a backward or step, as text: where, class and message. Gradients may be missing, and
-    parameters may be updated in part, so no step runs after it. The exception itself would retain tensors."""
-
-    accumulates_in: torch.dtype = field(init=False)
-    """The dtype in which FSDP2 sums unsharded gradients now."""
-
-    @property
-    def is_in_step(self) -> bool:
-        """Whether an optimizer step of a `TrainStep` has run a backward and has not ended."""
-        return self.open_step is not None and self.open_step.num_done > 0
+    step: StepState = field(init=False)
+    """The current optimizer step."""
+    callbacks: "list[Callback]" = field(default_factory=list)
+    """The callbacks of all `TrainStep`s of the model, called before those of each."""
 
     def __post_init__(self) -> None:
         self.axes = plain_axes(self.mesh)
-        self.accumulates_in = unsharded_accumulation(self.plan.policy)
+        self.step = StepState(accumulates_in=unsharded_accumulation(self.plan.policy))
         self.listeners = [self.traffic]
         self.communication = CommunicationWatch(self.root)
 

@@ -82,7 +82,7 @@ def go_on(train: zeroamp.TrainStep, first: int) -> list[tuple[float, ...]]:
             train.backward(loss)
             report = train.step()
         drawn = random.random(), float(np.random.rand()), float(torch.rand(()))
-        log.append((*losses, report.grad_norm, report.loss_scale, train.optimizer.param_groups[0]["lr"], *drawn))
+        log.append((*losses, report.grad_norm, report.loss_scale, train.optimizers[0].param_groups[0]["lr"], *drawn))
     return log
 
 
@@ -90,7 +90,7 @@ def state(train: zeroamp.TrainStep) -> dict[str, torch.Tensor]:
     """Return parameters, the optimizer's tensors and buffers, whole, by name."""
     tensors = dict(train.model.named_parameters())
     for name, parameter in train.model.named_parameters():
-        tensors |= {f"{name}.{key}": value for key, value in train.optimizer.state.get(parameter, {}).items()}
+        tensors |= {f"{name}.{key}": value for key, value in train.optimizers[0].state.get(parameter, {}).items()}
     whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in tensors.items()}
     return {name: value.detach().clone() for name, value in (whole | dict(train.model.named_buffers())).items()}
 

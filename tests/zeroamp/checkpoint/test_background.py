@@ -11,6 +11,8 @@ import zeroamp
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, full_parameters, same_bits, wrapped
 from zeroamp.checkpoint import save as save_module
+from zeroamp.checkpoint.background import saving_of
+from zeroamp.wrapping.state import wrap_state
 
 NAME = "llama_tied"
 
@@ -44,7 +46,7 @@ def _trains_on_while_writing(folder):
         may_write.set()
         second = zeroamp.save_checkpoint(folder, model, train, async_=True)  # waits for the first
         was_first_done, steps_taken = future.done(), train.num_steps
-        train.saving.wait()
+        zeroamp.wait_for_save(model)
     finally:
         save_module.write_durably = write
     other, _ = _training()
@@ -91,8 +93,8 @@ def _error_at_the_next_save(folder):
     model, train = _training()
     zeroamp.save_checkpoint(folder, model, train, async_=True)
     with pytest.raises(zeroamp.CheckpointError, match="Not a directory"):
-        train.saving.wait()
-    return train.saving.future
+        zeroamp.wait_for_save(model)
+    return saving_of(wrap_state(model)).future
 
 
 def test_an_impossible_folder_is_an_error_of_the_background(ranks2, tmp_path):

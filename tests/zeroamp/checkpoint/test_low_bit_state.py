@@ -40,7 +40,7 @@ def _state(step):
     """(class, bytes of each part) of every tensor of the optimizer's state."""
     found = []
     for parameter in step.model.parameters():
-        for key, value in sorted(step.optimizer.state[parameter].items()):
+        for key, value in sorted(step.optimizers[0].state[parameter].items()):
             local = value.to_local() if hasattr(value, "to_local") else value
             parts = local.__tensor_flatten__()[0] if hasattr(local, "__tensor_flatten__") else []
             tensors = [getattr(local, part) for part in parts] or [local]

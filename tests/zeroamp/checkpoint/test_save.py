@@ -61,7 +61,7 @@ def _fail(training, folder, failure, rank, async_):
     with failure if dist.get_rank() == rank else nullcontext():
         error = error_of(lambda: _wait(training.save(folder, async_=async_)))
     with suppress(zeroamp.CheckpointError):  # it is told once more, by whoever comes first
-        training.train.saving.wait()
+        zeroamp.wait_for_save(training.model)
     dist.barrier()
     names = sorted(path.name for path in Path(folder).iterdir()) if Path(folder).is_dir() else None
     dist.barrier()
@@ -166,7 +166,7 @@ def _contents(folder):
     first = training.save(folder, step=50, keep=2)
     for step in (70, 60, 60):
         path = training.save(Path(folder), step=step, keep=2)
-    training.train.scheduler = NoState()
+    training.train.schedulers = [NoState()]
     return first, path, error_of(training.save, folder)
 
 

@@ -40,7 +40,7 @@ def _load(case, cfg=AUTOCAST, **options):
 def _state(case, stage):
     """The names of the optimizer's tensors that differ in any bit, the numbers of steps, and the rest."""
     train, loaded = _load(case, stage=stage)
-    state, model = train.optimizer.state, train.model
+    state, model = train.optimizers[0].state, train.model
     differ, num_steps = [], set()
     for kind in ("exp_avg", "exp_avg_sq"):
         for name, tensor in expected(case, kind).items():
@@ -140,8 +140,8 @@ def test_a_loss_scaler_with_a_state_that_is_no_mapping_is_refused_by_name():
 
 def _learning_rates(case, cfg):
     train, loaded = _load(case, cfg)
-    rates = [group["lr"] for group in train.optimizer.param_groups]
-    after = train.scheduler.state_dict() if train.scheduler is not None else None
+    rates = [group["lr"] for group in train.optimizers[0].param_groups]
+    after = train.schedulers[0].state_dict() if train.schedulers[0] is not None else None
     return rates, after and after["last_epoch"], loaded.lr_scheduler, loaded.not_loaded
 
 
@@ -180,7 +180,7 @@ def _half(model):
 def _groups(case, groups):
     train, loaded = _load(case, groups=groups)
     keys = ("lr", "betas", "eps", "weight_decay")
-    return [tuple(group[key] for key in keys) for group in train.optimizer.param_groups], loaded.not_loaded
+    return [tuple(group[key] for key in keys) for group in train.optimizers[0].param_groups], loaded.not_loaded
 
 
 def test_every_param_group_gets_the_hyperparameters_of_its_parameters(ranks2):
@@ -267,7 +267,7 @@ def test_a_step_around_another_model_is_refused(ranks2):
 def _weights_alone():
     train = _train_step(AUTOCAST)
     loaded = zeroamp.load_deepspeed_checkpoint(DATA / "stage3_bf16", train.model)
-    return len(train.optimizer.state), train.num_steps, loaded.not_loaded
+    return len(train.optimizers[0].state), train.num_steps, loaded.not_loaded
 
 
 def test_without_a_train_step_the_optimizer_is_left_alone_and_that_is_said(ranks2):

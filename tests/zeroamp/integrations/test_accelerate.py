@@ -16,6 +16,7 @@ import zeroamp
 from tests.models.small import VOCAB, WIDTH, Block, RMSNorm
 from tests.processes.training import config, full_parameters, same_bits
 from tests.selection import slow_but
+from zeroamp.training.step import driver_of
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: it is what ZeroampAccelerator is a subclass of")
 
@@ -484,7 +485,7 @@ def _misused():
         assert not os.path.exists(folder)  # accelerate has not begun: it removes older states first
         script.optimizer.step()  # nothing: the optimizer step goes on
         script.optimizer.zero_grad()
-    assert accelerator.train_step.micro_batches.num_done == 1
+    assert driver_of(accelerator.train_step).state.step.num_micro_batches == 1
     with accelerator.accumulate(model):
         loss = model(**batch)["loss"]
         raises("kwargs", accelerator.backward, loss, retain_graph=True)
@@ -494,7 +495,7 @@ def _misused():
         raises("closure", script.optimizer.step, lambda: 0)
         before = script.parameters()
         script.optimizer.zero_grad()  # instead of a step: the optimizer step is discarded
-    assert accelerator.train_step.is_between_steps
+    assert driver_of(accelerator.train_step).is_between_steps
     assert same_bits(script.parameters(), before) == []
     accelerator.clip_grad_value_ = type(accelerator).clip_grad_value_.__get__(accelerator)
     with model.no_sync():

@@ -170,12 +170,12 @@ def _memory(base):
     training.train.backward(loss_of(training.model, 0))
     gradients = {n: local_part(p.grad).nbytes for n, p in training.model.named_parameters() if p.grad is not None}
     state = {
-        name: sum(local_part(value).nbytes for value in training.train.optimizer.state[parameter].values())
+        name: sum(local_part(value).nbytes for value in training.train.optimizers[0].state[parameter].values())
         for name, parameter in trained(training.model).items()
     }
     training.train.step()
     numel = sum(parameter.numel() for parameter in trained(training.model).values())
-    held = sum(map(len, training.train.optimizer.state.values()))
+    held = sum(map(len, training.train.optimizers[0].state.values()))
     return gradients, state, numel, held
 
 

@@ -176,8 +176,8 @@ def _everything(model, step):
         "traffic": (dict(traffic.calls), dict(traffic.num_bytes), traffic.enabled, len(state.listeners)),
         "hooks": _hooks(model),
         "training": [module.training for module in model.modules()],
-        "step": {key: value for key, value in vars(step).items() if isinstance(value, int | float | bool | None)},
-        "micro-batches": (step.micro_batches.num_done, step.micro_batches.is_complete, state.failure),
+        "steps taken": (step.num_steps, step.num_skipped, step.loss_scale),
+        "step": str(state.step),
         "forwards": state.root_forward.depth,
         "guard": state.guard is not None and state.guard.armed,
         "reshards": [

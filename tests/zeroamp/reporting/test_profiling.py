@@ -19,7 +19,7 @@ from tests.processes.launch import torchrun
 from tests.processes.training import config, wrapped
 from zeroamp.cli.app import app
 from zeroamp.reporting.chrome_trace import label_times, render_times
-from zeroamp.training.callbacks import _observers
+from zeroamp.wrapping.state import wrap_state
 
 NAME = "llama_tied"
 
@@ -77,7 +77,7 @@ def _two_models(folder):
         _steps(one, 2)
         written = profile.path
         _steps(one, 2)
-    return written == profile.path is not None, len(_observers)
+    return written == profile.path is not None, len(wrap_state(one.model).callbacks)
 
 
 def test_only_the_steps_of_the_one_train_step_count(ranks2, tmp_path):
@@ -94,7 +94,7 @@ def _mistakes(folder):
         _steps(train, 2)
     with pytest.raises(ValueError, match="asked to"), zeroamp.profile(train, folder, wait=0):
         _step_and_raise(train)
-    return [*texts, str(early.value)], len(_observers), os.path.exists(folder)
+    return [*texts, str(early.value)], len(wrap_state(train.model).callbacks), os.path.exists(folder)
 
 
 def _step_and_raise(train):
@@ -103,7 +103,7 @@ def _step_and_raise(train):
 
 
 def test_mistakes_are_errors_and_nothing_is_written_after_one(ranks2, tmp_path):
-    for texts, num_observers, was_written in ranks2.run(_mistakes, str(tmp_path / "traces")):
+    for texts, num_callbacks, was_written in ranks2.run(_mistakes, str(tmp_path / "traces")):
         patterns = [
             r"wait=.* >= 0.* -1",
             r"warmup=.* >= 1.* True",
@@ -112,7 +112,7 @@ def test_mistakes_are_errors_and_nothing_is_written_after_one(ranks2, tmp_path):
         ]
         for text, pattern in zip(texts, patterns, strict=True):
             assert re.search(pattern, text), text
-        assert (num_observers, was_written) == (0, False)
+        assert (num_callbacks, was_written) == (0, False)
 
 
 def _unwritable_on_one(folder, is_broken_later):

@@ -16,6 +16,7 @@ from tests.selection import slow_but
 from tests.zeroamp.reporting.runs import NAME, take_steps, train_step
 from zeroamp.policies.numbers import gib_text
 from zeroamp.reporting.step_recorder import StepRecorder
+from zeroamp.training.step import driver_of
 
 
 def _with_everything(cfg, folder):
@@ -48,7 +49,7 @@ def _recorded(cfg, path, num_steps):
     with zeroamp.RunReport(train, path, flops_per_step=3e9, peak_flops=2e12) as run:
         for _ in range(num_steps):
             zeroamp.traffic(train.model).reset()
-            rates = [group["lr"] for group in train.optimizer.param_groups]
+            rates = [group["lr"] for group in train.optimizers[0].param_groups]
             (report,) = take_steps(train, 1, first=len(rows))
             traffic = zeroamp.traffic(train.model).by_dtype()
             rows.append(
@@ -177,7 +178,7 @@ def _around_other_forwards(path):
         take_steps(train, 1)
         after_failure = run.last.num_tokens
     run.close()
-    state = train._state
+    state = driver_of(train).state
     left = (
         sum(isinstance(callback, StepRecorder) for callback in train.callbacks),
         sum(isinstance(listener, StepRecorder) for listener in state.listeners),

@@ -15,6 +15,7 @@ from tests.models.small import batch, build, loss_of
 from tests.processes.training import config, wrapped
 from tests.zeroamp.reporting.runs import NAME, take_steps, train_step
 from zeroamp.hooks._torch.fsdp import communication_methods
+from zeroamp.reporting.step_recorder import StepRecorder
 
 DOCS = Path(__file__).parents[3] / "docs" / "instruments.md"
 
@@ -124,7 +125,7 @@ def _documented(code, folder):
     finally:
         os.chdir(before)
     take_steps(names["train"], 1)  # after the end of the `with`
-    return list(names["train"].callbacks)
+    return [callback for callback in names["train"].callbacks if isinstance(callback, StepRecorder)]
 
 
 def test_the_example_of_the_docs_runs(ranks2, tmp_path):

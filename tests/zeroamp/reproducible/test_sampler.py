@@ -12,6 +12,7 @@ from zeroamp.reproducible.order import MicroBatchOrder
 def _no_context_axis(monkeypatch):
     """The model of a `TrainStep` below is its own state, with data-parallel ranks only."""
     monkeypatch.setattr("zeroamp.reproducible.sampler.wrap_state", lambda model: model)
+    monkeypatch.setattr("zeroamp.reproducible.sampler.micro_batch_indices", lambda train: train.indices)
 
 
 def _train(num_ranks, rank, per_rank, *, num_shards=None, num_steps=0):
@@ -21,7 +22,7 @@ def _train(num_ranks, rank, per_rank, *, num_shards=None, num_steps=0):
     axes = SimpleNamespace(num_context=1, fsdp=SimpleNamespace(size=lambda: num_ranks))
     return SimpleNamespace(
         model=SimpleNamespace(axes=axes),
-        micro_batch_indices=indices,
+        indices=indices,
         num_steps=num_steps,
         num_skipped=0,
     )
@@ -39,7 +40,7 @@ def _steps(num_ranks, per_rank, num_samples, size, **more):
             step, place = divmod(number, per_rank)
             while len(steps) <= step:
                 steps.append({})
-            steps[step][train.micro_batch_indices[place]] = samples
+            steps[step][train.indices[place]] = samples
     return [[step[index] for index in range(num_ranks * per_rank)] for step in steps]
 
 

@@ -10,6 +10,7 @@ from tests.processes import reproducible
 from tests.processes.ranks import Ranks
 from tests.processes.reproducible import SEED
 from tests.processes.training import config, full_parameters, same_bits
+from zeroamp.training.step import driver_of
 
 NUM_STEPS = 20
 CLIP = 0.5
@@ -145,7 +146,7 @@ def _with_and_without():
         train = zeroamp.TrainStep(model, reproducible.adamw(model))
         norms = []
         for step in range(4):
-            for index in train.micro_batch_indices:
+            for index in zeroamp.micro_batch_indices(train):
                 inputs = reproducible.inputs_of("llama_tied", step, index, 8)
                 train.backward(reproducible.loss("llama_tied", model, inputs))
                 report = train.step()
@@ -247,7 +248,7 @@ def _refused():
     train.zero_grad()
     for _ in range(2):
         train.backward(model(inputs), is_last=_ == 1)
-    attempt(zeroamp.StepError, train.reopen)
+    attempt(zeroamp.StepError, driver_of(train).reopen)
     return found
 
 

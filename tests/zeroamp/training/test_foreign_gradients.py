@@ -9,6 +9,7 @@ import zeroamp
 from tests.models.small import ThreeUnits, batch, loss_of
 from tests.processes.training import config, full_parameters, policy, same_bits, wrapped
 from tests.selection import slow_but
+from zeroamp.training.step import driver_of
 
 NAME = "llama_tied"
 
@@ -30,7 +31,7 @@ def _left_gradients(stage, options):
             loss_of(model, batch(NAME, 7)).backward()
             with pytest.raises(zeroamp.StepError) as raised:
                 train.backward(loss_of(model, batch(NAME, dist.get_rank())), is_last=False)
-            assert train.is_between_steps
+            assert driver_of(train).is_between_steps
             train.zero_grad()
         _step(train, 5)
         parameters.append(full_parameters(model))
@@ -199,7 +200,7 @@ def _two_steps_of_one_model(stage):
     first.step()
     second.backward(loss_of(model, batch(NAME, 2)), is_last=False)
     first.zero_grad()  # of the model: what the second has run is discarded, too
-    assert second.is_between_steps
+    assert driver_of(second).is_between_steps
     second.backward(loss_of(model, batch(NAME, 3)), is_last=True)
     loss = second.step().loss
     return loss, float(loss_of(model, batch(NAME, 3)).detach()), [train.num_steps for train in (first, second)]

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeroamp
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, wrapped
+from zeroamp.training.step import driver_of
 
 NAME = "llama_tied"
 BF16 = {"dtype": None, "bf16": {"enabled": True}}
@@ -83,7 +84,7 @@ def _count(mode, folder, fused):
     model = wrapped(NAME, MODES[mode])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
     train = zeroamp.TrainStep(model, optimizer)
-    train._statistics.is_late = True  # as on a device
+    driver_of(train).all_reduce.is_late = True  # as on a device
     context, prepare = _instrument(mode, folder, model, train)
     reads = Reads()
     with context:
@@ -96,7 +97,7 @@ def _count(mode, folder, fused):
                 train.step()
                 if index == 1:
                     prepare()
-    train.saving.wait()
+    zeroamp.wait_for_save(model)
     assert not report.skipped
     return reads.before, reads.after
 
@@ -121,7 +122,7 @@ def test_where_a_step_may_be_skipped_the_norm_is_read_before_the_update(ranks2, 
 def _report():
     model = wrapped(NAME, config(3, clip=1.0))
     train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
-    train._statistics.is_late = True
+    driver_of(train).all_reduce.is_late = True
     train.backward(loss_of(model, batch(NAME, 0)))
     reads = Reads()
     with reads.counting(torch.optim.AdamW):

@@ -13,6 +13,7 @@ from benchmarks.differences.training import train
 from tests.models.small import batch, loss_of
 from tests.processes.ranks import Ranks
 from tests.processes.training import config, full_parameters, same_bits, wrapped
+from zeroamp.training.step import driver_of
 from zeroamp.wrapping.state import wrap_state
 
 NAME = "llama_tied"
@@ -55,11 +56,11 @@ def _goes_on():
     train = _train_step(model)
     _step(train, model, 0)
     before = full_parameters(model)
-    train.optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * dist.get_rank()
+    train.optimizers[0].param_groups[0]["lr"] = 0.1 + 0.1 * dist.get_rank()
     with pytest.raises(zeroamp.StepError, match=r"lr of param group 0 is 0\.1 on rank 0, but 0\.2 on rank 1"):
         _step(train, model, 1)
     assert same_bits(full_parameters(model), before) == [], "nothing was updated"
-    train.optimizer.param_groups[0]["lr"] = 0.1
+    train.optimizers[0].param_groups[0]["lr"] = 0.1
     return _step(train, model, 1).step, full_parameters(model)
 
 
@@ -76,10 +77,7 @@ class _Numbers(zeroamp.Callback):
         self.numbers, self.sums = numbers, []
 
     def statistics(self):
-        return self.numbers
-
-    def on_statistics(self, sums):
-        self.sums.append(sums.tolist())
+        return self.numbers, self.sums.append
 
 
 def _callbacks():
@@ -93,7 +91,7 @@ def _callbacks():
 
 
 def test_a_callback_of_a_third_party_has_its_own_sums(ranks2):
-    expected = [[2.0, 1.0]] * 2, [], [[10.0]] * 2, 3
+    expected = [[2.0, 1.0]] * 2, [[]] * 2, [[10.0]] * 2, 3
     assert ranks2.run(_callbacks) == [expected] * 2
 
 
@@ -101,7 +99,7 @@ def _four_ranks(values):
     """Every rank has its own weight decay."""
     model = wrapped(NAME, config(1))
     train = _train_step(model)
-    train.optimizer.param_groups[0]["weight_decay"] = values[dist.get_rank()]
+    train.optimizers[0].param_groups[0]["weight_decay"] = values[dist.get_rank()]
     with pytest.raises(zeroamp.StepError) as raised:
         _step(train, model, 0)
     return str(raised.value)
@@ -123,11 +121,11 @@ def test_ranks_whose_value_is_the_mean_of_all_differ_too(ranks4, values, text):
 def _late():
     model = wrapped(NAME, config(3))
     train = _train_step(model)
-    train._statistics.is_late = True
+    driver_of(train).all_reduce.is_late = True
     for index in range(2):
-        train.optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * (index == 1) * dist.get_rank()
+        train.optimizers[0].param_groups[0]["lr"] = 0.1 + 0.1 * (index == 1) * dist.get_rank()
         _step(train, model, index)
-    train.optimizer.param_groups[0]["lr"] = 0.1
+    train.optimizers[0].param_groups[0]["lr"] = 0.1
     with pytest.raises(zeroamp.StepError) as raised:
         _step(train, model, 2)
     return str(raised.value)
@@ -144,7 +142,7 @@ def _numbers():
     """The number of a rank, and what changes it."""
     model = wrapped(NAME, config(3))
     train = _train_step(model, momentum=0.9)
-    agreement = train._agreement
+    agreement = driver_of(train)._agreement
     found = [agreement.number(is_late=False)]
     issued = wrap_state(model).issued
     assert issued.step == 2
@@ -153,12 +151,12 @@ def _numbers():
         lambda: setattr(issued, "num_backwards", 1),
         lambda: setattr(issued, "order", 1),
         lambda: setattr(agreement, "done", 1),
-        lambda: train.optimizer.param_groups[0].update(momentum=0.8),
+        lambda: train.optimizers[0].param_groups[0].update(momentum=0.8),
         lambda: parameter.requires_grad_(False),
     ):
         change()
         found.append(agreement.number(is_late=False))
-    train.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)  # not read: it may be on a device
+    train.optimizers[0].param_groups[0]["lr"] = torch.tensor(0.1)  # not read: it may be on a device
     found.append(agreement.number(is_late=False))
     return [number for (number,), _ in found]
 
@@ -174,7 +172,7 @@ def _one_rank():
     model = wrapped(NAME, config(3))
     train = _train_step(model)
     _step(train, model, 0)
-    return train._agreement, wrap_state(model).issued
+    return driver_of(train)._agreement, wrap_state(model).issued
 
 
 def test_one_rank_compares_nothing():

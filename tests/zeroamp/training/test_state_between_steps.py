@@ -13,6 +13,7 @@ import zeroamp
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, full_parameters, same_bits, wrapped
 from tests.selection import slow_but
+from zeroamp.training.step import driver_of
 from zeroamp.training.update import works_on_shards
 
 NAME = "llama_tied"
@@ -27,8 +28,8 @@ def _freeze(_, model, __):
 
 
 def _load_optimizer(train, *_):
-    state = copy.deepcopy(train.optimizer.state_dict())
-    train.optimizer.load_state_dict(state)
+    state = copy.deepcopy(train.optimizers[0].state_dict())
+    train.optimizers[0].load_state_dict(state)
 
 
 def _load_checkpoint(train, model, folder):
@@ -51,24 +52,24 @@ def _assign(_, model, __):
 
 
 def _add_group(train, model, __):
-    held = {id(p) for group in train.optimizer.param_groups for p in group["params"]}
+    held = {id(p) for group in train.optimizers[0].param_groups for p in group["params"]}
     others = [parameter for parameter in model.parameters() if id(parameter) not in held]
-    train.optimizer.add_param_group({"params": others, "lr": 1e-3})
+    train.optimizers[0].add_param_group({"params": others, "lr": 1e-3})
 
 
 def _replace_a_value(train, *_):
-    state = train.optimizer.state
+    state = train.optimizers[0].state
     for values in list(state.values())[:2]:
         values["exp_avg"] = torch.zeros_like(values["exp_avg"])
 
 
 def _replace_a_list(train, *_):
-    group = train.optimizer.param_groups[0]
+    group = train.optimizers[0].param_groups[0]
     group["params"] = list(reversed(group["params"]))
 
 
 def _forget_a_state(train, *_):
-    train.optimizer.state.pop(next(iter(train.optimizer.state)))
+    train.optimizers[0].state.pop(next(iter(train.optimizers[0].state)))
 
 
 CHANGES = {
@@ -150,7 +151,7 @@ def _optimizer_outlives():
         train = zeroamp.TrainStep(model, optimizer)
         train.backward(loss_of(model, batch(NAME, 0)))
         train.step()
-    update = weakref.ref(train._updates[0])
+    update = weakref.ref(driver_of(train)._updates[0])
     del train
     gc.collect()
     return update() is None

@@ -64,7 +64,7 @@ def _misuse(how):
         return zeroamp.TrainStep(model, torch.optim.SGD(build(NAME).parameters(), lr=0.1))
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     if how == "plateau":
-        optimizer = step.optimizer
+        optimizer = step.optimizers[0]
         return zeroamp.TrainStep(model, optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
     loss = loss_of(model, batch(NAME, 0))
     if how == "no gradient":

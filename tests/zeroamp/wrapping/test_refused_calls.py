@@ -186,8 +186,8 @@ def _train_step():
     texts.append(
         _raised(zeroamp.StepError, lambda: zeroamp.TrainStep(model, torch.optim.LBFGS(list(model.parameters()))))
     )
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(train.optimizer)
-    texts.append(_raised(zeroamp.StepError, lambda: zeroamp.TrainStep(model, train.optimizer, plateau)))
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(train.optimizers[0])
+    texts.append(_raised(zeroamp.StepError, lambda: zeroamp.TrainStep(model, train.optimizers[0], plateau)))
     return texts
 
 

@@ -151,7 +151,7 @@ def _unused(stage, threshold):
         for index in range(4):
             step.backward(loss_of(model, batch(NAME, index)))
             step.step()
-        without = {name for name, parameter in named.items() if not step.optimizer.state.get(parameter)}
+        without = {name for name, parameter in named.items() if not step.optimizers[0].state.get(parameter)}
         answers.append((full_parameters(model), without))
     return same_bits(answers[0][0], answers[1][0]), answers[0][1], answers[1][1]
 

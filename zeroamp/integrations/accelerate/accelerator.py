@@ -38,12 +38,12 @@ from zeroamp.integrations.accelerate.arguments import (
 from zeroamp.integrations.accelerate.optimizer import ZeroampOptimizer
 from zeroamp.integrations.data_ranks import refuse_shared_samples
 from zeroamp.optimizers.kinds import is_of_bitsandbytes
+from zeroamp.optimizers.parameters_before import ParametersBefore
 from zeroamp.optimizers.schedulers import CurveLR
 from zeroamp.planning.mesh import local_part
 from zeroamp.policies.errors import CheckpointError, ConfigError, StepError
 from zeroamp.policies.policy import Policy
-from zeroamp.training.parameters_before import ParametersBefore
-from zeroamp.training.step import TrainStep
+from zeroamp.training.step import TrainStep, driver_of
 from zeroamp.training.step_report import StepReport
 from zeroamp.weights.export import export_hf
 from zeroamp.weights.load import load_hf
@@ -352,7 +352,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
                 "step() has updated all of them. Call step() on each of them, or prepare only those that step together."
             )
         train = self.train_step
-        train.reopen()  # for a loop that calls step() after several backwards, each of which syncs
+        driver_of(train).reopen()  # for a loop that calls step() after several backwards, each of which syncs
         steps = self.gradient_accumulation_steps
         # Reproducible gradients are divided once, after the sum over all micro-batches.
         divide = self.policy.reproducible and self._divides_losses and steps == self.policy.gradient_accumulation_steps
@@ -391,7 +391,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             raise StepError(
                 f"clip_grad_norm_ must get norm_type=2, but got {norm_type}: zeroamp has the 2-norm. Leave it out."
             )
-        if not train.micro_batches.is_complete:
+        if not driver_of(train).is_reduced:
             raise StepError(
                 "clip_grad_norm_ was called before the last micro-batch of an optimizer step, when gradients are not "
                 "complete. Call it under `if accelerator.sync_gradients:`, after accelerator.backward."
@@ -407,7 +407,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             for sharded, unsharded in parameter_pairs(wrap_state(train.model).root)
             if id(unsharded) in given
         }
-        trained = [p for p in train.micro_batches.parameters if p.requires_grad]
+        trained = [p for p in driver_of(train).micro_batches.parameters if p.requires_grad]
         missing = sum(id(p) not in given for p in trained)
         if missing:
             raise StepError(
@@ -462,7 +462,8 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
     def discard(self, optimizer: ZeroampOptimizer) -> None:
         """Discard gradients that no update has used, once `zero_grad()` was called on all optimizers."""
         train = self.train_step
-        if train.is_between_steps and all(p.grad is None for p in train.micro_batches.parameters):
+        driver = driver_of(train)
+        if driver.is_between_steps and all(p.grad is None for p in driver.micro_batches.parameters):
             return
         self._discarded = [*(each for each in self._discarded if each is not optimizer), optimizer]
         if len(self._discarded) == len(self._optimizers):

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from zeroamp.planning.mesh import local_part
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.training.norm_and_clip import clip_factor, multiply_gradients
-from zeroamp.training.step import TrainStep
+from zeroamp.training.step import TrainStep, driver_of
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.state import WrapState, wrap_state
 
@@ -123,7 +123,7 @@ class StepDriver:
         """Run the backward of one micro-batch. The loop has divided the loss by the number of micro-batches."""
         if self._norm is not None:
             self._end_or_refuse()
-        if self.train.micro_batches.is_complete:
+        if driver_of(self.train).is_reduced:
             raise StepError(
                 "A backward was called again before optimizer.step(). Call optimizer.zero_grad() to discard the "
                 f"gradients. To accumulate, {self._how_to_accumulate}"
@@ -144,7 +144,7 @@ class StepDriver:
     def norm(self) -> torch.Tensor:
         """Average and unscale the gradients, and return their norm over all ranks, 0-D fp32. Does not clip."""
         if self._norm is None:
-            if not self.train.micro_batches.is_complete:
+            if not driver_of(self.train).is_reduced:
                 raise StepError(
                     "An optimizer was stepped, or gradients were clipped, without a last backward of the optimizer "
                     f"step. {self._how_to_accumulate[0].upper()}{self._how_to_accumulate[1:]}"
@@ -163,7 +163,7 @@ class StepDriver:
                 "config. Set only one of the two."
             )
         if max_norm > 0:
-            multiply_gradients(self.train.micro_batches.with_gradient(), clip_factor(norm, max_norm))
+            multiply_gradients(driver_of(self.train).micro_batches.with_gradient(), clip_factor(norm, max_norm))
         return norm
 
     def clip_value(self, limit: float, optimizer: Optimizer | None = None) -> None:
@@ -176,7 +176,7 @@ class StepDriver:
                 "Remove one of the two."
             )
         with torch.no_grad():
-            for parameter in self.train.micro_batches.with_gradient():
+            for parameter in driver_of(self.train).micro_batches.with_gradient():
                 if parameter.grad is not None:
                     local_part(parameter.grad).clamp_(-limit, limit)
 
@@ -198,12 +198,12 @@ class StepDriver:
         if any(raw is done for done in self._done):
             raise StepError(f"{type(raw).__name__}.step() was called again without a backward. Call backward first.")
         if not self._is_clipped and (limit := self.state.plan.policy.gradient_clipping) > 0:
-            multiply_gradients(self.train.micro_batches.with_gradient(), clip_factor(norm, limit))
+            multiply_gradients(driver_of(self.train).micro_batches.with_gradient(), clip_factor(norm, limit))
         self._is_clipped = True
         self._done.append(raw)
         self._has_stepped = True
         if any(map(_has_gradient, self._left())):
-            self.train.update_part(raw)
+            driver_of(self.train).update_part(raw)
         else:
             self._end([raw])
         torch.clear_autocast_cache()  # the loop's own autocast has cached casts of the old values
@@ -212,7 +212,7 @@ class StepDriver:
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Discard the gradients of one optimizer."""
         raw = self._own(optimizer)
-        if self._train is None or self._train.is_between_steps:
+        if self._train is None or driver_of(self._train).is_between_steps:
             for group in raw.param_groups:  # gradients by the backward of another model
                 for parameter in group["params"]:
                     parameter.grad = None

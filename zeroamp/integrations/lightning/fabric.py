@@ -52,10 +52,10 @@ from zeroamp.integrations.lightning.driver import (
     view_of,
 )
 from zeroamp.integrations.lightning.precision import Mixed, autocast_of_policy, mixed_precision_of, policy_of
+from zeroamp.optimizers.parameters_before import ParametersBefore
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.errors import CheckpointError, ConfigError, StepError
 from zeroamp.policies.policy import Policy
-from zeroamp.training.parameters_before import ParametersBefore
 from zeroamp.training.step import TrainStep
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.wrap import wrap_model

@@ -59,7 +59,7 @@ from zeroamp.integrations.lightning.precision import Mixed, autocast_of_policy, 
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.errors import CheckpointError, ConfigError, StepError, WrapError
 from zeroamp.policies.policy import Policy
-from zeroamp.training.step import TrainStep
+from zeroamp.training.step import TrainStep, driver_of
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.wrap import wrap_model
 
@@ -346,11 +346,12 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         driver = self._fitting()
         train = driver.train if driver.optimizers else None
         is_whole = train is None or not checkpoint.get("optimizer_states")
-        if train is not None and not is_whole and not train.is_between_steps:
+        if train is not None and not is_whole and not driver_of(train).is_between_steps:
+            num_done = driver_of(train).state.step.num_micro_batches
             raise CheckpointError(
-                f"{path} cannot be saved inside an optimizer step, after {train.micro_batches.num_done} "
-                "micro-batch(es): their gradients would be lost. Save after an optimizer step: set val_check_interval "
-                "to a multiple of accumulate_grad_batches. For a ModelCheckpoint with every_n_train_steps, set "
+                f"{path} cannot be saved inside an optimizer step, after {num_done} micro-batch(es): their gradients "
+                "would be lost. Save after an optimizer step: set val_check_interval to a multiple of "
+                "accumulate_grad_batches. For a ModelCheckpoint with every_n_train_steps, set "
                 "save_top_k=-1, or monitor a metric of the validation."
             )
         if self._save_distributed_checkpoint and train is not None and not is_whole:

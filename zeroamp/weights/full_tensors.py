@@ -13,6 +13,7 @@ from zeroamp.planning.mesh import axis_groups, device_of, local_part, local_slic
 from zeroamp.policies.errors import StepError, describe, some_of
 from zeroamp.training.optimizer_kinds import is_bound_to_shard
 from zeroamp.wrapping.state import WrapState, owner_of, reshard
+from zeroamp.wrapping.step_state import Phase
 
 
 def full_parameter(parameter: nn.Parameter) -> torch.Tensor:
@@ -39,7 +40,7 @@ def set_full_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
             micro-batches of an optimizer step.
     """
     state, sharded = owner_of(parameter)
-    if state.gradient_scale is None:
+    if state.step.phase is Phase.OPEN:
         raise StepError(
             "set_full_parameter was called between the micro-batches of an optimizer step, so their forwards would use "
             "different values. Call it between two optimizer steps."
@@ -125,19 +126,19 @@ def set_full_optimizer_state(
 
 def _gradient(sharded: nn.Parameter, state: WrapState, method: str) -> tuple[torch.Tensor | None, float]:
     """Return the sharded gradient, and the factor that it is multiplied by (the loss scale, or 1)."""
-    if state.gradient_scale is None:
+    if state.step.phase is Phase.OPEN:
         raise StepError(
             f"{method} was called before the last micro-batch of an optimizer step, when gradients are not complete. "
             "Call it after the last backward and before the update."
         )
-    if sharded.dim() == 0 and not state.is_summed:
+    if sharded.dim() == 0 and state.step.phase is not Phase.CLIPPED:
         raise StepError(
             f"{method} was given a 0-D parameter before clip_grad_norm(), which averages its gradient over ranks. Call "
             "it between clip_grad_norm() and update()."
         )
     if state.shard_accumulator is not None:
         state.shard_accumulator.flush()
-    return sharded.grad, state.gradient_scale
+    return sharded.grad, state.step.gradient_scale
 
 
 def _entry(optimizer: torch.optim.Optimizer, sharded: nn.Parameter, key: str, method: str) -> torch.Tensor:

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zeroamp
+from zeroamp.optimizers.parameters_before import ParametersBefore
 from zeroamp.policies.errors import StepError
-from zeroamp.training.parameters_before import ParametersBefore
 
 
 class _Model(nn.Module):

@@ -1,4 +1,4 @@
-"""`StepSums`: numbers in the one all-reduce of a step, read in the same step or, off the CPU, in the next."""
+"""Statistics of callbacks: in the one all-reduce of a step, read in the same step or, off the CPU, in the next."""
 
 import os
 import signal
@@ -12,26 +12,36 @@ import zeroamp
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, wrapped
 from zeroamp.checkpoint import save as save_module
+from zeroamp.training.step import driver_of
+from zeroamp.wrapping.state import wrap_state
 
 NAME = "llama_tied"
 HOST_COLLECTIVES = ("all_reduce", "all_gather_object", "broadcast_object_list", "send", "recv", "new_group", "barrier")
 
 
+class _Part(zeroamp.Callback):
+    def __init__(self, name, numbers, got):
+        self.name, self.numbers, self.got = name, numbers, got
+
+    def statistics(self):
+        return self.numbers, lambda values: self.got.append((self.name, values))
+
+
 def _handed_out(is_late):
-    """What the parts got in two steps, by name, and the number of steps."""
+    """What the callbacks got in two steps, by name, and the number of steps."""
     model, train = _training(is_late=is_late)
     got = []
-    train.sums.put("a", lambda: ([1.0], lambda values: got.append(("a", values))))
-    train.sums.put("b", lambda: ([], lambda values: got.append(("b", values))))
+    train.callbacks.append(_Part("b", [], got))
+    wrap_state(model).callbacks.append(_Part("a", [1.0], got))  # those of the model come first
     for step in range(2):
         if step == 1:  # asked for in this step only
-            train.sums.put("c", lambda: ([2.0, 3.0], lambda values: got.append(("c", values))))
+            train.callbacks.append(_Part("c", [2.0, 3.0], got))
         _take_step(model, train, step)
-    return got, train.sums.num_sums
+    return got, wrap_state(model).step.num_summed
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_parts_get_the_sums_of_their_numbers_in_the_same_step_or_one_late(ranks2, is_late):
+def test_callbacks_get_the_sums_of_their_numbers_in_the_same_step_or_one_late(ranks2, is_late):
     first, second = [("a", [2.0]), ("b", [])], [("a", [2.0]), ("b", []), ("c", [4.0, 6.0])]
     assert ranks2.run(_handed_out, is_late) == [(first if is_late else first + second, 2)] * 2
 
@@ -40,7 +50,7 @@ def _training(*, is_late=False):
     """`is_late`: whether sums are read one step late, as on a device."""
     model = wrapped(NAME, config(3))
     train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    train._statistics.is_late = is_late
+    driver_of(train).all_reduce.is_late = is_late
     return model, train
 
 

@@ -88,7 +88,7 @@ def _read(cfg, dtype, mesh_shape=None):
         differing += _same((n, zeroamp.full_parameter(ours[n]), p.detach()) for n, p in plain.named_parameters())
         for key in (*KEYS, "step"):
             differing += _same(
-                (f"{n}.{key}", zeroamp.full_optimizer_state(train.optimizer, ours[n], key), optimizer.state[p][key])
+                (f"{n}.{key}", zeroamp.full_optimizer_state(train.optimizers[0], ours[n], key), optimizer.state[p][key])
                 for n, p in trainable
             )
     return differing
@@ -124,8 +124,8 @@ def _set(cfg, mesh_shape=None):
     for name in names:
         zeroamp.set_full_parameter(ours[name], _of_the_first_rank(zeroamp.full_parameter(theirs[name])))
         for key in (*KEYS, "step"):
-            value = zeroamp.full_optimizer_state(other_train.optimizer, theirs[name], key)
-            zeroamp.set_full_optimizer_state(train.optimizer, ours[name], key, _of_the_first_rank(value))
+            value = zeroamp.full_optimizer_state(other_train.optimizers[0], theirs[name], key)
+            zeroamp.set_full_optimizer_state(train.optimizers[0], ours[name], key, _of_the_first_rank(value))
     train.backward(_loss(model, _inputs(8, dist.get_rank())))
     other_train.backward(_loss(other, _inputs(9, dist.get_rank())))
     for name in names:
@@ -199,7 +199,7 @@ def _refused():
         lambda: zeroamp.full_gradient(copy.copy(weight)),
         lambda: zeroamp.set_full_parameter(weight, torch.ones(4, 5)),
         lambda: zeroamp.set_full_gradient(weight, torch.ones(5, 4)),
-        lambda: zeroamp.full_optimizer_state(train.optimizer, weight, "exp_avg"),
+        lambda: zeroamp.full_optimizer_state(train.optimizers[0], weight, "exp_avg"),
     ):
         with pytest.raises(StepError) as caught:
             call()
@@ -207,7 +207,7 @@ def _refused():
     train.backward(_loss(model, _inputs(0, 0)))
     train.step()
     with pytest.raises(StepError) as caught:
-        zeroamp.set_full_optimizer_state(train.optimizer, weight, "momentum", torch.ones(5, 4))
+        zeroamp.set_full_optimizer_state(train.optimizers[0], weight, "momentum", torch.ones(5, 4))
     value = zeroamp.full_parameter(weight)
     value.zero_()
     assert zeroamp.full_parameter(weight).any()  # it is a copy

@@ -1,0 +1,133 @@
+"""`StepAllReduce`: the one all-reduce of an optimizer step, which sums loss, squared norm and more over the ranks.
+
+It has these parts, in this order, all fp64:
+
+| part | numbers | who uses the sums |
+|---|---|---|
+| loss and squared norm | 2 (more with `zeroamp.reproducible`) | `StepArithmetic.totals` |
+| which parameters have a gradient | 1 for 3 parameters | `UnusedParameters` |
+| gradients of 0-D parameters | 2 per parameter | `ReplicatedGradients` |
+| gradients of a tensor axis' copies | 2, with a tensor axis only | `GradientsOfCopies` |
+| what this rank did | 1, on several ranks only | `RankAgreement` |
+| statistics of callbacks | as they return | the function of each callback |
+
+[Note: One step late]
+The host reads the last three. On a CPU it reads them at once. On other devices the host would have to wait for the
+device, so it reads them in the next step. Only the device type decides this, so all ranks read a sum in the same step.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from zeroamp.hooks.collectives.collective_calls import issue
+from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
+from zeroamp.training.callbacks import Callbacks, Receive
+from zeroamp.training.micro_batches import MicroBatches
+from zeroamp.training.rank_agreement import RankAgreement
+from zeroamp.training.refused_arguments import no_gradient
+from zeroamp.training.step_report import HostCopy
+from zeroamp.training.unused_parameters import UnusedParameters
+from zeroamp.wrapping.state import WrapState
+from zeroamp.wrapping.step_state import LossSum
+
+if TYPE_CHECKING:
+    from zeroamp.training.tensor_parallel_replicas import GradientsOfCopies
+
+Reader = tuple[int, Receive]
+"""How many sums the host reads for a function, and the function."""
+
+
+class StepAllReduce:
+    """Sums the numbers of the optimizer steps of one `TrainStep` over the ranks."""
+
+    def __init__(
+        self, state: WrapState, micro_batches: MicroBatches, callbacks: Callbacks, agreement: RankAgreement | None
+    ) -> None:
+        """Store the arguments. `agreement` compares the ranks; None on one rank."""
+        self._state = state
+        self._micro_batches = micro_batches
+        self._callbacks = callbacks
+        self._agreement = agreement
+        self._unused = UnusedParameters(state)
+        self._copies: GradientsOfCopies | None = None  # made in the first step with a tensor axis
+        self.is_late = state.mesh.device_type != "cpu"
+        """Whether the host reads sums in the next step: see [Note: One step late]."""
+        self._before: tuple[HostCopy, list[Reader]] | None = None  # of the previous step
+
+    def run(self, losses: Sequence[LossSum], *, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum the parts over the ranks. This is the only collective of a step besides those of the micro-batches.
+
+        Gradients of parameters that no rank used are discarded.
+
+        Args:
+            losses: the sums of this rank's losses.
+            scale: the factor by which the gradients are scaled.
+
+        Returns:
+            The loss (see `StepReport.loss_tensor`), and the norm of the unscaled gradients before clipping: 0-D fp64.
+
+        Raises:
+            StepError: no parameter has a gradient, the ranks differ, or the ranks of a tensor axis have different
+                gradients of copies.
+        """
+        replicated, arithmetic = self._micro_batches.replicated, self._micro_batches.arithmetic
+        with self._micro_batches.noting("step"):
+            self._micro_batches.finish()
+            of_step = arithmetic.local(losses)
+            of_copies, on_host, readers = self._read_on_host()
+            has_gradient = bool(self._micro_batches.with_gradient()) or replicated.have_gradient()
+        if not has_gradient:
+            raise no_gradient()
+        usage, of_replicated = self._unused.usage(), replicated.statistics(of_step.device)
+        parts = [of_step, usage, *of_replicated, *of_copies]
+        if on_host:
+            # Built on the host and copied: to build it on the device, the host would wait for the whole backward.
+            parts.append(torch.tensor(on_host, dtype=of_step.dtype).to(of_step.device, non_blocking=True))
+        summed = torch.cat(parts)
+        issued = IssuedCollective("all_reduce", summed, STEP, self._state.world)
+        issue(lambda: dist.all_reduce(summed, group=self._state.world), issued, self._state.listeners)
+        sizes = [len(of_step), len(usage), sum(map(len, of_replicated)), sum(num for num, _ in readers)]
+        of_step, usage, sums_of_replicated, to_read = torch.split(summed, sizes)
+        self._unused.discard_gradients(usage)
+        loss, squares = arithmetic.totals(of_step, losses)
+        if of_replicated:
+            squares = squares + replicated.set_gradients(sums_of_replicated, arithmetic.divide_factor())
+        self._hand_out(to_read, readers)
+        return loss, squares.sqrt() / scale
+
+    def _read_on_host(self) -> tuple[list[torch.Tensor], list[float], list[Reader]]:
+        """Return the numbers whose sums the host reads: those on the device, those on the host, and their functions."""
+        of_copies, readers = self._of_copies()
+        on_host: list[float] = []
+        own = [] if self._agreement is None else [self._agreement.number(is_late=self.is_late)]
+        for numbers, receive in (*own, *(callback.statistics() for callback in self._callbacks.all())):
+            on_host.extend(numbers)
+            readers.append((len(numbers), receive))
+        return of_copies, on_host, readers
+
+    def _hand_out(self, sums: torch.Tensor, readers: list[Reader]) -> None:
+        """Pass the sums to the functions that read them on the host: see [Note: One step late]."""
+        reading = (HostCopy(sums), readers) if readers else None
+        if self.is_late:
+            reading, self._before = self._before, reading
+        if reading is not None:
+            values, start = reading[0].values(), 0
+            for num, receive in reading[1]:
+                receive(values[start : start + num])
+                start += num
+        self._state.step.num_summed += 1
+
+    def _of_copies(self) -> tuple[list[torch.Tensor], list[Reader]]:
+        state = self._state
+        if state.axes.tensor is None or state.axes.num_tensor == 1:
+            return [], []
+        if self._copies is None:
+            from zeroamp.training.tensor_parallel_replicas import GradientsOfCopies  # for a tensor axis only
+
+            self._copies = GradientsOfCopies(state.axes, state.axes.tensor, lambda: dict(state.root.named_parameters()))
+        ignored = self._micro_batches.ignored
+        numbers = self._copies.statistics([p for p in self._micro_batches.with_gradient() if p not in ignored])
+        return numbers, [(sum(map(len, numbers)), self._copies.compare)]

@@ -1,0 +1,114 @@
+"""`StepState`: the optimizer step of a wrapped model: its phase, its micro-batches, and the scale of its gradients.
+
+One object per wrapped model, `WrapState.step`, because the gradients belong to the model. The `StepDriver` of a
+`TrainStep` and the observed step of `Ledger.verify` change it. Everybody else reads it.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class Phase(Enum):
+    """Where a model is in an optimizer step."""
+
+    IDLE = "between two optimizer steps"
+    OPEN = "between the micro-batches of an optimizer step"
+    REDUCED = "after the last backward of an optimizer step"
+    CLIPPED = "after the all-reduce of an optimizer step, with averaged, unscaled, clipped gradients"
+    FAILED = "after a failure"
+
+
+class Owner(Protocol):
+    """Runs the micro-batches of an optimizer step."""
+
+    def discard(self) -> None:
+        """Discard the optimizer step and all its gradients."""
+
+
+class LossSum(NamedTuple):
+    """A sum of losses of one rank, and the number to divide it by."""
+
+    terms: torch.Tensor
+    """1-D fp32: the sum as one element; or one element per micro-batch, where the order of additions matters."""
+    divisor: int
+    """The mean of the losses is the sum of `terms`, divided by this number."""
+    is_divided: bool
+    """Whether `TrainStep.backward` divided the losses by `gradient_accumulation_steps`."""
+
+
+@dataclass(slots=True)
+class StepState:
+    """The state of the current optimizer step of a model."""
+
+    phase: Phase = Phase.IDLE
+    owner: Owner | None = None
+    """Who runs the optimizer step. None between two steps."""
+    num_micro_batches: int = 0
+    """Backwards that have run in this optimizer step."""
+    is_ended_by_caller: bool = False
+    """Whether the caller passes `is_last` to the backwards of this step. Otherwise the config counts them."""
+    is_stepped: bool = True
+    """Whether `TrainStep.step` was called since the last backward."""
+    was_in_no_sync: bool = False
+    """Whether the last backward ran inside `no_sync`."""
+    gradient_scale: float = 1.0
+    """The factor by which the gradients of the shards are scaled: the loss scale, or 1 after the unscaling."""
+    num_divided: int = 0
+    """Losses of this step that `backward` divided by `gradient_accumulation_steps`."""
+    _terms: dict[bool, list[torch.Tensor]] = field(default_factory=lambda: {True: [], False: []})
+    """The losses of this rank, by whether `backward` divided them."""
+
+    failure: str | None = None
+    """The first exception of a backward or step, as text: where, class and message. Gradients may be missing, and
+    parameters may be updated in part, so no step runs after it. The exception itself would retain tensors."""
+    num_summed: int = 0
+    """Optimizer steps of the model whose all-reduce has run, the same on all ranks."""
+    is_observed: bool = False
+    """Whether an observed step is running, which restores all state: see `ledger/observed_step.py`."""
+    accumulates_in: torch.dtype = torch.float32
+    """The dtype in which FSDP2 sums unsharded gradients now."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an optimizer step has run a backward and has not ended."""
+        return self.phase in (Phase.OPEN, Phase.REDUCED, Phase.CLIPPED)
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the last backward of an optimizer step has run, so that its gradients are complete."""
+        return self.phase in (Phase.REDUCED, Phase.CLIPPED)
+
+    def add_loss(self, loss: torch.Tensor, *, is_divided: bool, retains_each: bool) -> None:
+        """Add the loss of one micro-batch, a tensor of one element in any floating-point dtype, in fp32."""
+        loss, terms = loss.detach().float().reshape(()), self._terms[is_divided]
+        self.num_divided += is_divided
+        if terms and not retains_each:
+            terms[0] = terms[0] + loss
+        else:
+            terms.append(loss)
+
+    @property
+    def are_divided(self) -> bool | None:
+        """Whether `backward` divided the losses: True if it divided any, None before the first loss."""
+        return True if self._terms[True] else (False if self._terms[False] else None)
+
+    def loss_sums(self) -> list[LossSum]:
+        """Return the sum of the divided losses and the sum of the others, without empty sums."""
+        divisors = {True: self.num_divided, False: 1}
+        return [LossSum(torch.stack(terms), divisors[kind], kind) for kind, terms in self._terms.items() if terms]
+
+    def fail(self, failure: str) -> None:
+        """Record the first failure. No optimizer step of the model runs after it."""
+        if self.failure is None:  # later exceptions follow from the first
+            self.failure = failure
+            self.phase, self.owner = Phase.FAILED, None
+
+    def reset(self) -> None:
+        """End the optimizer step."""
+        self.phase = Phase.IDLE if self.failure is None else Phase.FAILED
+        self.owner, self.num_micro_batches, self.gradient_scale = None, 0, 1.0
+        self.is_ended_by_caller, self.is_stepped = False, True
+        self._terms, self.num_divided = {True: [], False: []}, 0

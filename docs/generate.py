@@ -27,6 +27,8 @@ from zeroamp.deepspeed.engine import DeepSpeedEngine
 from zeroamp.deepspeed.engine_config import EngineConfig
 from zeroamp.deepspeed.optimizer import ZeroOptimizer
 from zeroamp.deepspeed.refused import ENGINE, EXPERTS, OPS, PACKAGE, ZERO
+from zeroamp.optimizers.optimizer_params import OPTIMIZER_PARAMS
+from zeroamp.optimizers.scheduler_params import SCHEDULER_PARAMS
 from zeroamp.planning.group_dtypes import group_dtypes, param_dtypes
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.safe_parameters import Precision
@@ -34,9 +36,7 @@ from zeroamp.policies.accumulation import ACCUMULATE, COMPUTE, STAGES, refusal
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.policy import Mode, Policy, policy_from_config
 from zeroamp.policies.schema import (
-    OPTIMIZER_PARAMS,
     SAME,
-    SCHEDULER_PARAMS,
     Config,
     Honoured,
     Key,

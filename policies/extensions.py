@@ -19,7 +19,7 @@ key is on, and calls its methods at these moments, in this order:
 A config without such keys has no extensions.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -89,13 +89,12 @@ class Extension:
         """Add this key's collectives of one optimizer step to `traffic`."""
 
 
-def load(key: str) -> Callable[..., Any]:
-    """Import and return the class or function that `zeroamp.EXTENSIONS` lists under `key`."""
+def load(key: str) -> Any:
+    """Import and return what `zeroamp.EXTENSIONS` lists under `key`."""
     from zeroamp import EXTENSIONS  # not at the top, where `zeroamp` is only partly imported
 
     module, _, name = EXTENSIONS[key].partition(":")
-    found: Callable[..., Any] = getattr(import_module(module), name)
-    return found
+    return getattr(import_module(module), name)
 
 
 def extensions_of(policy: "Policy", model: "nn.Module | None" = None) -> tuple[Extension, ...]:

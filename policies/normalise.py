@@ -1,16 +1,17 @@
-"""Turns a validated config into its normal form, so that policies of equivalent configs are equal.
+"""Turns a validated config into its normal form, so that policies of equivalent configs are equal, and back.
 
 In the normal form, defaults that depend on other keys are written out. Of two keys with the same meaning, the first
 has the value. A key that is not read has its default. A new key needs code here only if one of these applies to it.
 """
 
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
 from zeroamp.policies.batch_sizes import resolve_batch_sizes
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import ConfigError, shown
+from zeroamp.policies.json_values import flatten, nest
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES
 from zeroamp.policies.schema import (
     Block,
@@ -18,10 +19,16 @@ from zeroamp.policies.schema import (
     Config,
     Honoured,
     LeafModuleBlock,
+    Native,
     OffloadOptimizerBlock,
     ZeroOptimizationBlock,
+    iter_keys,
     own_class,
+    validate,
 )
+
+if TYPE_CHECKING:
+    from zeroamp.policies.policy import Policy
 
 Mode = Literal["autocast", "bf16", "fp16", "fp32"]
 
@@ -188,3 +195,36 @@ def _offload(zero: ZeroOptimizationBlock) -> OffloadOptimizerBlock | None:
             f"but is {shown(pins[1])}. Write the same value in both: FSDP2 offloads both together."
         )
     return OffloadOptimizerBlock(device="cpu", pin_memory=pins[0]) if pins else None
+
+
+def to_config(policy: "Policy") -> dict[str, Any]:
+    """Return a config, with defaults written out, from which `policy_from_config` makes an equal policy.
+
+    Native keys that were given are included. Keys without effect, such as those of a block that is off, are not.
+    """
+    given, held = dict(policy.given), policy.config.model_dump(mode="json", exclude_none=True)
+    flat: dict[str, Any] = {}
+    for key in iter_keys(Config):
+        if isinstance(key.key_class, Native) and key.path in given:
+            flat[key.path] = given[key.path]
+        elif isinstance(key.key_class, Honoured) and unread(key.path, policy.config) is None:
+            value = _at(key.path, held)
+            flat |= {} if value is None else {key.path: value}
+    return nest(flat)
+
+
+def short_config(policy: "Policy") -> dict[str, Any]:
+    """Return the part of `to_config` that differs from the defaults, if it makes an equal policy; else all of it."""
+    whole = to_config(policy)
+    usual = {key.path: key.default for key in iter_keys(Config)} | flatten(to_config(type(policy)()))
+    short = nest({path: value for path, value in flatten(whole).items() if path not in usual or usual[path] != value})
+    try:
+        return short if type(policy)(validate(short)) == policy else whole
+    except ConfigError:
+        return whole
+
+
+def _at(path: str, cfg: Any) -> Any:
+    for part in path.split("."):
+        cfg = cfg.get(part) if cfg is not None else None
+    return cfg

@@ -22,11 +22,11 @@ from zeroamp.policies.batch_sizes import BATCH_SIZES, data_parallel_ranks
 from zeroamp.policies.conflicts import check_policy
 from zeroamp.policies.dtypes import FLOAT8_BY_NAME
 from zeroamp.policies.errors import ConfigError, WrapError
+from zeroamp.policies.extensions import load
 from zeroamp.policies.json_values import flatten, json_value, load_config, nest
 from zeroamp.policies.loss_scale_rule import NO_LOSS_SCALE, LossScale
-from zeroamp.policies.normalise import HELD_BY, low_dtype_of, mode_of, normalised
+from zeroamp.policies.normalise import HELD_BY, low_dtype_of, mode_of, normalised, short_config, to_config
 from zeroamp.policies.normalise import Mode as Mode
-from zeroamp.policies.render import short_config, to_config
 from zeroamp.policies.schema import Config, validate
 from zeroamp.policies.schema.config import FileMonitorBlock, WandbBlock
 from zeroamp.policies.schema.zero import LeafModuleBlock
@@ -153,9 +153,8 @@ class Policy:
         Args:
             defaults: whether to list also the keys that the config does not have and whose defaults have an effect.
         """
-        from zeroamp.policies.key_report import render_report  # a training prints no report
-
-        return render_report(self, defaults=defaults)
+        text: str = load("Policy.report")(self, defaults=defaults)
+        return text
 
     # Short names of keys, which their notes in the schema describe (docs/config.md).
     train_batch_size = _Key(lambda config: config.train_batch_size)

@@ -1,18 +1,13 @@
 """The schema of a config: all keys of DeepSpeed 0.19.8 and of the `zeroamp` block, each with its type and class."""
 
 from zeroamp.policies.schema.check import known_part, validate
-from zeroamp.policies.schema.config import CommsLoggerBlock, Config
+from zeroamp.policies.schema.config import CommsLoggerBlock, Config, OptimizerBlock, SchedulerBlock
 from zeroamp.policies.schema.keys import SAME, Block, Honoured, Key, KeyClass, Native, Unsupported, iter_keys, own_class
-from zeroamp.policies.schema.optimizer import OPTIMIZER_PARAMS, AdamParams, OptimizerBlock, SGDParams
 from zeroamp.policies.schema.precision import OverrideBlock
-from zeroamp.policies.schema.scheduler import SCHEDULER_PARAMS, SchedulerBlock
 from zeroamp.policies.schema.zero import LeafModuleBlock, OffloadOptimizerBlock, ZeroOptimizationBlock
 
 __all__ = [
-    "OPTIMIZER_PARAMS",
     "SAME",
-    "SCHEDULER_PARAMS",
-    "AdamParams",
     "Block",
     "CommsLoggerBlock",
     "Config",
@@ -24,7 +19,6 @@ __all__ = [
     "OffloadOptimizerBlock",
     "OptimizerBlock",
     "OverrideBlock",
-    "SGDParams",
     "SchedulerBlock",
     "Unsupported",
     "ZeroOptimizationBlock",

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from zeroamp.policies.errors import ConfigError, describe, is_quoted, shown
+from zeroamp.policies.extensions import load
 from zeroamp.policies.schema.config import Config
 from zeroamp.policies.schema.keys import (
     REMOVE_IT,
@@ -18,8 +19,6 @@ from zeroamp.policies.schema.keys import (
     nearest,
     own_class,
 )
-from zeroamp.policies.schema.optimizer import OPTIMIZER_PARAMS
-from zeroamp.policies.schema.scheduler import SCHEDULER_PARAMS
 
 _VALID = {
     "bool_type": "true or false",
@@ -166,7 +165,8 @@ def _nearest(path: str, siblings: list[str]) -> str:
     if near := nearest(name, siblings):
         return near
     elsewhere = {key.path.rpartition(".")[2]: key.path for key in iter_keys(Config)}
-    for of_type in (OPTIMIZER_PARAMS if block != "scheduler" else SCHEDULER_PARAMS).values():
+    types = load("scheduler.types" if block == "scheduler" else "optimizer.types")
+    for of_type in types.blocks.values():
         elsewhere |= {key.path: f"{block or 'optimizer'}.params.{key.path}" for key in iter_keys(of_type)}
     names = difflib.get_close_matches(name, elsewhere, n=1)
     return f"Did you mean {elsewhere[names[0]]!r}?" if names else REMOVE_IT

@@ -1,10 +1,11 @@
 """The top level of the config, the block `zeroamp`, and the blocks of monitors."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
 from zeroamp.policies.errors import shown
+from zeroamp.policies.extensions import load
 from zeroamp.policies.schema.foreign import with_foreign_keys
 from zeroamp.policies.schema.keys import (
     Block,
@@ -18,9 +19,7 @@ from zeroamp.policies.schema.keys import (
     as_tuple,
     refused,
 )
-from zeroamp.policies.schema.optimizer import OptimizerBlock
 from zeroamp.policies.schema.precision import Bf16Block, DataTypesBlock, Fp16Block, OverrideBlock, TorchAutocastBlock
-from zeroamp.policies.schema.scheduler import SchedulerBlock
 from zeroamp.policies.schema.zero import ZeroOptimizationBlock
 
 _JOB = "zeroamp"
@@ -166,6 +165,45 @@ class ZeroampBlock(Block):
             "after them; same bits. Default: true if reductions between nodes have one level"
         ),
     ] = None
+
+
+class _TypedBlock(Block):
+    """A block with the name of a class, and its arguments: `zeroamp/optimizers` has the types and the keys of each."""
+
+    _types: ClassVar[str]
+    """The name under which `zeroamp.EXTENSIONS` lists the types. They are loaded for a config with this block."""
+
+    @field_validator("type", mode="before", check_fields=False)
+    @classmethod
+    def _known_type(cls, value: object) -> object:
+        return load(cls._types).known_type(value)
+
+    @field_validator("params", mode="before", check_fields=False)
+    @classmethod
+    def _of_the_type(cls, value: object, info: ValidationInfo) -> object:
+        # Without a valid type the keys of params cannot be checked, and the error of the type is raised.
+        return load(cls._types).params_of(info.data["type"], value) if "type" in info.data else value
+
+
+class OptimizerBlock(_TypedBlock):
+    """`optimizer`: read by `optimizer_from_config` only."""
+
+    _types = "optimizer.types"
+    type: Annotated[str, Honoured("name of the optimizer, in any case")]
+    params: Annotated[Any, Honoured("arguments of the optimizer: see the table of its type")] = Field(
+        default=None, validate_default=True
+    )
+    legacy_fusion: Annotated[bool, Native("torch's optimizers have no such variant")] = False
+
+
+class SchedulerBlock(_TypedBlock):
+    """`scheduler`: read by `scheduler_from_config` only."""
+
+    _types = "scheduler.types"
+    type: Annotated[str, Honoured("name of the scheduler, in any case")]
+    params: Annotated[Any, Honoured("arguments of the scheduler: see the table of its type")] = Field(
+        default=None, validate_default=True
+    )
 
 
 class FileMonitorBlock(Block):

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from zeroamp import ConfigError, policy_from_config
+from zeroamp.optimizers.optimizer_params import OPTIMIZER_PARAMS
+from zeroamp.optimizers.scheduler_params import SCHEDULER_PARAMS
 from zeroamp.policies.dtypes import DTYPE_BY_NAME
 from zeroamp.policies.json_values import flatten, nest
-from zeroamp.policies.key_report import report_rows
-from zeroamp.policies.schema import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Config, Unsupported, iter_keys
+from zeroamp.policies.schema import Config, Unsupported, iter_keys
+from zeroamp.reporting.key_report import report_rows
 
 POOL = [
     True, False, None, 0, 1, 2, 3, 4, 16, 1000, 100_000, 5e8, 0.5, 1.0, 0.0, 256.0, -1, float("nan"), float("inf"),

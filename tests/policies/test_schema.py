@@ -6,8 +6,8 @@ import pytest
 
 from tests.processes.launch import ROOT
 from zeroamp import ConfigError, policy_from_config
-from zeroamp.policies.key_report import report_rows
 from zeroamp.policies.schema import SAME, Config, Honoured, Native, Unsupported, iter_keys
+from zeroamp.reporting.key_report import report_rows
 
 KEYS = {key.path: key for key in iter_keys(Config)}
 

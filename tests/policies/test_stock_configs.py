@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zeroamp import ConfigError, open_auto_keys, policy_from_config
-from zeroamp.policies.key_report import report_rows
+from zeroamp.reporting.key_report import report_rows
 
 AUTO_BATCH = dict.fromkeys(
     ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"

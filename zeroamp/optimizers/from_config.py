@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from zeroamp.optimizers.optimizer_params import AdamParams, SGDParams
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Policy, policy_from_config
-from zeroamp.policies.schema import AdamParams, SGDParams
 
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
 """A `Policy`, or a config for `policy_from_config`: a mapping or the path of a JSON file."""

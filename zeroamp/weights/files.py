@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 
 from zeroamp.policies.errors import CheckpointError, describe
-from zeroamp.policies.files import is_file_name, read_json
+from zeroamp.policies.files import read_json
 from zeroamp.policies.numbers import is_integer
 from zeroamp.weights.drafts import WRITER, sync_to_disk, write_durably
 
@@ -200,3 +200,13 @@ def read_index(path: Path) -> dict[str, str]:
             f"({type(error).__name__}: {error}). Get the file again."
         ) from error
     return weight_map
+
+
+def is_file_name(name: object) -> bool:
+    """Return whether `name` is a printable file name without folders, so that it cannot lead out of its folder."""
+    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and name.isprintable()
+
+
+def leads_out(path: Path, *folders: Path) -> bool:
+    """Return whether symbolic links lead from `path` to a place outside of its folder and of `folders`."""
+    return not any(path.resolve().is_relative_to(folder.resolve()) for folder in (path.parent, *folders))

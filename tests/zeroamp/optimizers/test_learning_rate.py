@@ -6,7 +6,7 @@ import pytest
 
 from tests.oracles import learning_rates
 from zeroamp.optimizers import learning_rate
-from zeroamp.policies.schema import SCHEDULER_PARAMS
+from zeroamp.optimizers.scheduler_params import SCHEDULER_PARAMS
 
 INITIAL = 0.3
 CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2}

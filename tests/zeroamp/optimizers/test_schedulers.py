@@ -13,7 +13,7 @@ from tests.oracles import learning_rates as oracle
 from tests.processes.training import config, wrapped
 from zeroamp import ConfigError, StepError, policy_from_config, scheduler_from_config
 from zeroamp.optimizers import schedulers
-from zeroamp.policies.schema import SCHEDULER_PARAMS
+from zeroamp.optimizers.scheduler_params import SCHEDULER_PARAMS
 
 NUM_STEPS = 300
 LRS = (0.5, 0.03)

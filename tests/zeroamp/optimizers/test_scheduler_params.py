@@ -6,9 +6,9 @@ import pytest
 from torch.optim import lr_scheduler
 
 from zeroamp import ConfigError, policy_from_config
-from zeroamp.policies.schema import SCHEDULER_PARAMS, SchedulerBlock
+from zeroamp.optimizers.scheduler_params import OF_TORCH, SCHEDULER_PARAMS
+from zeroamp.policies.schema import SchedulerBlock
 from zeroamp.policies.schema.keys import Honoured, Unsupported, iter_keys
-from zeroamp.policies.schema.scheduler import OF_TORCH
 
 CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": [1e-2, 2e-2]}
 

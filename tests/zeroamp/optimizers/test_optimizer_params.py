@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from zeroamp import ConfigError, policy_from_config
-from zeroamp.policies.schema import OPTIMIZER_PARAMS, OptimizerBlock
+from zeroamp.optimizers.optimizer_params import OF_TORCH, OPTIMIZER_PARAMS
+from zeroamp.policies.schema import OptimizerBlock
 from zeroamp.policies.schema.keys import Honoured, Unsupported, iter_keys
-from zeroamp.policies.schema.optimizer import OF_TORCH
 
 
 def optimizer(**block):

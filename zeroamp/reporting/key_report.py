@@ -5,8 +5,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from zeroamp.policies.json_values import flatten
-from zeroamp.policies.normalise import unread
-from zeroamp.policies.render import to_config
+from zeroamp.policies.normalise import to_config, unread
 from zeroamp.policies.schema import Config, Honoured, Key, Native, Unsupported, iter_keys
 from zeroamp.policies.tables import terminal_width
 

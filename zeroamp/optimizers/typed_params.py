@@ -1,6 +1,7 @@
 """Checks that `optimizer` and `scheduler` share: the keys of their `params` depend on their `type`."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
@@ -14,17 +15,45 @@ LARGEST = 1e15
 """Largest learning rate, ratio or number of steps, so that products and quotients of two of them are finite."""
 
 
-def typed_params(value: object, params: type[Block]) -> Block:
-    """Return `value` as the block of its type. None stands for an empty block.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TypedParams:
+    """The types of the block `optimizer` or `scheduler`, and the keys that `params` has for each of them."""
 
-    Raises:
-        ValidationError: with locations that begin with keys of `params`. pydantic adds the path of `params`.
-    """
-    try:
-        return params.model_validate({} if value is None else value)
-    except ValidationError as error:
-        lines = [_line(detail, params) for detail in error.errors()]
-        raise ValidationError.from_exception_data(params.__name__, lines) from None
+    blocks: Mapping[str, type[Block]]
+    """Type that zeroamp builds -> its block of `params`."""
+    others: frozenset[str]
+    """Types of DeepSpeed or torch that zeroamp does not build."""
+    build_it: str
+    """What to do for such a type, as a sentence."""
+
+    def known_type(self, value: object) -> str:
+        """Return a `type` in the spelling of `blocks`. Upper and lower case are not distinguished.
+
+        Raises:
+            PydanticCustomError: zeroamp does not build this type.
+        """
+        by_lower = {name.lower(): name for name in self.blocks}
+        valid = f"must be one of {', '.join(self.blocks)}, but is {shown(value)}"
+        if not isinstance(value, str):
+            raise refused(f"{valid}. Name one of them.")
+        if value.lower() in by_lower:
+            return by_lower[value.lower()]
+        if value.lower() in {name.lower() for name in self.others}:
+            raise refused(f"{valid}, which zeroamp does not build. {self.build_it}")
+        raise refused(f"{valid}. {nearest(value, self.blocks) or self.build_it}")
+
+    def params_of(self, name: str, value: object) -> Block:
+        """Return `value` as the block of the type `name`. None stands for an empty block.
+
+        Raises:
+            ValidationError: with locations that begin with keys of `params`. pydantic adds the path of `params`.
+        """
+        params = self.blocks[name]
+        try:
+            return params.model_validate({} if value is None else value)
+        except ValidationError as error:
+            lines = [_line(detail, params) for detail in error.errors()]
+            raise ValidationError.from_exception_data(params.__name__, lines) from None
 
 
 def _line(detail: Any, params: type[Block]) -> InitErrorDetails:
@@ -38,29 +67,6 @@ def _line(detail: Any, params: type[Block]) -> InitErrorDetails:
         known = ", ".join(sorted(params.model_fields))
         error = refused(f"is not supported by zeroamp with this type. {hint} Its keys are {known}.")
     return InitErrorDetails(type=error, loc=place, input=detail["input"], ctx=context)
-
-
-def known_type(value: object, known: Mapping[str, type[Block]], others: set[str], build_it: str) -> str:
-    """Return the `type` in the spelling of `known`. Upper and lower case are not distinguished.
-
-    Args:
-        value: of the key `type`.
-        known: the types that zeroamp builds.
-        others: types of DeepSpeed or torch that zeroamp does not build.
-        build_it: what to do for such a type, as a sentence.
-
-    Raises:
-        PydanticCustomError: zeroamp does not build this type.
-    """
-    by_lower = {name.lower(): name for name in known}
-    valid = f"must be one of {', '.join(known)}, but is {shown(value)}"
-    if not isinstance(value, str):
-        raise refused(f"{valid}. Name one of them.")
-    if value.lower() in by_lower:
-        return by_lower[value.lower()]
-    if value.lower() in {name.lower() for name in others}:
-        raise refused(f"{valid}, which zeroamp does not build. {build_it}")
-    raise refused(f"{valid}. {nearest(value, known) or build_it}")
 
 
 def _per_group(value: object) -> float | tuple[float, ...]:

@@ -1,13 +1,11 @@
-"""`optimizer`: a torch optimizer and its arguments. Meanings and defaults are DeepSpeed's (0.19.8)."""
+"""The keys of `optimizer.params`: arguments of torch's optimizers. Meanings and defaults are DeepSpeed's (0.19.8)."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from zeroamp.policies.schema.keys import Block, Honoured, Native, Number, Unsupported, as_tuple, refused
-from zeroamp.policies.schema.params import NotNegative, known_type, typed_params
-
-OptimizerName = Literal["Adam", "AdamW", "SGD"]
+from zeroamp.optimizers.typed_params import NotNegative, TypedParams
+from zeroamp.policies.schema.keys import Block, Honoured, Number, Unsupported, as_tuple, refused
 
 _BUILD_IT = "Build the optimizer yourself, after wrap_model, and pass it to TrainStep."
 _OF_DEEPSPEED = (
@@ -109,23 +107,5 @@ class SGDParams(_TorchParams):
 OPTIMIZER_PARAMS: dict[str, type[Block]] = {"Adam": AdamParams, "AdamW": AdamWParams, "SGD": SGDParams}
 """The block of `optimizer.params`, by `optimizer.type`."""
 
-
-def _known_name(value: object) -> object:
-    """Return the name in the spelling of DeepSpeed's documentation."""
-    return known_type(value, OPTIMIZER_PARAMS, {*_OF_DEEPSPEED, *OF_TORCH}, _BUILD_IT)
-
-
-class OptimizerBlock(Block):
-    """`optimizer`: read by `optimizer_from_config` only."""
-
-    type: Annotated[OptimizerName, BeforeValidator(_known_name), Honoured("name of the optimizer, in any case")]
-    params: Annotated[
-        AdamWParams | AdamParams | SGDParams, Honoured("arguments of the optimizer: see the table of its type")
-    ] = Field(default=None, validate_default=True)
-    legacy_fusion: Annotated[bool, Native("torch's optimizers have no such variant")] = False
-
-    @field_validator("params", mode="wrap")
-    @classmethod
-    def _of_the_type(cls, value: object, _: object, info: ValidationInfo) -> object:
-        # Without a valid type the keys of params cannot be checked, and the error of the type is raised.
-        return typed_params(value, OPTIMIZER_PARAMS[info.data["type"]]) if "type" in info.data else value
+TYPES = TypedParams(blocks=OPTIMIZER_PARAMS, others=frozenset((*_OF_DEEPSPEED, *OF_TORCH)), build_it=_BUILD_IT)
+"""Loaded by the schema for a config with an `optimizer`."""

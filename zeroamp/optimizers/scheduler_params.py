@@ -1,20 +1,11 @@
-"""`scheduler`: the learning rate of each step. Meanings and defaults are DeepSpeed's (0.19.8)."""
+"""The keys of `scheduler.params`: learning rates. Meanings and defaults are DeepSpeed's (0.19.8)."""
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field
 
+from zeroamp.optimizers.typed_params import LARGEST, MomentumPerGroup, NotNegative, PerGroup, TypedParams
 from zeroamp.policies.schema.keys import Block, Honoured, Number, PositiveInt, Unsupported
-from zeroamp.policies.schema.params import (
-    LARGEST,
-    MomentumPerGroup,
-    NotNegative,
-    PerGroup,
-    known_type,
-    typed_params,
-)
-
-SchedulerName = Literal["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
 
 _PASS_IT = "Build the scheduler yourself and pass it to TrainStep(scheduler=)."
 
@@ -138,23 +129,5 @@ SCHEDULER_PARAMS: dict[str, type[Block]] = {
 }
 """The block of `scheduler.params`, by `scheduler.type`."""
 
-
-def _known_name(value: object) -> object:
-    """Return the name in DeepSpeed's spelling."""
-    return known_type(value, SCHEDULER_PARAMS, {*OF_TORCH}, _PASS_IT)
-
-
-class SchedulerBlock(Block):
-    """`scheduler`: read by `scheduler_from_config` only."""
-
-    type: Annotated[SchedulerName, BeforeValidator(_known_name), Honoured("name of the scheduler, in any case")]
-    params: Annotated[
-        LRRangeTestParams | OneCycleParams | WarmupCosineLRParams | WarmupDecayLRParams | WarmupLRParams,
-        Honoured("arguments of the scheduler: see the table of its type"),
-    ] = Field(default=None, validate_default=True)
-
-    @field_validator("params", mode="wrap")
-    @classmethod
-    def _of_the_type(cls, value: object, _: object, info: ValidationInfo) -> object:
-        # Without a valid type the keys of params cannot be checked, and the error of the type is raised.
-        return typed_params(value, SCHEDULER_PARAMS[info.data["type"]]) if "type" in info.data else value
+TYPES = TypedParams(blocks=SCHEDULER_PARAMS, others=frozenset(OF_TORCH), build_it=_PASS_IT)
+"""Loaded by the schema for a config with a `scheduler`."""

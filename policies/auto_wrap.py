@@ -1,4 +1,4 @@
-"""Choose the modules of a model that become FSDP units (see docs/concepts.md).
+"""Decides which modules become FSDP units by default, and which with an `auto_wrap_policy` (see docs/concepts.md).
 
 [Note: Own units]
 The root's parameters stay unsharded from the first op of a forward to the last op of its backward. In a language model
@@ -59,14 +59,18 @@ def _units_of_policy(model: nn.Module, auto_wrap_policy: AutoWrapPolicy) -> list
         return _default_units(model)
     if callable(auto_wrap_policy) and not isinstance(auto_wrap_policy, type):
         units = list(_run_torch_policy(model, "", auto_wrap_policy, set())[0])
-        asked = repr(auto_wrap_policy)
+        asked = None if units else repr(auto_wrap_policy)
     else:
         classes = _class_list(auto_wrap_policy)
         units = _units_of_classes(model, classes)
-        asked = ", ".join(sorted(c if isinstance(c, str) else c.__name__ for c in classes))
-        _refuse_unmatched(model, classes)
-    if not units:
-        raise WrapError(_matches_nothing(model, asked))
+        unmatched = (each for each in classes if not any(_matches(module, each) for module in model.modules()))
+        asked = next((each if isinstance(each, str) else each.__name__ for each in unmatched), None)
+    if asked is not None:
+        names = sorted({type(module).__name__ for module in model.modules() if module is not model})
+        raise WrapError(
+            f"auto_wrap_policy {asked} matches no module of {type(model).__name__}. Name one of the model's classes, "
+            f"{', '.join(names) or 'none below the root'}, or leave auto_wrap_policy out for the default."
+        )
     for fqn in units:
         if _is_never_called(module := model.get_submodule(fqn)):
             raise WrapError(
@@ -101,21 +105,6 @@ def _matches(module: nn.Module, wanted: type[nn.Module] | str) -> bool:
 def _units_of_classes(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> list[str]:
     found = [fqn for fqn, module in model.named_modules() if any(_matches(module, wanted) for wanted in classes)]
     return found[::-1]  # named_modules yields parents first
-
-
-def _refuse_unmatched(model: nn.Module, classes: Iterable[type[nn.Module] | str]) -> None:
-    modules = list(model.modules())
-    for wanted in classes:
-        if not any(_matches(module, wanted) for module in modules):
-            raise WrapError(_matches_nothing(model, wanted if isinstance(wanted, str) else wanted.__name__))
-
-
-def _matches_nothing(model: nn.Module, asked: str) -> str:
-    classes = sorted({type(module).__name__ for module in model.modules() if module is not model})
-    return (
-        f"auto_wrap_policy {asked} matches no module of {type(model).__name__}. Name one of the model's classes, "
-        f"{', '.join(classes) or 'none below the root'}, or leave auto_wrap_policy out for the default."
-    )
 
 
 def _run_torch_policy(
@@ -182,22 +171,22 @@ def find_leaf_modules(model: nn.Module, leaf_modules: LeafModules) -> list[str]:
     Raises:
         ConfigError: an item matches no module of the model, or a container without a forward.
     """
-    tests: list[tuple[str, str, Callable[[str, nn.Module], bool]]] = [
-        *(("classes", name, lambda _, module, name=name: _matches(module, name)) for name in leaf_modules.classes),
-        *(("names", name, lambda fqn, _, name=name: fqn == name) for name in leaf_modules.names),
-        *(
-            ("name_suffixes", suffix, lambda fqn, _, suffix=suffix: f".{fqn}".endswith(f".{suffix}"))
-            for suffix in leaf_modules.name_suffixes
-        ),
-    ]
     chosen: set[nn.Module] = set()
-    for key, wanted, test in tests:
-        # A shared module has several names, and an item may match any of them.
-        found = {module: fqn for fqn, module in model.named_modules(remove_duplicate=False) if test(fqn, module)}
-        _refuse_leaf_modules(model, key, wanted, found)
-        chosen |= found.keys()
+    for key in ("classes", "names", "name_suffixes"):
+        for wanted in getattr(leaf_modules, key):
+            # A shared module has several names, and an item may match any of them.
+            paths = model.named_modules(remove_duplicate=False)
+            found = {module: fqn for fqn, module in paths if _is_leaf(key, wanted, fqn, module)}
+            _refuse_leaf_modules(model, key, wanted, found)
+            chosen |= found.keys()
     inside = {inner for module in chosen for inner in module.modules() if inner is not module}
     return [fqn for fqn, module in model.named_modules() if module in chosen - inside]
+
+
+def _is_leaf(key: str, wanted: str, fqn: str, module: nn.Module) -> bool:
+    if key == "classes":
+        return _matches(module, wanted)
+    return fqn == wanted or (key == "name_suffixes" and fqn.endswith(f".{wanted}"))
 
 
 def _refuse_leaf_modules(model: nn.Module, key: str, wanted: str, found: Mapping[nn.Module, str]) -> None:
@@ -208,19 +197,13 @@ def _refuse_leaf_modules(model: nn.Module, key: str, wanted: str, found: Mapping
                 f"{where} matches {fqn}, a {type(module).__name__}, which has no forward. Name the module that calls "
                 "its children."
             )
-    if found:
-        return
-    if key == "classes":
-        names = sorted({type(module).__name__ for module in model.modules()})
-    else:
-        names = [fqn for fqn, _ in model.named_modules() if fqn]
-        if key == "name_suffixes":
-            names = sorted({name.rpartition(".")[2] for name in names})
-        names = get_close_matches(wanted, names, n=8) or names
-    raise ConfigError(
-        f"{where} matches no module of {type(model).__name__}. Name one that it has, such as "
-        f"{some_of(names) or 'none below the root'}, or leave the item out."
-    )
+    if not found:
+        names = {type(module).__name__ if key == "classes" else fqn for fqn, module in model.named_modules()} - {""}
+        near = get_close_matches(wanted, names, n=8) or sorted(names)
+        raise ConfigError(
+            f"{where} matches no module of {type(model).__name__}. Name one that it has, such as "
+            f"{some_of(near) or 'none below the root'}, or leave the item out."
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,6 @@ from zeroamp.policies.loss_scale_rule import NO_LOSS_SCALE, LossScale
 from zeroamp.policies.normalise import HELD_BY, low_dtype_of, mode_of, normalised, short_config, to_config
 from zeroamp.policies.normalise import Mode as Mode
 from zeroamp.policies.schema import Config, validate
-from zeroamp.policies.schema.config import FileMonitorBlock, WandbBlock
 from zeroamp.policies.schema.zero import LeafModuleBlock
 from zeroamp.policies.schema.zero import Stage as Stage
 
@@ -153,7 +152,7 @@ class Policy:
         Args:
             defaults: whether to list also the keys that the config does not have and whose defaults have an effect.
         """
-        text: str = load("Policy.report")(self, defaults=defaults)
+        text: str = load("Policy.key_report")(self, defaults=defaults)
         return text
 
     # Short names of keys, which their notes in the schema describe (docs/config.md).
@@ -197,6 +196,9 @@ class Policy:
     wall_clock_breakdown = _Key(lambda config: config.wall_clock_breakdown)
     optimizer = _Key(lambda config: config.optimizer)
     scheduler = _Key(lambda config: config.scheduler)
+    tensorboard = _Key(lambda config: config.tensorboard if config.tensorboard.enabled else None)
+    csv_monitor = _Key(lambda config: config.csv_monitor if config.csv_monitor.enabled else None)
+    wandb = _Key(lambda config: config.wandb if config.wandb.enabled else None)
 
     @property
     def mode(self) -> Mode:
@@ -259,21 +261,6 @@ class Policy:
         """The device of the shards: see `Offload`."""
         block = self.config.zero_optimization.offload_optimizer
         return NO_OFFLOAD if block is None else Offload(to_cpu=True, pin_memory=block.pin_memory)
-
-    @property
-    def tensorboard(self) -> FileMonitorBlock | None:
-        """The settings of TensorBoard's event files that `TrainStep` writes; None if it writes none."""
-        return self.config.tensorboard if self.config.tensorboard.enabled else None
-
-    @property
-    def csv_monitor(self) -> FileMonitorBlock | None:
-        """The settings of the steps.csv that `TrainStep` writes; None if it writes none."""
-        return self.config.csv_monitor if self.config.csv_monitor.enabled else None
-
-    @property
-    def wandb(self) -> WandbBlock | None:
-        """The settings of the Weights & Biases run to which `TrainStep` logs; None if it logs to none."""
-        return self.config.wandb if self.config.wandb.enabled else None
 
 
 def _is_in(path: str, block: str) -> bool:

@@ -31,7 +31,7 @@ EXTENSIONS = {
     "csv_monitor": "zeroamp.reporting.monitors:Monitors",
     "wandb": "zeroamp.reporting.monitors:Monitors",
     "wall_clock_breakdown": "zeroamp.reporting.monitors:Monitors",
-    "Policy.report": "zeroamp.reporting.key_report:render_report",
+    "Policy.key_report": "zeroamp.reporting.key_report:render_report",
     "optimizer.types": "zeroamp.optimizers.optimizer_params:TYPES",
     "scheduler.types": "zeroamp.optimizers.scheduler_params:TYPES",
     "TrainStep.kind_of_other": "zeroamp.optimizers.kinds:kind_of_other",

@@ -104,8 +104,8 @@ class OverrideBlock(Block):
         Names,
         BeforeValidator(_as_list),
         Honoured(
-            "one pattern or a list: an FQN or its last parts, with `*` and `?` too, or a class, `package.module.Class` "
-            "or bare, subclasses included. A pattern that matches a module applies to all inside it"
+            "one pattern or a list: an FQN or its last parts, or a class, `package.module.Class` or bare, subclasses "
+            "included; with `*` and `?` too. A pattern that matches a module applies to all inside it"
         ),
     ]
     compute: Annotated[

@@ -59,7 +59,9 @@ def test_a_class_of_parameters_has_its_extension_without_a_key():
 
 
 def test_all_names_of_the_table_can_be_loaded():
-    assert all(callable(load(key)) for key in zeroamp.EXTENSIONS)
+    assert all(callable(load(key)) for key in zeroamp.EXTENSIONS if not key.endswith(".types"))
+    assert {*load("optimizer.types").blocks} > {"AdamW"}
+    assert {*load("scheduler.types").blocks} > {"WarmupLR"}
 
 
 def test_extensions_have_the_methods_of_the_base_class_only():
@@ -70,11 +72,16 @@ def test_extensions_have_the_methods_of_the_base_class_only():
         assert own - {"__init__"} <= methods
 
 
-@pytest.mark.parametrize("key", [None, "zeroamp.reproducible"])
-def test_a_package_is_imported_only_if_its_key_is_on(key):
-    config = PLAIN if key is None else PLAIN | KEYS[key][0]
-    command = [sys.executable, "-c", CHECK.format(config=config)]
+@pytest.mark.parametrize(
+    ("added", "packages"),
+    [
+        ({}, []),
+        (KEYS["zeroamp.reproducible"][0], ["zeroamp.reproducible", "zeroamp.optimizers"]),
+        ({"optimizer": {"type": "AdamW"}}, ["zeroamp.optimizers"]),
+        ({"scheduler": {"type": "WarmupLR"}}, ["zeroamp.optimizers"]),
+    ],
+)
+def test_a_package_is_imported_only_if_its_key_is_on(added, packages):
+    command = [sys.executable, "-c", CHECK.format(config=PLAIN | added)]
     result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200, cwd=ROOT)
-    assert ("zeroamp.reproducible" in result.stdout) is (key is not None)
-    assert "zeroamp.float8" not in result.stdout
-    assert "zeroamp.reporting" not in result.stdout
+    assert result.stdout.strip() == str(packages)

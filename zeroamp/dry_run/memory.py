@@ -39,7 +39,7 @@ from zeroamp.dry_run.optimizer_step import OptimizerCosts
 from zeroamp.dry_run.timeline import HOST_KINDS, Timeline, TimelineWriter
 from zeroamp.dry_run.traced_micro_batch import MicroBatch
 from zeroamp.hooks.collectives.tree_sum import BLOCK
-from zeroamp.planning.fsdp_replay import GroupListener, Replay
+from zeroamp.ledger.fsdp_replay import GroupListener, Replay
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import Ranks

@@ -33,11 +33,11 @@ from zeroamp.dry_run.timeline import Timeline
 from zeroamp.dry_run.traced_micro_batch import MicroBatch
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.hooks.tracing.experts import experts_implementation
+from zeroamp.ledger.planned_traffic import plan_traffic
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.mesh import Ranks, current_device_type
 from zeroamp.planning.mesh_axes import find_axes, ranks_of_axes
 from zeroamp.planning.plan import Plan, build_plan
-from zeroamp.planning.planned_traffic import plan_traffic
 from zeroamp.planning.safe_parameters import needs_trace
 from zeroamp.planning.schedule import live_units, reshards_after_forward
 from zeroamp.planning.shard_sizes import local_numel

@@ -110,7 +110,7 @@ class Ledger:
     def group_rows(self) -> list[dict[str, Any]]:
         """Return one dict per group: name, kind, numbers of parameters and elements, the seven dtypes, and bytes.
 
-        Bytes per step count all all-gathers and reductions of one optimizer step: see `planning/planned_traffic.py`.
+        Bytes per step count all all-gathers and reductions of one optimizer step: see `ledger/planned_traffic.py`.
         Bytes per rank need `num_shards`, and count the stored shard (padding included), the unsharded parameters, and
         the gradients (a shard; at stages 0 and 1 with accumulation, the unsharded sums too). If any parameter is
         sharded over another dimension than 0, each dict also has the sharded dimensions.

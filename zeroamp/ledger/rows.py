@@ -1,6 +1,6 @@
 """The rows of the dtype ledger, as JSON holds them: one dict per parameter, group, class and pair of dtypes.
 
-Bytes per step come from `zeroamp.planning.planned_traffic`, bytes per rank from its `Memory`. Unknown values are None.
+Bytes per step come from `zeroamp.ledger.planned_traffic`, bytes per rank from its `Memory`. Unknown values are None.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from zeroamp.planning.fsdp_replay import step_schedule
+from zeroamp.ledger.fsdp_replay import step_schedule
+from zeroamp.ledger.planned_traffic import REPLICATED_BYTES, plan_traffic, step_collectives
 from zeroamp.planning.group_dtypes import GroupDtypes, ParamDtypes, group_dtypes
 from zeroamp.planning.groups import GroupPlan, ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.planned_traffic import REPLICATED_BYTES, plan_traffic, step_collectives
 from zeroamp.planning.shard_sizes import param_memory
 from zeroamp.policies.dtypes import short_name
 

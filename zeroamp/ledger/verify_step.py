@@ -9,9 +9,9 @@ from zeroamp.hooks.collectives.traffic import Traffic, listening
 from zeroamp.hooks.observers.observed_dtypes import Observations, OpObserver, UnitObserver
 from zeroamp.ledger.dtype_differences import Verification, find_differences, see_collectives
 from zeroamp.ledger.observed_step import ObservedStep, call, is_sharded, leaves_no_trace, observed_units
+from zeroamp.ledger.planned_traffic import plan_traffic
 from zeroamp.planning.mesh import ranks_of
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.planned_traffic import plan_traffic
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.errors import PrecisionError, StepError, WrapError, describe
 from zeroamp.training.loss import LossFunction, loss_of

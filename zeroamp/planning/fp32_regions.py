@@ -5,13 +5,12 @@ Reads only names, classes, and `_keep_in_fp32_modules` and `_keep_in_fp32_module
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
 from zeroamp.planning.overrides import Overrides
-from zeroamp.planning.parameter_uses import all_names, has_forward, matches_name, modules_around
+from zeroamp.planning.patterns import find_matches, has_forward, modules_around
 from zeroamp.policies.errors import ConfigError, some_of
 from zeroamp.policies.policy import Policy
 
@@ -45,10 +44,8 @@ def find_fp32_regions(
 ) -> Fp32Regions:
     """Return the modules and tensors of `model` that `keep_in_fp32_modules` or `overrides` keep in fp32.
 
-    A pattern is an FQN, one or several last parts of an FQN ("norm" matches every `….norm`), a class name (bare or
-    "package.module.Class", subclasses count), or any of these with `*` and `?`. "auto" takes the patterns from
-    transformers models: `_keep_in_fp32_modules_strict`, and in mode "fp16" also `_keep_in_fp32_modules`, as
-    `from_pretrained` does.
+    See `zeroamp.planning.patterns` for patterns. "auto" takes the patterns from transformers models:
+    `_keep_in_fp32_modules_strict`, and in mode "fp16" also `_keep_in_fp32_modules`, as `from_pretrained` does.
 
     Raises:
         ConfigError: a pattern of the config matches nothing, or only `ignored_params`.
@@ -98,9 +95,8 @@ def _kept(
     modules: dict[str, str] = {}
     tensors: dict[str, str] = {}
     for pattern in patterns:
-        all_modules = model.named_modules(remove_duplicate=False)
-        found = all_names(model, [fqn for fqn, module in all_modules if fqn and _matches(fqn, module, pattern)])
-        named = {fqn: tensor for fqn, tensor in _named_tensors(model) if matches_name(fqn, pattern)}
+        matches = find_matches(model, pattern)
+        found, named = sorted(matches.modules - {""}), matches.tensors
         modules |= {fqn: f"{KEY} {pattern!r}" for fqn in found if fqn not in modules}
         tensors |= {fqn: f"{KEY} {pattern!r}" for fqn in named if fqn not in tensors}
         if asked != "auto" and not (found or named):
@@ -121,21 +117,6 @@ def _patterns_of_model(model: nn.Module, policy: Policy) -> Iterator[str]:
         yield from getattr(module, "_keep_in_fp32_modules_strict", None) or ()
         if policy.mode == "fp16":
             yield from getattr(module, "_keep_in_fp32_modules", None) or ()
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
-def _matches(fqn: str, module: nn.Module, pattern: str) -> bool:
-    classes = [(cls.__name__, f"{cls.__module__}.{cls.__qualname__}") for cls in type(module).__mro__]
-    is_class = any(fnmatchcase(name, pattern) for names in classes for name in names if not _is_base(names[1]))
-    return is_class or matches_name(fqn, pattern)
-
-
-def _is_base(full_name: str) -> bool:
-    return full_name in ("torch.nn.modules.module.Module", "builtins.object")
 
 
 def _is_inside(fqn: str, modules: Container[str]) -> bool:

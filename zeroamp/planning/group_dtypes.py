@@ -1,7 +1,8 @@
 """Decides the dtypes of each parameter in an optimizer step, and the collectives of each group.
 
-This is the only place where they are decided. The collectives, FSDP2's mixed-precision policies, the planned traffic,
-the dry run, the ledger and its verification, and the tables of `docs/precision.md` read these records.
+Which parameters are safe or computed in fp32 is decided in `safe_parameters.py`; what follows from it for dtypes, only
+here. The collectives, FSDP2's mixed-precision policies, the planned traffic, the dry run, the ledger and its
+verification, and the tables of `docs/precision.md` read these records.
 """
 
 from dataclasses import dataclass, replace

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -156,29 +155,6 @@ def _refuse_hooks(parameter: nn.Parameter, fqn: str) -> None:
             "of sharded parameters. Change its grad between train.clip_grad_norm() and train.update(), or pass the "
             "parameter in ignored_params, where its gradient is not reduced."
         )
-
-
-def has_forward(module: nn.Module) -> bool:
-    """Return whether a module has a forward. Containers such as ModuleList have none."""
-    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
-
-
-def all_names(model: nn.Module, fqns: Iterable[str]) -> list[str]:
-    """Return all FQNs of the modules that `fqns` names. A module that is registered twice has several."""
-    modules = {model.get_submodule(fqn) for fqn in fqns}
-    return [fqn for fqn, module in model.named_modules(remove_duplicate=False) if module in modules] if modules else []
-
-
-def matches_name(fqn: str, pattern: str) -> bool:
-    """Return whether one or more last parts of `fqn` match the pattern: "norm" matches "layers.0.norm"."""
-    parts = fqn.split(".")
-    return any(fnmatchcase(".".join(parts[start:]), pattern) for start in range(len(parts)))
-
-
-def modules_around(fqn: str) -> Iterator[str]:
-    """Yield the FQNs of the modules around a module or tensor, outermost first, without the root."""
-    parts = fqn.split(".")
-    yield from (".".join(parts[:depth]) for depth in range(1, len(parts)))
 
 
 def quantization_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

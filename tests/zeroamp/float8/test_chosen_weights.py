@@ -10,9 +10,9 @@ import zeroamp
 from tests.models.small import build
 from tests.processes.training import config, policy
 from tests.zeroamp.dry_run.plans import plan as planned_run
+from zeroamp.ledger.planned_traffic import plan_traffic
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import build_plan
-from zeroamp.planning.planned_traffic import plan_traffic
 
 FLOAT8 = {"param_gather_dtype": "float8_e4m3fn"}
 BF16 = {"dtype": None, "bf16": {"enabled": True}}

@@ -23,8 +23,8 @@ from tests.processes.training import config, full_parameters, policy, train, wra
 from zeroamp.float8 import extension
 from zeroamp.float8.conflicts import KEY
 from zeroamp.float8.extension import REFUSALS, check_float8_model
+from zeroamp.ledger.planned_traffic import plan_traffic
 from zeroamp.planning.mesh import ranks_of
-from zeroamp.planning.planned_traffic import plan_traffic
 from zeroamp.policies.extensions import extensions_of
 from zeroamp.wrapping.state import wrap_state
 

@@ -276,18 +276,34 @@ def test_one_owner_of_a_tied_parameter_may_compute_in_fp32_under_autocast():
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ({"modules": "Gate", "param": "fp32"}, "is the name of Gate and a class of gate, which are not the same"),
-        ({"modules": "act", "communication": "fp32"}, "sets communication fp32, but act owns no parameter. Remove it"),
+        ({"modules": "act", "communication": "fp32"}, "sets communication fp32, but applies to no parameter of act: "),
         (
             {"modules": "scale", "communication": "fp32"},
-            "applies to no parameter. scale is 0-D, quantized, not stored in fp32, in ",
+            "applies to no parameter of scale: each is 0-D, quantized, not stored in fp32, in ",
         ),
     ],
 )
-def test_ambiguous_and_empty_patterns(override, words):
+def test_a_pattern_without_a_parameter_is_refused(override, words):
     with pytest.raises(zeroamp.ConfigError, match=words):
         plan_of(override, model=Twice())
-    plan_of({"modules": f"{__name__}.Gate", "param": "fp32"}, model=Twice())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("Gate", {"Gate.weight", "gate.weight"}),  # a name, and a class
+        (f"{__name__}.Gate", {"gate.weight"}),
+        ("torch.nn.LayerNorm", {"first.1.weight"}),  # a public name of the class
+        ("*Norm", {"first.1.weight"}),
+        ("g*.weight", {"gate.weight"}),
+    ],
+)
+def test_patterns_are_names_and_classes_in_both_keys(pattern, names):
+    plan = plan_of({"modules": pattern, "param": "bf16"}, model=Twice())
+    weights = [param for param in plan.params if param.fqn.endswith("weight")]
+    assert {param.fqn for param in weights if "overrides.0" in param.reason} == names
+    kept = zeroamp.build_plan(Twice(), policy_of(mode="bf16", data_types={"keep_in_fp32_modules": [pattern]}))
+    assert {param.fqn for param in kept.params if param.fqn.endswith("weight") and param.dtypes.param == FP32} == names
 
 
 def test_a_frozen_parameter_is_all_gathered_as_it_is_stored():
@@ -320,7 +336,7 @@ def test_the_example_of_the_docs_is_a_config_for_a_llama():
         (
             {"modules": "head", "param": "fp32"},
             {},
-            "applies to no parameter. head.bias and head.weight are|applies to no parameter. head.weight",
+            "applies to no parameter of head: each is",
         ),
         ({"modules": "head", "communication": "fp32"}, {}, "applies to no parameter"),
         ({"modules": "head", "compute": "bf16"}, {}, "applies to no parameter"),

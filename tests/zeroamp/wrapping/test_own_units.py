@@ -17,7 +17,7 @@ from tests.processes.training import check_run, check_same_run, config, full_par
 from tests.selection import slow_but
 from zeroamp.hooks.collectives.collective_calls import peer_lost
 from zeroamp.hooks.collectives.traffic import IssuedCollective
-from zeroamp.planning.planned_traffic import plan_traffic
+from zeroamp.ledger.planned_traffic import plan_traffic
 from zeroamp.wrapping.state import wrap_state
 
 LARGE = 1000  # elements: embeddings and heads have 2,560

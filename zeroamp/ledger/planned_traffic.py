@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zeroamp.hooks.collectives.traffic import STEP, Collective, ReduceOp, Traffic, TrafficKey
-from zeroamp.planning.fsdp_replay import Schedule, step_schedule
+from zeroamp.ledger.fsdp_replay import Schedule, step_schedule
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import PARAMETERS_PER_NUMBER, GroupPlan, ParamPlan
 from zeroamp.planning.mesh import Ranks

@@ -10,8 +10,8 @@ from tests.measuring.traffic import traffic_rows
 from tests.models.small import ConvNet, Llama, ThreeUnits, batch, build, loss_of
 from tests.processes.training import config, policy, wrapped
 from tests.selection import slow_but
+from zeroamp.ledger.planned_traffic import plan_traffic
 from zeroamp.planning.mesh import Ranks, ranks_of
-from zeroamp.planning.planned_traffic import plan_traffic
 from zeroamp.wrapping.state import wrap_state
 
 BLOCK = 10_272 + 64  # elements of one of the three blocks of the LLaMA

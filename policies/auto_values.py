@@ -78,12 +78,8 @@ def open_auto_keys(cfg: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str,
         ConfigError: the config cannot be read. Its values are not checked here.
     """
     flat = rename_keys(flatten(load_config(cfg)))
-    return {path: _argument_names(path) for path in flat if _is_open(path, flat)}
-
-
-def _argument_names(path: str) -> tuple[str, ...]:
-    derived = (name for name, rules in DERIVED.items() if path in rules)
-    return path, _short_name(path), *derived
+    derived = {path: [name for name, rules in DERIVED.items() if path in rules] for path in flat}
+    return {path: (path, _short_name(path), *derived[path]) for path in flat if _is_open(path, flat)}
 
 
 def _short_name(path: str) -> str:
@@ -109,7 +105,11 @@ def fill_auto(cfg: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str,
         paths = [path for path in flat if _names(name, path)]
         derived = {path: rule for path, rule in DERIVED.get(name, {}).items() if flat.get(path) == AUTO}
         if not paths and not derived:
-            raise ConfigError(_no_such_key(name, value, flat))
+            opened = [path for path in flat if _is_open(path, flat)]
+            raise ConfigError(
+                f"the argument {name} is {shown(value)}, but fills no key of the config. Leave it out, or write "
+                f'"auto" as the value of the key {name}. Keys that are "auto": {some_of(opened) or "none"}.'
+            )
         for path in paths:
             if _is_open(path, flat):
                 filled[path] = value
@@ -182,11 +182,3 @@ def _derive(rule: Callable[[Any], Any], name: str, value: Any) -> Any:
         valid = "a whole number from 1 to 16,777,215"
         raise ConfigError(describe(f"the argument {name}", shown(value), valid, "Pass the model's hidden size."))
     return rule(value)
-
-
-def _no_such_key(name: str, value: object, flat: Mapping[str, Any]) -> str:
-    opened = [path for path in flat if _is_open(path, flat)]
-    return (
-        f"the argument {name} is {shown(value)}, but fills no key of the config. Leave it out, or write "
-        f'"auto" as the value of the key {name}. Keys that are "auto": {some_of(opened) or "none"}.'
-    )

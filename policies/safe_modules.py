@@ -4,7 +4,6 @@ A parameter is safe if every module that owns it directly is an instance of a li
 """
 
 import importlib
-import sys
 from collections.abc import Sequence
 
 from torch import nn
@@ -34,24 +33,6 @@ def _resolve(name: str, model: nn.Module) -> type[nn.Module]:
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ConfigError(f"{KEY} names {name!r}, but {found!r} is not a torch.nn.Module class. Name a module class.")
     return found
-
-
-def unchecked_names(names: Sequence[str]) -> list[str]:
-    """Check the names of classes in torch and in imported modules. Return the others: they need the model's modules.
-
-    Imports nothing but torch, because an import may run any code.
-
-    Raises:
-        ConfigError: torch or an imported module has no such class.
-    """
-    others = []
-    for name in names:
-        module_name = name.rpartition(".")[0]
-        if module_name.partition(".")[0] == "torch" or module_name in sys.modules:
-            _resolve(name, nn.Module())
-        elif module_name or not hasattr(nn, name):
-            others.append(name)
-    return others
 
 
 def _import_class(name: str) -> object:

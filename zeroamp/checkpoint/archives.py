@@ -17,7 +17,7 @@ from typing import IO, Any
 import torch
 
 from zeroamp.policies.errors import CheckpointError
-from zeroamp.policies.files import open_regular
+from zeroamp.weights.untrusted_files import open_regular
 
 _ELEMENT_BYTES = {
     "Bool": 1,

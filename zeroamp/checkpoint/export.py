@@ -19,7 +19,6 @@ from zeroamp.checkpoint.model_state import MODEL, named_differences
 from zeroamp.checkpoint.reader import SafeReader
 from zeroamp.checkpoint.tensors import load_tensors
 from zeroamp.policies.errors import CheckpointError, error_text
-from zeroamp.policies.files import read_json
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.schema import known_part, validate
 from zeroamp.weights.export import (
@@ -33,6 +32,7 @@ from zeroamp.weights.export import (
     save_config,
 )
 from zeroamp.weights.model_weights import find_weights
+from zeroamp.weights.untrusted_files import read_json
 
 WEIGHTS = "weights.json"
 

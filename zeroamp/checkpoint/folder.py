@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 from zeroamp.checkpoint.manifest import DamagedCheckpointError, Manifest, read_serials
 from zeroamp.policies.errors import CheckpointError
-from zeroamp.policies.files import read_regular
 from zeroamp.weights import drafts
 from zeroamp.weights.drafts import (
     WRITER,
@@ -36,6 +35,7 @@ from zeroamp.weights.drafts import (
     write_durably,
 )
 from zeroamp.weights.files import MANIFEST
+from zeroamp.weights.untrusted_files import read_regular
 
 logger = logging.getLogger("zeroamp")
 

@@ -19,9 +19,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 from zeroamp.policies.errors import CheckpointError, some_of
-from zeroamp.policies.files import open_regular, read_json
 from zeroamp.policies.numbers import is_integer
-from zeroamp.weights.files import MANIFEST, is_file_name, leads_out
+from zeroamp.weights.files import MANIFEST
+from zeroamp.weights.untrusted_files import is_file_name, leads_out, open_regular, read_json
 
 METADATA = ".metadata"
 """Written by torch: where the shards of each tensor are."""

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Shard
 
-from zeroamp.planning.parameter_uses import live_state
 from zeroamp.policies.errors import CheckpointError, some_of
+from zeroamp.weights.model_weights import live_state
 
 MODEL = "model."
 _COMPILED, _EXTRA_STATE = "_orig_mod", "_extra_state"

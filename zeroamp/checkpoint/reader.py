@@ -27,8 +27,8 @@ from torch.futures import Future
 from zeroamp.checkpoint.archives import Inert, InertUnpickler, load_archive
 from zeroamp.checkpoint.manifest import METADATA
 from zeroamp.policies.errors import CheckpointError
-from zeroamp.policies.files import open_regular, read_regular
 from zeroamp.weights.files import MANIFEST
+from zeroamp.weights.untrusted_files import open_regular, read_regular
 
 _MAX_METADATA_BYTES = 1024**3
 """Enough for 1,000 tensors in 7,000 chunks each: a chunk takes about 150 bytes."""

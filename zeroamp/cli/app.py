@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from torch import nn
 
 import zeroamp
 from zeroamp.cli.model_source import check_source, takes_mesh
@@ -36,7 +37,7 @@ from zeroamp.cli.plan import plan
 from zeroamp.cli.planned import describe_plan, ledger_of, ledger_on_axes, plan_of
 from zeroamp.policies.errors import some_of
 from zeroamp.policies.policy import Policy, policy_from_config
-from zeroamp.policies.safe_modules import unchecked_names
+from zeroamp.policies.safe_modules import resolve_safe_classes
 from zeroamp.reporting import saved_runs
 from zeroamp.reporting.page import check_page, html_page, write_page
 from zeroamp.reporting.profiling import Profile
@@ -112,12 +113,27 @@ def _names_for_the_model(policy: Policy) -> list[str]:
     """
     safe, fp32, leaves = policy.lower_precision_safe_modules, policy.keep_in_fp32_modules, policy.leaf_modules
     names = [
-        *([] if safe == "auto" else unchecked_names(safe)),
+        *([] if safe == "auto" else _of_the_model(safe)),
         *(() if fp32 == "auto" else fp32),
         *(name for override in policy.overrides for name in override.modules),
         *(*leaves.classes, *leaves.names, *leaves.name_suffixes),
     ]
     return list(dict.fromkeys(names))
+
+
+def _of_the_model(names: Sequence[str]) -> list[str]:
+    """Check the names of classes in torch and in imported modules. Return the others: they need the model's modules.
+
+    Imports nothing but torch, because an import may run any code.
+    """
+    others = []
+    for name in names:
+        module_name = name.rpartition(".")[0]
+        if module_name.partition(".")[0] == "torch" or module_name in sys.modules:
+            resolve_safe_classes([name], nn.Module())
+        elif module_name or not hasattr(nn, name):
+            others.append(name)
+    return others
 
 
 @app.command()

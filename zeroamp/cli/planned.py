@@ -14,12 +14,12 @@ from zeroamp.cli.axis_sizes import AxisSizes
 from zeroamp.cli.model_source import load_inputs, load_model, takes_mesh
 from zeroamp.hooks._torch.process_groups import fake_ranks
 from zeroamp.ledger.explain import Ledger
+from zeroamp.ledger.tables import paragraph
 from zeroamp.planning.mesh import Ranks, current_device_type, mesh_shape
 from zeroamp.planning.mesh_axes import find_axes, ranks_of_axes
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies.errors import WrapError, some_of
 from zeroamp.policies.policy import Policy
-from zeroamp.policies.tables import paragraph
 from zeroamp.wrapping.refused_meshes import refuse_combinations
 
 TRACED_TOKENS = 2048

@@ -19,8 +19,7 @@ import torch
 
 from zeroamp.checkpoint.archives import Inert, load_archive, unsafe_names
 from zeroamp.policies.errors import CheckpointError, describe, some_of
-from zeroamp.policies.files import read_regular
-from zeroamp.weights.files import leads_out
+from zeroamp.weights.untrusted_files import leads_out, read_regular
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from zeroamp.dry_run.timeline import KINDS, LABELS, PHASES, Timeline
 from zeroamp.ledger.rows import SHARD_DIMS, fold, ledger_rows
+from zeroamp.ledger.tables import Row, gb, gib, paragraph, render
 from zeroamp.policies.dtypes import short_name
-from zeroamp.policies.tables import Row, gb, gib, paragraph, render
 
 if TYPE_CHECKING:
     from zeroamp.dry_run.meshes import MeshAdvice, MeshPlan

@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks.typed_groups import Holder
-from zeroamp.planning.parameter_uses import live_state
 from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.weights.export import (
     Source,
@@ -37,7 +36,7 @@ from zeroamp.weights.export import (
 )
 from zeroamp.weights.files import ADAPTER_STEM
 from zeroamp.weights.load import fill_from_file
-from zeroamp.weights.model_weights import Weight, file_name, find_weights
+from zeroamp.weights.model_weights import Weight, file_name, find_weights, live_state
 from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import wrap_state
 

@@ -8,13 +8,13 @@ import torch
 
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.ledger.rows import DTYPE_COLUMNS, dtype_names, fold
+from zeroamp.ledger.tables import Row, paragraph, render
 from zeroamp.planning.group_dtypes import PER_OP, ParamDtypes, group_dtypes
 from zeroamp.planning.groups import GroupPlan, ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import describe
-from zeroamp.policies.tables import Row, paragraph, render
 
 REPLICAS = "replicas"
 """The boundary of the all-reduce of shards over replicas (HSDP), which has no column in the ledger."""

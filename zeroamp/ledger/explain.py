@@ -19,12 +19,12 @@ from zeroamp.ledger.rows import (
     fold,
     ledger_rows,
 )
+from zeroamp.ledger.tables import Row, TableStyle, gb, gib, paragraph, render
 from zeroamp.ledger.verify_step import verify
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.mesh_axes import ranks_of_axes
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import some_of
-from zeroamp.policies.tables import Row, TableStyle, gb, gib, paragraph, render
 from zeroamp.training.loss import LossFunction
 from zeroamp.wrapping.state import wrap_state
 

@@ -24,9 +24,7 @@ from zeroamp.hooks._torch.mesh_slices import flattened, joined, root_of
 from zeroamp.planning.mesh import Ranks, ranks_of
 from zeroamp.policies.errors import WrapError
 
-Role = Literal["replicate", "shard", "context", "tensor", "expert", "pipeline"]
-
-ROLES: Mapping[str, Role] = {
+ROLES: Mapping[str, Literal["replicate", "shard", "context", "tensor", "expert", "pipeline"]] = {
     "replicate": "replicate",
     "dp_replicate": "replicate",
     "shard": "shard",
@@ -59,8 +57,6 @@ class MeshAxes:
     """The ranks over which FSDP2 shards the experts, 1-D. None without expert parallelism."""
     num_context: int = 1
     """The number of ranks that get parts of the same samples."""
-    context_names: tuple[str, ...] = ()
-    """The names of the context axes."""
 
     @property
     def num_data(self) -> int:
@@ -113,8 +109,13 @@ def axis_of(parameter: torch.Tensor) -> str | None:
     """
     if not isinstance(parameter, DTensor):
         return None
-    names = parameter.device_mesh.mesh_dim_names
-    return names[0] if names is not None and len(names) == 1 else None
+    return _axis_name(parameter.device_mesh) or None
+
+
+def _axis_name(mesh: DeviceMesh) -> str:
+    """Return the name of the axis of a 1-D mesh; "" for a mesh without names or with several axes."""
+    names = mesh.mesh_dim_names or ()
+    return names[0] if len(names) == 1 else ""
 
 
 def is_expert(parameter: torch.Tensor) -> bool:
@@ -151,9 +152,14 @@ def find_axes(model: nn.Module, mesh: DeviceMesh | None) -> MeshAxes | None:
                 'mesh=mesh), or its data axis, mesh=mesh["dp"].'
             )
         return None
-    axes = _given(mesh)
-    axes = _with_root(axes, mesh)
-    return _with_model_axis(axes, split)
+    for axis in _named_axes(root_of(mesh)):
+        name = _axis_name(axis)
+        if ROLES[name] == "pipeline":
+            raise WrapError(
+                f"The mesh has an axis {name!r} of {axis.size()} ranks: pipeline parallelism, which is not supported. "
+                "Use data, context, tensor or expert parallelism instead."
+            )
+    return _with_model_axis(_with_root(_given(mesh), mesh), split)
 
 
 def _given(mesh: DeviceMesh) -> MeshAxes:
@@ -162,7 +168,6 @@ def _given(mesh: DeviceMesh) -> MeshAxes:
     roles = [ROLES.get(name) for name in names]
     if not any(role in _OF_MODEL for role in roles):
         return plain_axes(mesh)
-    _refuse_pipeline(mesh)
     if None in roles or "shard" not in roles or len(set(roles)) < len(roles):
         raise WrapError(
             f"The mesh has the axes {', '.join(names)}. Beside a context, tensor or expert axis, each axis must have a "
@@ -174,7 +179,7 @@ def _given(mesh: DeviceMesh) -> MeshAxes:
     fsdp = flat if "replicate" not in roles else joined([axis_of_role["replicate"], flat])
     axes = plain_axes(fsdp)
     if (context := axis_of_role.get("context")) is not None:
-        axes = replace(axes, num_context=context.size(), context_names=context.mesh_dim_names or ())
+        axes = replace(axes, num_context=context.size())
     if (tensor := axis_of_role.get("tensor")) is not None and tensor.size() > 1:
         axes = replace(axes, tensor=tensor)
     if (experts := axis_of_role.get("expert")) is not None and experts.size() > 1:
@@ -188,16 +193,13 @@ def _with_root(axes: MeshAxes, mesh: DeviceMesh) -> MeshAxes:
 
     A tensor axis over which no parameter is distributed is left out: each of its ranks trains a model of its own.
     """
-    root = root_of(mesh)
-    if root is mesh:
+    if (root := root_of(mesh)) is mesh:
         return axes
-    _refuse_pipeline(root)
     for axis in _named_axes(root):
-        name = (axis.mesh_dim_names or ("",))[0]
+        name = _axis_name(axis)
         role, is_inside = ROLES[name], _ranks(axis) <= _ranks(mesh)
         if role == "context" and is_inside:
-            if not axes.context_names:
-                axes = replace(axes, num_context=axis.size(), context_names=(name,))
+            axes = replace(axes, num_context=axis.size())
         elif role == "context" or (role == "expert" and not (is_inside and axes.experts is not None)):
             raise WrapError(
                 f"The mesh given ({_described(mesh)}) is a slice of one with the axis {name!r} of {axis.size()} ranks, "
@@ -232,16 +234,6 @@ def _with_model_axis(axes: MeshAxes, split: Mapping[str, DTensor]) -> MeshAxes:
             'and pass the data axis of the same mesh, mesh=mesh["dp"].'
         )
     return replace(axes, whole=joined([axes.fsdp, axes.tensor]))
-
-
-def _refuse_pipeline(mesh: DeviceMesh) -> None:
-    for axis in _named_axes(mesh):
-        name = (axis.mesh_dim_names or ("",))[0]
-        if ROLES[name] == "pipeline":
-            raise WrapError(
-                f"The mesh has an axis {name!r} of {axis.size()} ranks: pipeline parallelism, which is not supported. "
-                "Use data, context, tensor or expert parallelism instead."
-            )
 
 
 def _named_axes(mesh: DeviceMesh) -> Iterator[DeviceMesh]:

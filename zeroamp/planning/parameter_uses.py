@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -172,19 +171,6 @@ def _tensors_of(value: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     elif type(value).__module__.startswith("bitsandbytes."):
         for key, inner in sorted(vars(value).items()):
             yield from _tensors_of(inner, f"{name}.{key}")
-
-
-def live_state(model: nn.Module) -> dict[str, Any]:
-    """Return `model.state_dict(keep_vars=True)`: the parameters and buffers themselves.
-
-    Entries that bitsandbytes adds for packed weights that are not sharded ("weight.absmax", for example) are left out.
-    """
-    state: dict[str, Any] = model.state_dict(keep_vars=True)
-    packed = {name for name, value in state.items() if hasattr(value, "quant_state")}
-    if not packed:
-        return state
-    around = {name: (name.rpartition(".")[0], name.rpartition(".quant_state.")[0]) for name in state}
-    return {name: value for name, value in state.items() if packed.isdisjoint(around[name])}
 
 
 def children_first(module: nn.Module) -> Iterator[nn.Module]:

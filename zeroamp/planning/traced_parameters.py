@@ -22,7 +22,6 @@ from zeroamp.hooks.tracing.use_recorder import UseRecorder
 from zeroamp.policies.dtypes import LOW_DTYPES, stored_dtype
 from zeroamp.policies.errors import ConfigError, WrapError, describe
 from zeroamp.policies.safe_modules import KEY
-from zeroamp.policies.tables import render
 
 logger = logging.getLogger("zeroamp")
 
@@ -43,12 +42,9 @@ class SafeParameters:
     """Where the model needs the value of a tensor, which fake tensors do not have. No parameter is decided then."""
 
     def __str__(self) -> str:
-        """Return a table of all parameters: whether each is safe, and why."""
-        rows = [
-            {"parameter": name, "safe": "yes" if name in self.safe else "no", "why": reason}
-            for name, reason in self.reasons.items()
-        ]
-        return f"{len(self.safe)} of {len(self.reasons)} parameters are safe\n{render(rows)}"
+        """Return one line for each parameter: its name, whether it is safe, and why."""
+        lines = [f"{name}: {reason}" for name, reason in self.reasons.items()]
+        return "\n".join([f"{len(self.safe)} of {len(self.reasons)} parameters are safe", *lines])
 
 
 def discover_safe_parameters(

@@ -17,9 +17,9 @@ from types import ModuleType
 import torch
 
 from zeroamp.policies.errors import CheckpointError, describe
-from zeroamp.policies.files import read_json
 from zeroamp.policies.numbers import is_integer
 from zeroamp.weights.drafts import WRITER, sync_to_disk, write_durably
+from zeroamp.weights.untrusted_files import is_file_name, read_json
 
 MANIFEST = "zeroamp.json"
 """A folder with this file is a checkpoint. Exports refuse to write into it."""
@@ -200,13 +200,3 @@ def read_index(path: Path) -> dict[str, str]:
             f"({type(error).__name__}: {error}). Get the file again."
         ) from error
     return weight_map
-
-
-def is_file_name(name: object) -> bool:
-    """Return whether `name` is a printable file name without folders, so that it cannot lead out of its folder."""
-    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and name.isprintable()
-
-
-def leads_out(path: Path, *folders: Path) -> bool:
-    """Return whether symbolic links lead from `path` to a place outside of its folder and of `folders`."""
-    return not any(path.resolve().is_relative_to(folder.resolve()) for folder in (path.parent, *folders))

@@ -3,14 +3,13 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from zeroamp.planning.mesh import local_part
-from zeroamp.planning.parameter_uses import live_state
 from zeroamp.policies.errors import CheckpointError
 from zeroamp.wrapping.state import reshard
 
@@ -120,3 +119,16 @@ def shard_range(tensor: DTensor) -> ShardRange:
                 raise AssertionError(f"expected {found} by {placement}, got a shard of shape {tuple(local)}")
             return found
     return ShardRange(0, 0, tensor.shape[0])
+
+
+def live_state(model: nn.Module) -> dict[str, Any]:
+    """Return `model.state_dict(keep_vars=True)`: the parameters and buffers themselves.
+
+    Entries that bitsandbytes adds for packed weights that are not sharded ("weight.absmax", for example) are left out.
+    """
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    packed = {name for name, value in state.items() if hasattr(value, "quant_state")}
+    if not packed:
+        return state
+    around = {name: (name.rpartition(".")[0], name.rpartition(".quant_state.")[0]) for name in state}
+    return {name: value for name, value in state.items() if packed.isdisjoint(around[name])}

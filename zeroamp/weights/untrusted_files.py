@@ -1,4 +1,4 @@
-"""Reads untrusted files: only regular files of bounded size."""
+"""Reads untrusted files: only regular files of bounded size, with names that do not lead out of their folder."""
 
 import errno
 import json
@@ -8,7 +8,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from zeroamp.policies.errors import ConfigError
+from zeroamp.policies.json_values import once_each
 
 MAX_JSON_BYTES = 32 * 1024**2
 """32 MiB: three times the size of a safetensors index of 100,000 tensors."""
@@ -48,33 +48,16 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         ValueError: the content is not JSON in UTF-8, is nested too deeply, or has a key twice in one object.
     """
     try:
-        return json.loads(read_regular(path, MAX_JSON_BYTES).decode(), object_pairs_hook=_once_each)
+        return json.loads(read_regular(path, MAX_JSON_BYTES).decode(), object_pairs_hook=once_each)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
 
-def read_config_file(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a config file.
-
-    Raises:
-        ConfigError: the file cannot be read, or does not contain a JSON object.
-    """
-    try:
-        loaded = read_json(path)
-    except OSError as error:
-        raise ConfigError(f"config {str(path)!r} cannot be read ({error}). Check the path of the file.") from error
-    except ValueError as error:  # not JSON, not UTF-8, a number of thousands of digits, or nested too deeply
-        raise ConfigError(f"config {str(path)!r} must contain a JSON object: {error}. Correct the file.") from error
-    if not isinstance(loaded, dict):
-        found = type(loaded).__name__
-        raise ConfigError(f"config {str(path)!r} must contain a JSON object, but contains a {found}. Correct the file.")
-    return loaded
+def is_file_name(name: object) -> bool:
+    """Return whether `name` is a printable file name without folders, so that it cannot lead out of its folder."""
+    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and name.isprintable()
 
 
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for index, key in enumerate(keys) if key in keys[:index])
-        raise ValueError(f"the key {twice} occurs twice in one JSON object")
-    return content
+def leads_out(path: Path, *folders: Path) -> bool:
+    """Return whether symbolic links lead from `path` to a place outside of its folder and of `folders`."""
+    return not any(path.resolve().is_relative_to(folder.resolve()) for folder in (path.parent, *folders))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from zeroamp.deepspeed.comm import init_distributed
 from zeroamp.deepspeed.parameters import REPLACED
@@ -100,24 +101,19 @@ class Init(AbstractContextManager["Init"]):
         return
 
 
-class _Whole(DTensor):
-    """The class of a sharded parameter inside `GatheredParameters`: all operations use its whole copy.
+class _WholeCopies(TorchFunctionMode):
+    """Runs all operations and tensor attributes of some sharded parameters on their whole copies.
 
-    The parameter must stay the same Python object, and the class of a DTensor cannot be set to a plain tensor's. But it
-    can be set to a subclass, whose `__torch_function__` is called for every operation and every tensor attribute.
+    The parameter must stay the same Python object, because the caller holds it. So its class and data stay, and this
+    mode, which torch asks before each operation of the thread, replaces it by the copy.
     """
 
-    __slots__ = ()
-
-    @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operation on the whole copies."""
         del types
-        args, kwargs = map_tensors(
-            lambda each: vars(each)[_COPY] if isinstance(each, _Whole) else each, (args, kwargs or {})
-        )
+        args, kwargs = map_tensors(lambda each: vars(each).get(_COPY, each), (args, kwargs or {}))
         if func == _GET_DATA:
             # `detach` shares the version counter of the whole copy, `data` does not: so changes are detected.
             return args[0].detach()
@@ -151,41 +147,51 @@ class GatheredParameters(AbstractContextManager[None]):
         self._parameters: list[Any] = _parameters(params) if enabled else []
         self._modifier_rank = modifier_rank
         self._versions: dict[Any, tuple[int, int]] = {}  # sharded parameter -> version of the whole copy made here
+        self._mode = _WholeCopies()
 
     def __enter__(self) -> None:
-        for parameter in self._parameters:
-            if type(parameter) is DTensor:  # a parameter, too: `nn.Parameter` is an attribute of a DTensor
-                whole = nn.Parameter(
-                    full_parameter(cast(nn.Parameter, parameter)), requires_grad=parameter.requires_grad
-                )
-                self._versions[parameter] = _version(whole)
-                vars(parameter)[_COPY] = whole
-                if hasattr(parameter, _STATUS):
-                    setattr(parameter, _STATUS, ZeroParamStatus.AVAILABLE)
-                parameter.__class__ = _Whole
-            elif vars(parameter).get(REPLACED, False):
-                self.__exit__(StepError)
-                raise StepError(
-                    f"GatheredParameters was given a parameter of shape {tuple(parameter.shape)} from before "
-                    "initialize(), which has replaced it. Read it again, from engine.module.named_parameters()."
-                )
-            elif isinstance(parameter, _Whole) and self._modifier_rank is not None:
-                self.__exit__(StepError)
+        try:
+            for parameter in self._parameters:
+                self._gather(parameter)
+        except StepError:
+            self._release()
+            raise
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def _gather(self, parameter: Any) -> None:
+        if _COPY in vars(parameter):
+            if self._modifier_rank is not None:
                 raise StepError(
                     f"GatheredParameters with modifier_rank was given a parameter of shape {tuple(parameter.shape)} "
                     "that an outer GatheredParameters has made whole. Pass modifier_rank to the outer one."
                 )
+        elif isinstance(parameter, DTensor):  # a parameter, too: `nn.Parameter` is an attribute of a DTensor
+            whole = nn.Parameter(full_parameter(cast(nn.Parameter, parameter)), requires_grad=parameter.requires_grad)
+            self._versions[parameter] = _version(whole)
+            vars(parameter)[_COPY] = whole
+            if hasattr(parameter, _STATUS):
+                setattr(parameter, _STATUS, ZeroParamStatus.AVAILABLE)
+        elif vars(parameter).get(REPLACED, False):
+            raise StepError(
+                f"GatheredParameters was given a parameter of shape {tuple(parameter.shape)} from before "
+                "initialize(), which has replaced it. Read it again, from engine.module.named_parameters()."
+            )
 
-    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+    def _release(self) -> tuple[dict[Any, torch.Tensor], list[tuple[int, ...]]]:
+        """Remove the whole copies. Return them, and the shapes of those that were changed."""
         held, changed = {}, []
         for parameter, version in self._versions.items():
-            parameter.__class__ = DTensor
             held[parameter] = whole = vars(parameter).pop(_COPY)
             if hasattr(parameter, _STATUS):
                 setattr(parameter, _STATUS, ZeroParamStatus.NOT_AVAILABLE)
             if _version(whole) != version:
                 changed.append(tuple(whole.shape))
         self._versions.clear()
+        return held, changed
+
+    def __exit__(self, error_type: type[BaseException] | None, *error: Any) -> None:
+        self._mode.__exit__(error_type, *error)  # type: ignore[no-untyped-call]
+        held, changed = self._release()
         if error_type is not None:
             return
         if self._modifier_rank is None and changed:

@@ -184,6 +184,7 @@ class Policy:
     count_traffic = _Key(lambda config: config.zeroamp.count_traffic is not False)
     reduce = _Key(lambda config: config.zeroamp.reduce)
     skip_nonfinite_steps = _Key(lambda config: config.zeroamp.skip_nonfinite_steps)
+    find_nonfinite = _Key(lambda config: config.zeroamp.find_nonfinite)
     reproducible = _Key(lambda config: config.zeroamp.reproducible)
     seed = _Key(lambda config: config.zeroamp.seed or 0)
     sync_module_states = _Key(lambda config: config.zeroamp.sync_module_states)

@@ -27,6 +27,7 @@ EXTENSIONS = {
     "zeroamp.param_gather_dtype": "zeroamp.float8.extension:Float8",
     "torchao.WeightWithDynamicFloat8CastTensor": "zeroamp.float8.extension:Float8",
     "zeroamp.autocast_ops": "zeroamp.hooks.precision.autocast_ops:AutocastOps",
+    "zeroamp.find_nonfinite": "zeroamp.reporting.nonfinite:FindNonfinite",
     "tensorboard": "zeroamp.reporting.monitors:Monitors",
     "csv_monitor": "zeroamp.reporting.monitors:Monitors",
     "wandb": "zeroamp.reporting.monitors:Monitors",

@@ -114,6 +114,13 @@ class ZeroampBlock(Block):
             "the norm in each step: with fused optimizers after it has launched the update, else before the update"
         ),
     ] = False
+    find_nonfinite: Annotated[
+        bool,
+        Honoured(
+            "if the gradient norm of a step is inf or nan, log on which rank, and in the output of which module or in "
+            "which gradient, the first such value appeared. Checks all of them: for debugging (docs/debugging.md)"
+        ),
+    ] = False
     reproducible: Annotated[
         bool,
         Honoured(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroamp.hooks.observers.trace_labels import label
-from zeroamp.planning.mesh import device_of
+from zeroamp.planning.mesh import device_of, is_first_rank
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import StepError
 from zeroamp.training.all_reduce import StepAllReduce
@@ -36,7 +36,7 @@ from zeroamp.training.refused_arguments import (
     refuse_loss,
     refuse_unusable,
 )
-from zeroamp.training.step_report import StepReport, learning_rates, log_step
+from zeroamp.training.step_report import NonfiniteHint, StepReport, learning_rates, log_step
 from zeroamp.training.update import OptimizerUpdate
 from zeroamp.wrapping.rank_group import Description, run_alike
 from zeroamp.wrapping.state import reshard, wrap_state
@@ -103,6 +103,7 @@ class StepDriver:
         self.all_reduce = StepAllReduce(self.state, self.micro_batches, self.callbacks, self._agreement)
         is_float16 = self._policy.low_dtype == torch.float16
         self.scaler = LossScaler(self._policy.loss_scale, self.state.mesh.device_type, enabled=is_float16)
+        self.nonfinite_hint = NonfiniteHint(is_first_rank=is_first_rank(self.state.axes.whole))
         self._is_in_no_sync = False
         self._has_warned = False  # about a loss in low precision
         self._clipped: Clipped | None = None  # between clip and update
@@ -378,8 +379,11 @@ class StepDriver:
                 skipped=clipped.skipped,
                 num_skipped=self.num_skipped,
                 is_scale_exhausted=self.scaler.is_exhausted,
+                hint=None if self.scaler.enabled else self.nonfinite_hint,
                 lr_values=rates,
             )
+            if clipped.skipped and not self.scaler.enabled:  # the host has read the norm
+                _ = report.grad_norm
             every = self._policy.steps_per_print
             if every and (self.num_steps + self.num_skipped) % every == 0:
                 log_step(report, self.optimizers, self.state.axes.whole)

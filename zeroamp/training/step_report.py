@@ -1,8 +1,9 @@
 """`StepReport`: loss, gradient norm, loss scale and learning rates of one optimizer step."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +29,24 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._copied.tolist()
+
+
+class NonfiniteHint:
+    """Logs once that a gradient norm is not finite, and names the config key that finds out where it began."""
+
+    def __init__(self, *, is_first_rank: bool) -> None:
+        """Take whether this rank logs."""
+        self.is_given = not is_first_rank
+
+    def see(self, norm: float, step: str) -> None:
+        """Look at a norm that the host has read, of the named step."""
+        if not math.isfinite(norm) and not self.is_given:
+            self.is_given = True
+            logger.warning(
+                'The gradient norm of %s is %s. To log where it began, write "zeroamp": {"find_nonfinite": true} '
+                'in the config. "skip_nonfinite_steps": true leaves such updates out. This is logged once.',
+                *(step, norm),
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +76,8 @@ class StepReport:
     """Optimizer steps skipped so far, this one included: `TrainStep.num_skipped`."""
     is_scale_exhausted: bool = False
     """Whether overflows have lowered a dynamic loss scale to its minimum, so that the next overflow raises."""
+    hint: NonfiniteHint | None = field(default=None, repr=False, compare=False)
+    """Sees the norm when the host reads it. None in float16, where overflows lower the loss scale."""
     lr_values: tuple[float | torch.Tensor, ...] = ()
     """Learning rate of each param group in this step, a number or a tensor as in the optimizer."""
 
@@ -69,6 +90,11 @@ class StepReport:
         return f"step {self.step}: {', '.join(parts)}"
 
     @property
+    def name(self) -> str:
+        """The step as messages name it: "step 3". A skipped step has the number of the next one that is taken."""
+        return f"step {self.step + 1}, which was skipped," if self.skipped else f"step {self.step}"
+
+    @property
     def loss(self) -> float:
         """The mean loss; waits for the device."""
         return float(self.loss_tensor)
@@ -76,7 +102,12 @@ class StepReport:
     @property
     def grad_norm(self) -> float:
         """The gradient norm; waits for the device."""
-        return float(self.grad_norm_tensor)
+        return self._seen(float(self.grad_norm_tensor))
+
+    def _seen(self, norm: float) -> float:
+        if self.hint is not None:
+            self.hint.see(norm, self.name)
+        return norm
 
     def begin_read(self) -> Callable[[], tuple[float, float]]:
         """Begin to copy loss and norm to the host. Return the function that waits for the copy and returns them."""
@@ -84,7 +115,7 @@ class StepReport:
 
         def read() -> tuple[float, float]:
             loss, norm = copy.values()
-            return loss, norm
+            return loss, self._seen(norm)
 
         return read
 

@@ -194,7 +194,8 @@ def _by_traced_run(model: nn.Module, found: "SafeParameters", uses: Sequence[Par
         reason = f"{found.reasons[name]}{wrong}"
         precisions.append(Precision(is_low=is_low, compute="low" if is_low else "per op", reason=reason))
     if not found.needs_values and not any(precision.is_low for precision in precisions):
-        why = f"{uses[0].fqns[0]} is {precisions[0].reason}." if precisions else "No parameter is to be sharded."
+        _refuse_nothing_left(model, uses)
+        why = f"{uses[0].fqns[0]} is {precisions[0].reason}." if precisions else "The model has no parameters."
         raise ConfigError(
             f'{KEY} "auto" needs a model with layers that autocast runs in low precision, but finds no parameter of '
             f"{type(model).__name__} that is only ever cast by autocast. {why} Name classes of modules instead, or "
@@ -227,11 +228,17 @@ def _by_class(
         if traced is not None and use.parameter.dim() == 3:  # experts: why autocast_ops did not take them
             reason += f"; zeroamp.autocast_ops: {traced.reasons[use.fqns[0]]}"
         precisions.append(Precision(is_low=False, compute="per op", reason=reason))
-    safe = (module for module in model.modules() if isinstance(module, classes))
-    if classes and not any(True for module in safe for _ in module.parameters(recurse=False)):
-        found = f"{', '.join(names)}, which own no parameter of {type(model).__name__}"
-        remedy = "All parameters would stay fp32: name other classes, or switch torch_autocast off."
-        raise ConfigError(describe(KEY, found, "classes of the model's large layers", remedy))
+    if classes and not any(precision.is_low for precision in precisions):
+        _refuse_nothing_left(model, uses)
+        if not _own_parameters(model, classes, uses):
+            raise ConfigError(
+                describe(
+                    KEY,
+                    f"{', '.join(names)}, which own no parameter of {type(model).__name__}",
+                    "classes of the model's large layers",
+                    "All parameters would stay fp32: name other classes, or switch torch_autocast off.",
+                )
+            )
     return precisions
 
 
@@ -267,3 +274,23 @@ def _read_outside_op(model: nn.Module) -> dict[nn.Module, str]:
 def _is_lora(module: nn.Module) -> bool:
     is_of_peft = any(cls.__module__.startswith("peft.") for cls in type(module).__mro__)
     return is_of_peft and all(hasattr(module, name) for name in ("lora_A", "lora_B", "lora_dropout", "get_base_layer"))
+
+
+def _refuse_nothing_left(model: nn.Module, uses: Sequence[ParameterUses]) -> None:
+    """Raise ConfigError if `ignored_params` contains all parameters of a model."""
+    if not uses and next(model.parameters(), None) is not None:
+        raise ConfigError(
+            f"ignored_params contains all parameters of {type(model).__name__}, so torch_autocast finds none to "
+            "all-gather in low precision. Remove some from ignored_params, or switch torch_autocast off."
+        )
+
+
+def _own_parameters(model: nn.Module, classes: tuple[type[nn.Module], ...], uses: Sequence[ParameterUses]) -> bool:
+    """Return whether modules of the safe classes own a parameter that has no unsafe owner, or that is ignored.
+
+    A parameter that is read outside of its op counts too: see `_read_outside_op`.
+    """
+    owners = (module for module in model.modules() if isinstance(module, classes))
+    owned = {id(parameter) for owner in owners for parameter in owner.parameters(recurse=False)}
+    is_used_safely = any(unsafe_owner(use.named_owners(), classes) is None for use in uses)
+    return is_used_safely or not owned <= {id(use.parameter) for use in uses}

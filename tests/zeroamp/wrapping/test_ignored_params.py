@@ -266,3 +266,12 @@ def test_what_cannot_be_meant_is_refused(ranks2, tmp_path):
         assert "ignored" in differing
         assert "embed.weight is held whole by each rank" in export
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("safe", [None, "auto", ["torch.nn.Linear"]])
+def test_if_nothing_is_left_for_the_low_dtype_the_error_names_ignored_params(safe):
+    model = build(NAME)
+    autocast = {"enabled": True, "dtype": "bf16"} | ({} if safe is None else {"lower_precision_safe_modules": safe})
+    cfg, every = policy(config(3, dtype=None, torch_autocast=autocast)), list(model.parameters())
+    with pytest.raises(zeroamp.ConfigError, match="ignored_params contains all parameters of Llama, so"):
+        zeroamp.build_plan(model, cfg, example_inputs=batch(NAME, 0), ignored_params=every)

@@ -50,6 +50,9 @@ class GroupGradients:
         self._is_pending = False  # a backward ended without a reduction
         self._used: set[int] = set()  # positions in `group.parameters`
         self._completed: set[int] = set()  # positions of those that were reduced as zeros
+        self.filled: set[int] = set()
+        """Positions of the parameters whose gradient, if they have one, is zeros only on this rank. Unlike `used`, this
+        does not depend on `reset`, which a loop without `TrainStep` does not call."""
         self.sums_replicas = True
         """Whether the next reduction is also summed over replicas. False before the last micro-batch of an optimizer
         step, if replicas are summed once per step."""
@@ -68,6 +71,11 @@ class GroupGradients:
     def used(self) -> frozenset[int]:
         """Positions in `parameters` of the parameters that had a gradient on this rank since `reset`."""
         return frozenset(self._used)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a backward of the group has ended without a reduction."""
+        return self._is_pending
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -186,8 +194,12 @@ class GroupGradients:
             self._is_pending |= ran or bool(used)
         elif ran or used or self._is_pending or self._is_last_with_partial_sums:
             self._is_pending = False
+            if self.filled:
+                self.filled.difference_update(used)
             if has_sums or lacks_gradient:  # otherwise all trained parameters have gradients, of one dtype
-                self._completed.update(_complete(group.parameters))
+                zeros = _complete(group.parameters)
+                self._completed.update(zeros)
+                self.filled.update(i for i in zeros if group.parameters[i].sharded.grad is None)
                 used = [i for i, parameter in enumerate(group.parameters) if parameter.has_gradient]
             self._in_reduction = used
         return self._post_backward_of_fsdp(*unused)

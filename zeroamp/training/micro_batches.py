@@ -21,6 +21,7 @@ from zeroamp.hooks.observers.trace_labels import label
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import StepError
 from zeroamp.training.arithmetic import StepArithmetic
+from zeroamp.training.loop_mistakes import EarlierGradients
 from zeroamp.training.scalar_parameters import ReplicatedGradients
 from zeroamp.wrapping.state import WrapState, reshard
 from zeroamp.wrapping.step_state import Phase
@@ -49,6 +50,7 @@ class MicroBatches:
         self.averaged = self._averaged.values()
         """The parameters without the ignored ones."""
         self.replicated = ReplicatedGradients(self.averaged)
+        self._earlier = EarlierGradients()
         self.arithmetic = StepArithmetic(state, self)
         """How losses and gradients are divided and added."""
         for extension in state.extensions:
@@ -66,6 +68,7 @@ class MicroBatches:
             accumulator.forget()  # one micro-batch: nothing to sum, so the gradient is not rounded
         elif accumulator is not None:
             accumulator.watch(list(self._averaged.values()))
+        self._earlier.check()
         self.arithmetic.before_backward()
         self._set_flags(is_last=is_last)
         try:
@@ -80,6 +83,10 @@ class MicroBatches:
             self.arithmetic.end_micro_batch()
         self._step.num_micro_batches += 1
         self._step.phase = Phase.REDUCED if is_last else Phase.OPEN
+        if not is_last:
+            at_stage_2 = self._state.plan.policy.stage >= 2
+            leaves = (leaf for group in self._state.gradients for leaf in group.leaves)
+            self._earlier.note(self.parameters if at_stage_2 else list(leaves))
 
     def refuse_other_gradients(self) -> None:
         """Raise StepError if there are gradients that the first backward of an optimizer step would add to.
@@ -169,6 +176,7 @@ class MicroBatches:
             parameter.grad = None
         for group in self._state.gradients:
             group.reset()
+        self._earlier.note([])
         self.replicated.reset()
         self.arithmetic.reset()
         self._step.reset()

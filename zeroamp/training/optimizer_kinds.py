@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroamp.planning.mesh import local_part, num_shards_of
 from zeroamp.policies.errors import StepError
 from zeroamp.policies.extensions import load
+from zeroamp.wrapping.optimizer_hooks import is_own_hook
 
 Kind = Literal["shards", "muon", "DTensors"]
 """`shards`: the optimizer gets this rank's shards as plain tensors. `muon`: `torch.optim.Muon`, whose matrices are
@@ -104,10 +105,10 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _has_hooks(register: Callable[..., RemovableHandle]) -> bool:
-    """Return whether the hooks beside which `register` puts a new one are any."""
+    """Return whether there are hooks beside which `register` puts a new one, other than those of `wrap_model`."""
     handle: Any = register(_nothing)
     handle.remove()
-    return bool(handle.hooks_dict_ref())
+    return not all(map(is_own_hook, handle.hooks_dict_ref().values()))
 
 
 def _nothing(*_args: Any) -> None:

@@ -253,6 +253,7 @@ class TrainStep:
         if "loss_scale" in state:
             self._driver.scaler.load_state_dict(state["loss_scale"])
         self._driver.num_steps, self._driver.num_skipped = state["num_steps"], state["num_skipped"]
+        self._driver.scheduler_steps.forget()
 
 
 def driver_of(train: TrainStep) -> StepDriver:

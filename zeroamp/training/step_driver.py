@@ -24,6 +24,7 @@ from zeroamp.policies.errors import StepError
 from zeroamp.training.all_reduce import StepAllReduce
 from zeroamp.training.callbacks import Callbacks
 from zeroamp.training.loaded_state import shard_loaded_state
+from zeroamp.training.loop_mistakes import SchedulerSteps
 from zeroamp.training.loss_scaler import LossScaler
 from zeroamp.training.micro_batches import MicroBatches
 from zeroamp.training.norm_and_clip import clip_factor, multiply_gradients
@@ -104,6 +105,7 @@ class StepDriver:
         is_float16 = self._policy.low_dtype == torch.float16
         self.scaler = LossScaler(self._policy.loss_scale, self.state.mesh.device_type, enabled=is_float16)
         self.nonfinite_hint = NonfiniteHint(is_first_rank=is_first_rank(self.state.axes.whole))
+        self.scheduler_steps = SchedulerSteps()
         self._is_in_no_sync = False
         self._has_warned = False  # about a loss in low precision
         self._clipped: Clipped | None = None  # between clip and update
@@ -362,14 +364,15 @@ class StepDriver:
         if clipped is None:
             raise AssertionError("expected the results of clip")
         try:
+            self.scheduler_steps.check()
             with self.micro_batches.noting("optimizer.step"):
                 rates = tuple(rate for optimizer in self.optimizers for rate in learning_rates(optimizer))
                 self._step_optimizers(optimizers)
                 if not clipped.skipped:
                     self.num_steps += 1
-                    for own, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+                    for index, (own, scheduler) in enumerate(zip(self.optimizers, self.schedulers, strict=True)):
                         if scheduler is not None and any(own is optimizer for optimizer in optimizers):
-                            scheduler.step()
+                            self.scheduler_steps.step(index, scheduler)
             self.num_skipped += clipped.skipped
             report = StepReport(
                 step=self.num_steps,

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.planning.mesh import local_part, num_shards_of
 from zeroamp.policies.extensions import load
 from zeroamp.training.optimizer_kinds import has_own_step, has_step_hooks, kind_of
+from zeroamp.wrapping.optimizer_hooks import OwnedOptimizers
 from zeroamp.wrapping.state import WrapState
 
 
@@ -40,11 +41,16 @@ class OptimizerUpdate:
             on_shards: whether the caller states that the optimizer is element-wise.
         """
         self.optimizer = optimizer
+        OwnedOptimizers.add(optimizer)
         self._state = state
         self._on_shards = on_shards
 
     def step(self) -> None:
         """Call `optimizer.step()`."""
+        with OwnedOptimizers.updating():
+            self._step()
+
+    def _step(self) -> None:
         if works_on_shards(self.optimizer, on_shards=self._on_shards):
             if self._on_shards:
                 load("TrainStep.resolve_overrides")(self.optimizer)

@@ -122,6 +122,11 @@ def wrap_state(model: nn.Module) -> WrapState:
     return state
 
 
+def wrapped_models() -> list[nn.Module]:
+    """Return the wrapped models of this process."""
+    return list(_roots)
+
+
 def is_wrapped(model: nn.Module) -> bool:
     """Return whether `zeroamp.wrap_model` has wrapped a model as its root."""
     return isinstance(getattr(model, _ATTRIBUTE, None), WrapState)

@@ -44,6 +44,7 @@ from zeroamp.wrapping.model_checks import (
     description_of,
     is_one_node,
 )
+from zeroamp.wrapping.optimizer_hooks import parameters_before, watch_optimizers
 from zeroamp.wrapping.rank_group import Description, run_alike
 from zeroamp.wrapping.refused_meshes import refuse_combinations
 from zeroamp.wrapping.shard import shard_model
@@ -141,6 +142,7 @@ def wrap_model(
         group=world,
         device=device_of_type(device_type),
     )
+    before = parameters_before(model)
     mesh = mesh_for_stage(policy.stage, mesh, policy.dp_replicate_size)
     axes = plain_axes(mesh) if axes is None else axes.with_fsdp(mesh)
     _check_fits(policy, axes)
@@ -174,6 +176,7 @@ def wrap_model(
     for extension in extensions:
         extension.attach(model, state)
     record_state(model, state)
+    watch_optimizers(model, before)
     if is_first_rank(axes.whole):
         _log_summary(state, name, time.perf_counter() - begin)
     return model

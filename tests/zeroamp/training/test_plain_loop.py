@@ -1,0 +1,123 @@
+"""A loop without `TrainStep`: backward, clip, step and zero_grad of plain torch, bit for bit as in one process."""
+
+import functools
+import itertools
+import logging
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroamp
+from tests.models.families import FAMILIES, loss_of
+from tests.oracles import plain_loop
+from tests.processes.training import config, full_parameters, same_bits
+from tests.selection import slow_but
+
+NUM_STEPS = 10
+STAGES = (0, 1, 2, 3)
+OPTIMIZERS = {
+    "AdamW": functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1),
+    "SGD": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9, weight_decay=0.1),
+}
+CASES = list(itertools.product(["Llama", "GNN", "ViT"], [1, 4], OPTIMIZERS))
+"""Family, micro-batches per optimizer step, optimizer."""
+FAST = [("Llama", 1, "AdamW"), ("GNN", 4, "SGD"), ("ViT", 4, "AdamW")]
+
+
+def _train(stage, family, num_micro, optimizer, *, how="each micro-batch is reduced", clip=None, options=None):
+    """Return (losses[step][micro] of this rank, FQNs without gradient per step, parameters, norms per step)."""
+    family = FAMILIES[family]
+    policy = zeroamp.policy_from_config(config(stage, **(options or {})))
+    wrapped = zeroamp.wrap_model(family.seeded(), policy)
+    model = torch.compile(wrapped, backend="aot_eager") if how == "compiled" else wrapped
+    optimizer = OPTIMIZERS[optimizer](model.parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    names = {parameter: fqn for fqn, parameter in wrapped.named_parameters()}
+    losses, without, norms = [], [], []
+    optimizer.register_step_pre_hook(
+        lambda *_: without.append([fqn for parameter, fqn in names.items() if parameter.grad is None])
+    )
+    for step in range(NUM_STEPS):
+        losses.append([])
+        for micro in range(num_micro):
+            batch = family.batch(plain_loop.index_of(step, micro, dist.get_rank(), num_micro))
+            if how == "the last micro-batch is reduced":
+                wrapped.set_requires_gradient_sync(micro + 1 == num_micro)
+            loss = loss_of(model, batch)
+            losses[-1].append(float(loss.detach()))
+            (loss / num_micro).backward()
+        if clip is not None:
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).full_tensor()))
+        if how == "a forward before the step":
+            loss_of(model, family.batch(999))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return losses, without, full_parameters(wrapped), norms
+
+
+def _at_all_stages(stages, *args, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers' own code
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        return {stage: _train(stage, *args, **options) for stage in stages}
+
+
+def _check(by_rank, family, num_micro, optimizer, **options):
+    losses, without, parameters, _ = plain_loop.train(
+        FAMILIES[family],
+        num_steps=NUM_STEPS,
+        num_micro=num_micro,
+        make_optimizer=OPTIMIZERS[optimizer],
+        **options,
+    )
+    for rank, by_stage in enumerate(by_rank):
+        for stage, (own_losses, own_without, own_parameters, _) in by_stage.items():
+            assert own_losses == losses[rank], stage
+            assert own_without == without, stage
+            assert same_bits(own_parameters, parameters) == [], stage
+    return without
+
+
+@pytest.mark.parametrize("case", slow_but(CASES, *FAST), ids=str)
+def test_a_plain_loop_has_the_bits_of_one_process_at_all_stages(ranks2, case):
+    without = _check(ranks2.run(_at_all_stages, STAGES, *case), *case)
+    assert any(without) == (case[0] == "GNN"), "its unused parameters have no gradient"
+
+
+@pytest.mark.parametrize("family", slow_but(["Llama", "GNN", "ViT"], "GNN"))
+def test_micro_batches_that_are_reduced_once_are_summed_on_each_rank(ranks2, family):
+    # Communication in bf16 would round the sums.
+    options = {"how": "the last micro-batch is reduced", "options": {"comm": "fp32"}}
+    by_rank = ranks2.run(_at_all_stages, STAGES, family, 4, "AdamW", **options)
+    _check(by_rank, family, 4, "AdamW", reduces_each=False)
+
+
+@pytest.mark.parametrize("family", slow_but(["Llama", "GNN", "ViT"], "Llama"))
+def test_a_forward_may_run_between_backward_and_step(ranks2, family):
+    by_rank = ranks2.run(_at_all_stages, STAGES, family, 1, "AdamW", how="a forward before the step")
+    _check(by_rank, family, 1, "AdamW")
+
+
+@pytest.mark.parametrize("stages", slow_but([(3,), (0, 1, 2)], (3,)), ids=str)
+def test_a_compiled_model_trains_in_a_plain_loop(ranks2, stages):
+    by_rank = ranks2.run(_at_all_stages, stages, "Llama", 1, "AdamW", how="compiled")
+    _check(by_rank, "Llama", 1, "AdamW")
+
+
+@pytest.mark.parametrize("family", slow_but(["Llama", "GNN", "ViT"], "GNN"))
+def test_clip_grad_norm_of_torch_clips_to_the_norm_over_all_parameters(ranks2, family):
+    by_rank = ranks2.run(_at_all_stages, STAGES, family, 1, "SGD", clip=0.1)
+    options = {"num_steps": NUM_STEPS, "num_micro": 1, "make_optimizer": OPTIMIZERS["SGD"], "clip": 0.1}
+    *_, parameters, norms = plain_loop.train(FAMILIES[family], **options)
+    assert min(norms) > 0.1, "each step clips"
+    for by_stage in by_rank:
+        for own_parameters, own_norms in (run[2:] for run in by_stage.values()):
+            # torch adds the squares of each shard, then of all shards: another order than in one process.
+            assert own_norms == pytest.approx(norms, rel=1e-5)
+            for fqn, own in own_parameters.items():
+                torch.testing.assert_close(own, parameters[fqn], rtol=1e-4, atol=1e-6)
+        sharded = [by_stage[stage] for stage in (1, 2, 3)]
+        assert all(run[3] == sharded[0][3] and same_bits(run[2], sharded[0][2]) == [] for run in sharded)

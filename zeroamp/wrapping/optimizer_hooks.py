@@ -1,0 +1,234 @@
+"""Checks the optimizers that a loop steps itself, and reshards the weights that they updated.
+
+[Note: Optimizer-step hooks]
+torch calls two functions around each `step` of each optimizer of the process, which the first `wrap_model` registers.
+For an optimizer without parameters of a wrapped model they end after one look-up. For steps of `TrainStep` they end at
+once, because `TrainStep` checks and reshards by itself. In other loops:
+
+| before or after `step` | what the loop did | what happens |
+|---|---|---|
+| before | the optimizer holds parameters that `wrap_model` replaced, or unsharded ones | StepError |
+| before | it steps an optimizer that `TrainStep` steps too, inside an optimizer step | StepError |
+| before | its last backward did not reduce the gradients (`set_requires_gradient_sync`) | StepError |
+| before | no rank used a parameter, whose unit ran | its gradient of zeros becomes None |
+| after | a forward with gradients ran between backward and step | the old unsharded weights are released |
+
+The fourth row needs one all-reduce of a byte per parameter. The host waits for it only on a rank that did not use a
+parameter of a unit that ran. Gradients that a closure computes are not looked at.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zeroamp.hooks._torch.dispatch import is_in_backward
+from zeroamp.hooks.collectives.collective_calls import issue
+from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
+from zeroamp.hooks.group_gradients import GroupGradients
+from zeroamp.planning.mesh import device_of
+from zeroamp.policies.errors import StepError
+from zeroamp.wrapping.state import WrapState, reshard, wrap_state, wrapped_models
+
+
+class OwnedOptimizers:
+    """The optimizers that `TrainStep` steps."""
+
+    is_updating: ClassVar[bool] = False
+    """Whether a `TrainStep` of this process steps its optimizers now."""
+    _all: ClassVar["WeakSet[torch.optim.Optimizer]"] = WeakSet()
+
+    @classmethod
+    def add(cls, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse calls of `optimizer.step` inside of an optimizer step, unless they come from `TrainStep`."""
+        cls._all.add(optimizer)
+
+    @classmethod
+    def has(cls, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether a `TrainStep` steps this optimizer."""
+        return optimizer in cls._all
+
+    @classmethod
+    @contextmanager
+    def updating(cls) -> Iterator[None]:
+        """Step optimizers inside the context without the checks of [Note: Optimizer-step hooks]."""
+        cls.is_updating = True
+        try:
+            yield
+        finally:
+            cls.is_updating = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Held:
+    """What an optimizer holds of wrapped models. Valid until the optimizer, or the set of wrapped models, changes."""
+
+    num_params: int
+    num_changes: int
+    """`_Replaced.num_changes` when it was found."""
+    groups: "list[tuple[ref[nn.Module], tuple[int, ...]]]"
+    """(root, positions of the parameter groups in the `WrapState.gradients` of the root). A strong reference to a
+    group would keep its model as long as the optimizer."""
+    used: bytes = b""
+    """The last bytes that this rank sent: see `_discard_unused`."""
+    sent: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """These bytes on the device."""
+
+
+class _Replaced:
+    """The parameters that `wrap_model` replaced, and that something still holds."""
+
+    fqns: ClassVar[WeakTensorKeyDictionary] = WeakTensorKeyDictionary()
+    """Parameter -> its FQN."""
+    num_changes: ClassVar[int] = 0
+    """How often parameters were replaced."""
+
+
+_held_by: "WeakKeyDictionary[torch.optim.Optimizer, _Held]" = WeakKeyDictionary()
+
+
+def parameters_before(model: nn.Module) -> WeakTensorKeyDictionary:
+    """Return the FQN of each parameter of a model that is going to be wrapped. Retains no parameter."""
+    before = WeakTensorKeyDictionary()
+    for fqn, parameter in model.named_parameters():
+        before[parameter] = fqn
+    return before
+
+
+def watch_optimizers(model: nn.Module, before: WeakTensorKeyDictionary) -> None:
+    """Note which parameters `wrap_model` replaced, and check optimizers from now on: [Note: Optimizer-step hooks].
+
+    Call when `model` has its new parameters. `before` is what `parameters_before` returned.
+    """
+    after = {id(parameter) for parameter in model.parameters()}
+    for parameter, fqn in before.items():  # type: ignore[no-untyped-call]
+        if id(parameter) not in after:
+            _Replaced.fqns[parameter] = fqn
+    if _Replaced.num_changes == 0:
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
+    _Replaced.num_changes += 1
+
+
+def is_own_hook(hook: object) -> bool:
+    """Return whether a global optimizer-step hook is one of this module."""
+    return hook is _before_step or hook is _after_step
+
+
+def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Check an optimizer, and discard gradients of unused parameters: see [Note: Optimizer-step hooks]."""
+    if OwnedOptimizers.is_updating:
+        return
+    held = _held(optimizer)
+    for state, groups in _groups(held):
+        name = type(optimizer).__name__
+        if state.step.is_open and OwnedOptimizers.has(optimizer):
+            raise StepError(
+                f"{name}.step was called in the middle of an optimizer step of TrainStep, which steps this optimizer "
+                "itself: the parameters would be updated twice. Remove the calls of optimizer.step() and "
+                "optimizer.zero_grad(), and call train.step() after train.backward(loss)."
+            )
+        if any(group.is_pending for group in groups):
+            raise StepError(
+                f"{name}.step was called, but the last backward did not reduce the gradients, because it ran with "
+                "set_requires_gradient_sync(False). Call model.set_requires_gradient_sync(True) before the last "
+                "backward of an optimizer step."
+            )
+        if not is_in_backward():  # an optimizer of one parameter may step in a hook on its gradient
+            _discard_unused(held, state, groups)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Release unsharded weights, which are older than the update. The next forward unshards the new ones."""
+    if OwnedOptimizers.is_updating:
+        return
+    for _, groups in _groups(_held(optimizer)):
+        reshard([cast(nn.Module, group.module) for group in groups])
+        for group in groups:
+            group.end_backward()
+
+
+def _held(optimizer: torch.optim.Optimizer) -> _Held:
+    """Return what an optimizer holds, from the last time if nothing changed since."""
+    num_params = sum(len(group["params"]) for group in optimizer.param_groups)
+    held = _held_by.get(optimizer)
+    if held is None or held.num_params != num_params or held.num_changes != _Replaced.num_changes:
+        groups = _find_groups(optimizer)
+        held = _held_by[optimizer] = _Held(num_params=num_params, num_changes=_Replaced.num_changes, groups=groups)
+    return held
+
+
+def _groups(held: _Held) -> Iterator[tuple[WrapState, list[GroupGradients]]]:
+    """Yield the state of each wrapped model, and its parameter groups of which the optimizer holds parameters."""
+    for reference, positions in held.groups:
+        if (root := reference()) is not None:
+            state = wrap_state(root)
+            yield state, [state.gradients[position] for position in positions]
+
+
+def _find_groups(optimizer: torch.optim.Optimizer) -> "list[tuple[ref[nn.Module], tuple[int, ...]]]":
+    """Return `_Held.groups` of an optimizer.
+
+    Raises:
+        StepError: the optimizer holds parameters that no backward gives a gradient.
+    """
+    roots = wrapped_models()
+    owners: dict[int, tuple[int, int]] = {}  # id of a sharded parameter -> positions of its root and of its group
+    unsharded: set[int] = set()
+    for number, root in enumerate(roots):
+        for position, group in enumerate(wrap_state(root).gradients):
+            owners |= {id(parameter): (number, position) for parameter in group.parameters}
+            unsharded |= {id(leaf) for leaf in group.leaves}
+    held: dict[int, set[int]] = {}
+    for index, param_group in enumerate(optimizer.param_groups):
+        where = f"{type(optimizer).__name__}.step was called, but param_groups[{index}] holds"
+        for parameter in param_group["params"]:
+            if (fqn := _Replaced.fqns.get(parameter)) is not None:  # type: ignore[no-untyped-call]
+                raise StepError(
+                    f"{where} {fqn} as it was before wrap_model, which replaced it: the step would not train the "
+                    "model. Build the optimizer from model.parameters() after wrap_model."
+                )
+            if id(parameter) in unsharded:
+                raise StepError(
+                    f"{where} an unsharded parameter of shape {tuple(parameter.shape)}, which never has a gradient: "
+                    "the optimizer was built between a forward and its backward. Build it from model.parameters() "
+                    "after wrap_model and before the first forward."
+                )
+            if (owner := owners.get(id(parameter))) is not None:
+                held.setdefault(owner[0], set()).add(owner[1])
+    return [(ref(roots[number]), tuple(sorted(positions))) for number, positions in held.items()]
+
+
+def _discard_unused(held: _Held, state: WrapState, groups: list[GroupGradients]) -> None:
+    """Set `grad` to None on the parameters of `groups` that no rank used, as in one process.
+
+    If only some ranks used a parameter, the others have added zeros to its mean gradient, and it stays.
+    """
+    parameters: list[nn.Parameter] = []
+    unused: list[int] = []
+    for group in groups:
+        for position, parameter in enumerate(group.parameters):
+            if parameter.grad is not None and position in group.filled:
+                unused.append(len(parameters))
+            parameters.append(parameter)
+    is_used = [True] * len(parameters)
+    for index in unused:
+        is_used[index] = False
+    if state.axes.whole.size() > 1:
+        if held.used != (used := bytes(is_used)):
+            held.used, held.sent = used, torch.tensor(list(used), dtype=torch.uint8, device=device_of(state.mesh))
+        by_any = held.sent.clone()
+        call = IssuedCollective("all_reduce", by_any, STEP, state.world, dist.ReduceOp.MAX)
+        issue(lambda: dist.all_reduce(by_any, dist.ReduceOp.MAX, group=state.world), call, state.listeners)
+        if unused:  # otherwise the host does not wait for the device
+            is_used = by_any.tolist()
+    for index in unused:
+        if not is_used[index]:
+            parameters[index].grad = None

@@ -148,7 +148,7 @@ def _path(location: tuple[Any, ...], cfg: Any, *, is_missing: bool) -> str:
 
 
 def _siblings(path: str) -> list[str]:
-    """Return the keys in the block of `path` that are supported, sorted; none of a block that another package checks."""
+    """Return the supported keys in the block of `path`, sorted. A block that another package checks has none here."""
     block: type[Block] = Config
     for part in (part for part in path.split(".")[:-1] if not part.isdigit()):  # a number is an index of a list
         inner = inner_block(block.model_fields[part])

@@ -3,7 +3,7 @@
     python -m benchmarks.two_level [--rounds 10] [--rate 200mbit] [--out FOLDER]
 
 Two network namespaces on this machine, a veth between them, `tbf` on both ends. As root. Bytes are the counter of the
-first host's end; "formula" is that of `hooks/collectives/nodes.py` for m = 2 nodes of g = 4 ranks. Errors are relative
+first host's end; "formula" is that of `zeroamp/two_level/nodes.py` for m = 2 nodes of g = 4 ranks. Errors are relative
 2-norms against fp64. Times are ratios of alternating runs of the two schemes: median and quartiles.
 """
 
@@ -31,8 +31,8 @@ import zeroamp
 from benchmarks.faults.cable import INTERFACE, Hosts, two_hosts
 from benchmarks.output import add_out, emit
 from zeroamp.hooks.collectives.exchange_and_sum import exchange
-from zeroamp.hooks.collectives.nodes import Nodes
 from zeroamp.hooks.collectives.tree_sum import tree_sum
+from zeroamp.two_level.nodes import Nodes
 
 NUM_NODES, PER_NODE = 2, 4
 NUM_RANKS = NUM_NODES * PER_NODE

@@ -15,7 +15,7 @@ from zeroamp.hooks.observers.trace_labels import label
 from zeroamp.policies.dtypes import FLOAT8_BY_NAME
 
 if TYPE_CHECKING:
-    from zeroamp.hooks.collectives.nodes import Nodes
+    from zeroamp.two_level.nodes import Nodes
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

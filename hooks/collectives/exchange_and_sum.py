@@ -21,7 +21,7 @@ from zeroamp.hooks._torch.fsdp import all_gather
 from zeroamp.hooks.collectives.tree_sum import tree_sum
 
 if TYPE_CHECKING:
-    from zeroamp.hooks.collectives.nodes import Nodes
+    from zeroamp.two_level.nodes import Nodes
 
 
 def exchange(

@@ -46,7 +46,7 @@ from zeroamp.hooks.observers.trace_labels import label
 from zeroamp.hooks.tensors import hold_for_current_stream
 
 if TYPE_CHECKING:
-    from zeroamp.hooks.collectives.nodes import Nodes
+    from zeroamp.two_level.nodes import Nodes
 
 _SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 

@@ -37,6 +37,7 @@ print(json.dumps(found))
 """
 
 OUTSIDE = (
+    "two_level",
     "float8",
     "optimizers",
     "reproducible",
@@ -50,11 +51,8 @@ OUTSIDE = (
 )
 """The packages that the core (policies, hooks, planning, wrapping, training, ledger) does without."""
 
-OFF = (
-    *("zeroamp.hooks.precision.autocast_ops", "zeroamp.hooks.collectives.nodes", "zeroamp.wrapping.two_levels"),
-    *("zeroamp.hooks.tracing", "zeroamp.hooks._torch.all_gather_extension"),
-)
-"""Parts of the core that only a config key, or ranks on several nodes, load."""
+OFF = (*("zeroamp.hooks.precision.autocast_ops", "zeroamp.hooks.tracing", "zeroamp.hooks._torch.all_gather_extension"),)
+"""Parts of the core that only a config key loads."""
 
 REFUSE = f"""
 import sys

@@ -29,8 +29,8 @@ from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.step_state import StepState
 
 if TYPE_CHECKING:
-    from zeroamp.hooks.collectives.nodes import Nodes
     from zeroamp.training.callbacks import Callback
+    from zeroamp.two_level.nodes import Nodes
 
 _ATTRIBUTE = "_zeroamp_state"
 _roots: "WeakSet[nn.Module]" = WeakSet()

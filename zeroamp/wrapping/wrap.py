@@ -30,7 +30,7 @@ from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.batch_sizes import check_batch_sizes
 from zeroamp.policies.errors import WrapError, describe
-from zeroamp.policies.extensions import Extension, extensions_of
+from zeroamp.policies.extensions import Extension, extensions_of, load
 from zeroamp.policies.policy import Policy, refuse_other_than_policy
 from zeroamp.wrapping.attach import attach_hooks
 from zeroamp.wrapping.materialize import cast_buffers, materialize_model
@@ -169,9 +169,7 @@ def wrap_model(
     state.axes, state.extensions = axes, extensions
     # Of all ranks, not of the mesh: on nodes of different sizes, all ranks must decide alike.
     if policy.reduce_accumulate_dtype == "fp32" and not is_one_node(policy):
-        from zeroamp.wrapping.two_levels import nodes_of_mesh
-
-        state.nodes = nodes_of_mesh(policy, mesh, world)
+        state.nodes = load("wrap_model.nodes_of_mesh")(policy, mesh, world)
     attach_hooks(model, state)
     for extension in extensions:
         extension.attach(model, state)
@@ -186,13 +184,6 @@ def _log_summary(state: WrapState, name: str, seconds: float) -> None:
     plan, ranks = state.plan, ranks_of_axes(state.axes)
     if warning := describe_uncast_experts(plan):
         logger.warning("%s", warning)
-    if state.nodes.why_flat is not None:
-        logger.warning(
-            "Gradients are sent between nodes by all-to-alls in one level, because %s. With g ranks per node, these "
-            "send up to g times the bytes of a ring through each network card. More replicas "
-            '(zeroamp.dp_replicate_size, or a mesh) avoid this. With "ranks_per_node": "off" nothing is logged.',
-            state.nodes.why_flat,
-        )
     if logger.isEnabledFor(logging.INFO):
         logger.info("%s", size_summary(plan, ranks, name=name, seconds=seconds))
 

@@ -3,8 +3,8 @@
 import pytest
 
 import zeroamp
+from zeroamp.two_level.layout import nodes_of_axis
 from zeroamp.wrapping.model_checks import ranks_per_node
-from zeroamp.wrapping.two_levels import nodes_of_axis
 
 
 @pytest.mark.parametrize(

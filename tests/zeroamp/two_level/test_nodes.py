@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from tests.oracles.one_process import tree
 from zeroamp.hooks.collectives.exchange_and_sum import all_reduce_in_tree_order, exchange
-from zeroamp.hooks.collectives.nodes import Nodes
 from zeroamp.hooks.collectives.tree_sum import tree_sum
+from zeroamp.two_level.nodes import Nodes
 
 NUMEL = 123
 BOUND = 2.0**-8  # of partial sums in bf16

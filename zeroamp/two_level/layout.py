@@ -3,6 +3,7 @@
 Loaded only if the ranks span several nodes, as far as `zeroamp.ranks_per_node` or the launcher shows.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,13 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroamp.hooks._torch.fsdp import timeout_of
 from zeroamp.hooks._torch.process_groups import group_of_parts
 from zeroamp.hooks.collectives.collective_calls import issue
-from zeroamp.hooks.collectives.nodes import Nodes
 from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.planning.mesh import device_of, parts_of_axis
 from zeroamp.policies.errors import some_of
 from zeroamp.policies.policy import Policy
+from zeroamp.two_level.nodes import Nodes
 from zeroamp.wrapping.model_checks import ranks_per_node
 from zeroamp.wrapping.state import MeshNodes
+
+logger = logging.getLogger("zeroamp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +64,20 @@ def nodes_of_mesh(policy: Policy, mesh: DeviceMesh, world: dist.ProcessGroup | N
     """Return the two levels of the axes of a mesh that spans nodes. All ranks of the mesh call this.
 
     The ranks compare their `ranks_per_node` in one small all-reduce. An axis with two levels gets two process groups.
+    The first rank warns of an axis that spans nodes and has one level.
     """
+    nodes = _nodes_of_mesh(policy, mesh, world)
+    if nodes.why_flat is not None and dist.get_rank(world) == 0:
+        logger.warning(
+            "Gradients are sent between nodes by all-to-alls in one level, because %s. With g ranks per node, these "
+            "send up to g times the bytes of a ring through each network card. More replicas "
+            '(zeroamp.dp_replicate_size, or a mesh) avoid this. With "ranks_per_node": "off" nothing is logged.',
+            nodes.why_flat,
+        )
+    return nodes
+
+
+def _nodes_of_mesh(policy: Policy, mesh: DeviceMesh, world: dist.ProcessGroup | None) -> MeshNodes:
     per_node = ranks_per_node(policy)
     if per_node is None:
         raise AssertionError("expected a known number of ranks per node, got none")

@@ -1,0 +1,1 @@
+"""Collectives in two levels, for ranks on several nodes: inside each node and between nodes, with the same bits."""

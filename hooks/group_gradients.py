@@ -25,7 +25,7 @@ continue an optimizer step after its last micro-batch. `parameter.grad` then hol
 replicas and divided. It is set aside while a replica sums its next micro-batches, and is added to their result.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -210,7 +210,7 @@ def follow_gradients(root: nn.Module) -> list[GroupGradients]:
     return [GroupGradients(group, module) for group, module in parameter_groups(root)]
 
 
-def by_module(gradients: list[GroupGradients]) -> dict[FSDPModule, GroupGradients]:
+def by_module(gradients: Iterable[GroupGradients]) -> dict[FSDPModule, GroupGradients]:
     """Return a dict from each module with a parameter group of its own to that group's `GroupGradients`."""
     return {each.module: each for each in gradients}
 

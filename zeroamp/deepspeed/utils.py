@@ -234,8 +234,8 @@ def _complete(state: WrapState, method: str) -> float:
             f"{method} was called before the last micro-batch of an optimizer step, when gradients are not complete. "
             "Call it after the last backward and before engine.step()."
         )
-    if state.shard_accumulator is not None:
-        state.shard_accumulator.flush()
+    if state.step.shard_accumulator is not None:
+        state.step.shard_accumulator.flush()
     return state.step.gradient_scale
 
 

@@ -52,8 +52,8 @@ class ObservedStep:
             if not is_last:
                 for parameter, total in (pair for unit in micro_batches.units for pair in unsharded_sums(unit)):
                     self._see(parameter, "accumulate", total.dtype, "the unsharded sum")
-        elif self._state.shard_accumulator is not None and num_micro_batches > 1:
-            for parameter, total in self._state.shard_accumulator.sums.items():
+        elif self._state.step.shard_accumulator is not None and num_micro_batches > 1:
+            for parameter, total in self._state.step.shard_accumulator.sums.items():
                 self._see(parameter, "accumulate", total.dtype, "the sharded sum")
         else:
             for parameter in micro_batches.with_gradient():
@@ -87,7 +87,7 @@ def leaves_no_trace(state: WrapState) -> Iterator[None]:
         for module in state.root.modules()
         for name, buffer in module._buffers.items()
     ]
-    accumulator = state.shard_accumulator
+    accumulator = state.step.shard_accumulator
     was_watching = accumulator is not None and accumulator.is_watching
     counts, state.traffic.enabled = state.traffic.enabled, False
     state.step.is_observed = True

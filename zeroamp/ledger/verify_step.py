@@ -104,7 +104,7 @@ def _unfinished(state: WrapState) -> str | None:
             return f"{fqn} is unsharded: a backward or an optimizer step has not ended"
         if parameter.grad is not None:
             return f"{fqn} has a gradient"
-    if state.shard_accumulator is not None and state.shard_accumulator.sums:
+    if state.step.shard_accumulator is not None and state.step.shard_accumulator.sums:
         return "gradients of an unfinished optimizer step are accumulated"
     return None
 

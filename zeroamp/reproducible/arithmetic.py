@@ -125,8 +125,8 @@ class ReproducibleArithmetic(StepArithmetic):
         number = self._state.step.num_micro_batches
         for sums in self._unsharded:
             sums.micro_batch = number
-        if self._state.shard_accumulator is not None:
-            self._state.shard_accumulator.micro_batch = number
+        if self._state.step.shard_accumulator is not None:
+            self._state.step.shard_accumulator.micro_batch = number
 
     def after_backward(self) -> None:
         """Take the gradients of 0-D parameters."""

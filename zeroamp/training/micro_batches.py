@@ -63,7 +63,7 @@ class MicroBatches:
         if is_first:
             self._step.owner = self
             self._set_accumulation(torch.float32 if is_last else self._state.plan.policy.grad_accum_dtype)
-        accumulator = self._state.shard_accumulator
+        accumulator = self._step.shard_accumulator
         if accumulator is not None and is_first and is_last:
             accumulator.forget()  # one micro-batch: nothing to sum, so the gradient is not rounded
         elif accumulator is not None:
@@ -99,7 +99,7 @@ class MicroBatches:
                 "optimizer step, and both use the same gradients. End that step first, or call zero_grad() of either "
                 "to discard it."
             )
-        accumulator = self._state.shard_accumulator
+        accumulator = self._step.shard_accumulator
         # `torch.autograd.grad` of the model's inputs runs FSDP2's hooks, which reduce zeros for the parameters.
         zeros = [parameter for group in self._state.gradients for parameter in group.only_zeros()]
         for parameter in zeros:
@@ -161,8 +161,8 @@ class MicroBatches:
     def finish(self) -> None:
         """Reshard the parameters, and set their gradients of the optimizer step as sharded fp32 DTensors."""
         reshard(self.units)  # an evaluation since the backward may have left groups unsharded
-        if self._state.shard_accumulator is not None:
-            self._state.shard_accumulator.flush()
+        if self._step.shard_accumulator is not None:
+            self._step.shard_accumulator.flush()
 
     def with_gradient(self) -> list[nn.Parameter]:
         """Return the parameters that have a gradient."""
@@ -170,8 +170,8 @@ class MicroBatches:
 
     def end(self) -> None:
         """Discard the gradients, so that the next backward begins an optimizer step."""
-        if self._state.shard_accumulator is not None:
-            self._state.shard_accumulator.drop()
+        if self._step.shard_accumulator is not None:
+            self._step.shard_accumulator.drop()
         for parameter in self.parameters:  # also those that no optimizer holds
             parameter.grad = None
         for group in self._state.gradients:

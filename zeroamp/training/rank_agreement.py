@@ -117,14 +117,16 @@ class RankAgreement:
     """
 
     def __init__(self, state: WrapState, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        if state.issued is None:
+        issued = state.issued
+        if issued is None:
             plan = state.plan
             own_units = frozenset(group.name for group in plan.groups if group.unit in plan.own_units)
-            state.issued = IssuedInStep(own_units=own_units)
-            state.listeners.append(state.issued)
+            issued = IssuedInStep(own_units=own_units)
+            state.listeners.append(issued)
         self.done: Done | None = None
         """Set by `TrainStep` before the step's all-reduce."""
-        self._issued = state.issued
+        self.issued = issued
+        """The collectives of this rank in the current optimizer step. All `TrainStep`s of a model share it."""
         self._state = state
         self._optimizers = optimizers
         self._parameters = list(state.root.parameters())
@@ -138,17 +140,17 @@ class RankAgreement:
         """
         facts = _Facts(
             done=self.done,
-            num_backwards=self._issued.num_backwards,
+            num_backwards=self.issued.num_backwards,
             hyperparameters=[
                 [(key, value) for key, value in group.items() if type(value) in _PLAIN or _is_plain(value)]
                 for optimizer in self._optimizers
                 for group in optimizer.param_groups
             ],
             is_trained=bytes([parameter.requires_grad for parameter in self._parameters]),
-            order=self._issued.order,
-            calls=self._issued.calls,
+            order=self.issued.order,
+            calls=self.issued.calls,
         )
-        self._issued.end_step()
+        self.issued.end_step()
         number = facts.digest() % (2**53 // self._num_ranks)
         return (float(number),), partial(self._compare, facts, self._num_ranks * number, is_late)
 
@@ -172,5 +174,5 @@ class RankAgreement:
         names = {id(parameter): fqn for fqn, parameter in self._state.root.named_parameters()}
         for parameter, is_trained in zip(self._parameters, facts.is_trained, strict=True):
             found[f"requires_grad of {names.get(id(parameter), 'a removed parameter')}"] = str(bool(is_trained))
-        calls = {f"the count of {self._issued.names[code]}": str(count) for code, count in facts.calls.items()}
+        calls = {f"the count of {self.issued.names[code]}": str(count) for code, count in facts.calls.items()}
         return found | calls  # in the order of their first call

@@ -161,8 +161,8 @@ class StepDriver:
         divisor = arithmetic.loss_divisor(divide=divide, others=step.are_divided)
         # In fp32: a float16 loss times its scale would overflow.
         scaled = self.scaler.scale_loss(loss.float() / divisor if divisor > 1 else loss.float())
-        if self.state.issued is not None:
-            self.state.issued.num_backwards += 1
+        if self._agreement is not None:
+            self._agreement.issued.num_backwards += 1
         with self.micro_batches.noting("backward"), self.callbacks.phase("backward"):
             self.micro_batches.backward(scaled, is_last=is_last)
         if loss.dtype in LOW_DTYPES and not self._has_warned:

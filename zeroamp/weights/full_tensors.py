@@ -136,8 +136,8 @@ def _gradient(sharded: nn.Parameter, state: WrapState, method: str) -> tuple[tor
             f"{method} was given a 0-D parameter before clip_grad_norm(), which averages its gradient over ranks. Call "
             "it between clip_grad_norm() and update()."
         )
-    if state.shard_accumulator is not None:
-        state.shard_accumulator.flush()
+    if state.step.shard_accumulator is not None:
+        state.step.shard_accumulator.flush()
     return sharded.grad, state.step.gradient_scale
 
 

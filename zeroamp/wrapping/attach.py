@@ -20,7 +20,7 @@ from zeroamp.hooks._torch.parameter_group import after_each_reduction
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.gradient_reduction import ReceiveBuffers
 from zeroamp.hooks.collectives.micro_batch_sums import MicroBatchSum, RoundedSum, ShardAccumulator
-from zeroamp.hooks.group_gradients import by_module, follow_gradients
+from zeroamp.hooks.group_gradients import by_module
 from zeroamp.hooks.guards import (
     BackwardGuard,
     attach_gradient_guard,
@@ -49,9 +49,7 @@ from zeroamp.wrapping.state import WrapState
 def attach_hooks(model: nn.Module, state: WrapState) -> None:
     """Give the model's groups their collectives, and its modules their hooks: see `zeroamp.hooks.unit_hooks`."""
     policy = state.plan.policy
-    state.units = {unit: model.get_submodule(unit) for unit in ("", *state.plan.units)}
     buffers = ReceiveBuffers()
-    state.gradients = follow_gradients(model)
     gradients = by_module(state.gradients)
     for group in state.plan.groups:
         group_module = state.holders.get(group.name) or cast(FSDPModule, model.get_submodule(group.unit))
@@ -90,7 +88,7 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
 
 def accumulate_shards(model: nn.Module, state: WrapState, new_sum: Callable[[], MicroBatchSum]) -> ShardAccumulator:
     """Sum the sharded gradients of micro-batches by `new_sum`, in another dtype or order than FSDP2 does."""
-    state.shard_accumulator = accumulator = ShardAccumulator(new_sum, state.mesh.device_type)
+    state.step.shard_accumulator = accumulator = ShardAccumulator(new_sum, state.mesh.device_type)
     if shard_device(state.plan.policy, state.mesh).type != state.mesh.device_type:
         after_each_reduction(model, accumulator.take)
     return accumulator
@@ -119,8 +117,7 @@ def _add_root_forward(model: nn.Module, state: WrapState, hooks: UnitHooks) -> N
     elif policy.external_autocast == "error":
         forward.add("outer autocast", refuse_autocast(device_type, policy.mode))
     if reasons := _needs_train_step(state.plan, state.extensions):
-        state.guard = BackwardGuard(reasons, partial(_leaves, model, state))
-        forward.on_output(state.guard.watch)
+        forward.on_output(BackwardGuard(reasons, partial(_leaves, model, state)).watch)
     forward.add_hooks(model, hooks)
 
 

@@ -1,6 +1,6 @@
-"""`WrapState`: the plan, meshes, hooks and counters that `wrap_model` attaches to a model."""
+"""`WrapState`: what `wrap_model` made for a model: plan, meshes, groups, listeners. What changes is in `StepState`."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,16 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.fsdp import parameter_pairs, release
 from zeroamp.hooks.collectives.collective_calls import IssuedInStep
-from zeroamp.hooks.collectives.micro_batch_sums import ShardAccumulator
 from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
 from zeroamp.hooks.group_gradients import GroupGradients
-from zeroamp.hooks.guards import BackwardGuard
 from zeroamp.hooks.observers.communication import CommunicationWatch
 from zeroamp.hooks.precision.autocast import config_autocast
 from zeroamp.hooks.root_forward import RootForward
-from zeroamp.planning.mesh_axes import MeshAxes, plain_axes
+from zeroamp.planning.mesh_axes import MeshAxes
 from zeroamp.planning.plan import Plan
-from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.errors import StepError, WrapError
 from zeroamp.policies.extensions import Extension
 from zeroamp.wrapping.rank_group import RankGroup
@@ -49,56 +46,49 @@ class MeshNodes:
     """Why an axis that spans nodes has one level. None if there is no such axis."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WrapState:
-    """The state of a wrapped model. `TrainStep`, checkpoints and reports read it."""
+    """What `wrap_model` made for a model. `TrainStep`, checkpoints and reports read it."""
 
     root: nn.Module
     plan: Plan
     mesh: DeviceMesh
     """The ranks over which FSDP2 shards, and over which gradients are averaged: `axes.fsdp`."""
-    axes: MeshAxes = field(init=False)
-    """All axes of the mesh. By default those of `mesh`."""
-    world: dist.ProcessGroup | None = None
+    axes: MeshAxes
+    """All axes of the mesh."""
+    world: dist.ProcessGroup | None
     """A process group of all ranks of `axes.whole`; None is the default group."""
     nodes: MeshNodes = field(default_factory=MeshNodes)
     """The two levels of the mesh's axes that span nodes."""
-    traffic: Traffic
-    """Counters of the collectives' calls and bytes."""
-    holders: dict[str, FSDPModule] = field(default_factory=dict)
+    extensions: tuple[Extension, ...]
+    """What keys of the config add from packages outside of the core."""
+    holders: Mapping[str, FSDPModule]
     """Name of a group -> its group holder, for the groups that are not a unit's own."""
-    units: dict[str, nn.Module] = field(default_factory=dict)
+    units: Mapping[str, nn.Module]
     """FQN in the plan -> the FSDP unit's module, the root first. A wrapper that is put around a unit later changes the
     FQN of the module, but not this."""
-    listeners: list[CollectiveListener] = field(init=False)
+    gradients: Sequence[GroupGradients]
+    """One entry per parameter group of FSDP2."""
+    traffic: Traffic
+    """Counters of the collectives' calls and bytes."""
+    listeners: list[CollectiveListener]
     """Called after each collective that this rank issues, `traffic` first."""
-    issued: IssuedInStep | None = None
-    """The listener with which a `TrainStep` compares the collectives of several ranks."""
+    step: StepState
+    """The current optimizer step."""
+    communication: CommunicationWatch
+    """Calls listeners around the parts of a step that may wait for a collective."""
     root_forward: RootForward = field(default_factory=RootForward)
     """The context managers around the root's forward."""
-    communication: CommunicationWatch = field(init=False)
-    """Calls listeners around the parts of a step that may wait for a collective."""
-    guard: BackwardGuard | None = None
-    """Raises in a backward outside of `TrainStep`. None if a plain loop ignores no key of the config."""
-    shard_accumulator: ShardAccumulator | None = None
-    """Sums sharded gradients over micro-batches. None if FSDP2 sums them."""
     replica_switches: list[Callable[[bool], None]] = field(default_factory=list)
     """One per group whose replicas are summed in the last micro-batch only. Called before each backward: True if that
     backward is the last of its optimizer step."""
-    gradients: list[GroupGradients] = field(default_factory=list)
-    """One entry per parameter group of FSDP2."""
-    extensions: tuple[Extension, ...] = ()
-    """What keys of the config add from packages outside of the core."""
-    step: StepState = field(init=False)
-    """The current optimizer step."""
     callbacks: "list[Callback]" = field(default_factory=list)
     """The callbacks of all `TrainStep`s of the model, called before those of each."""
 
-    def __post_init__(self) -> None:
-        self.axes = plain_axes(self.mesh)
-        self.step = StepState(accumulates_in=unsharded_accumulation(self.plan.policy))
-        self.listeners = [self.traffic]
-        self.communication = CommunicationWatch(self.root)
+    @property
+    def issued(self) -> IssuedInStep | None:
+        """The listener with which `TrainStep` compares the collectives of several ranks. None before it is needed."""
+        return next((each for each in self.listeners if isinstance(each, IssuedInStep)), None)
 
 
 def record_state(model: nn.Module, state: WrapState) -> None:

@@ -6,9 +6,12 @@ One object per wrapped model, `WrapState.step`, because the gradients belong to 
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from zeroamp.hooks.collectives.micro_batch_sums import ShardAccumulator
 
 
 class Phase(Enum):
@@ -70,6 +73,8 @@ class StepState:
     """Whether an observed step is running, which restores all state: see `ledger/observed_step.py`."""
     accumulates_in: torch.dtype = torch.float32
     """The dtype in which FSDP2 sums unsharded gradients now."""
+    shard_accumulator: "ShardAccumulator | None" = None
+    """Sums sharded gradients over micro-batches. None if FSDP2 sums them."""
 
     @property
     def is_open(self) -> bool:

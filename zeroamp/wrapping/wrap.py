@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks.collectives.traffic import Traffic
+from zeroamp.hooks.group_gradients import follow_gradients
+from zeroamp.hooks.observers.communication import CommunicationWatch
 from zeroamp.hooks.precision.module_casts import cast_inputs
 from zeroamp.hooks.typed_groups import typed_group_hooks
 from zeroamp.hooks.unit_hooks import return_no_views
@@ -27,6 +29,7 @@ from zeroamp.planning.mesh import (
 )
 from zeroamp.planning.mesh_axes import MeshAxes, find_axes, plain_axes, ranks_of_axes
 from zeroamp.planning.plan import Plan, build_plan
+from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.batch_sizes import check_batch_sizes
 from zeroamp.policies.errors import WrapError, describe
@@ -48,7 +51,8 @@ from zeroamp.wrapping.optimizer_hooks import parameters_before, watch_optimizers
 from zeroamp.wrapping.rank_group import Description, run_alike
 from zeroamp.wrapping.refused_meshes import refuse_combinations
 from zeroamp.wrapping.shard import shard_model
-from zeroamp.wrapping.state import WrapState, record_state, wrap_state
+from zeroamp.wrapping.state import MeshNodes, WrapState, record_state, wrap_state
+from zeroamp.wrapping.step_state import StepState
 from zeroamp.wrapping.summary import describe_master_weights, describe_uncast_experts, size_summary
 
 logger = logging.getLogger("zeroamp")
@@ -164,12 +168,26 @@ def wrap_model(
     holders = shard_model(model, plan, axes)
     if is_meta and materialize:
         materialize_model(model, mesh, device_of(mesh), shard_device(policy, mesh))
-    traffic = Traffic(enabled=policy.count_traffic)
-    state = WrapState(root=model, plan=plan, mesh=mesh, world=world, traffic=traffic, holders=holders)
-    state.axes, state.extensions = axes, extensions
+    nodes, traffic = MeshNodes(), Traffic(enabled=policy.count_traffic)
     # Of all ranks, not of the mesh: on nodes of different sizes, all ranks must decide alike.
     if policy.reduce_accumulate_dtype == "fp32" and not is_one_node(policy):
-        state.nodes = load("wrap_model.nodes_of_mesh")(policy, mesh, world)
+        nodes = load("wrap_model.nodes_of_mesh")(policy, mesh, world)
+    state = WrapState(
+        root=model,
+        plan=plan,
+        mesh=mesh,
+        axes=axes,
+        world=world,
+        nodes=nodes,
+        extensions=extensions,
+        holders=holders,
+        units={unit: model.get_submodule(unit) for unit in ("", *plan.units)},
+        gradients=follow_gradients(model),
+        traffic=traffic,
+        listeners=[traffic],
+        step=StepState(accumulates_in=unsharded_accumulation(policy)),
+        communication=CommunicationWatch(model),
+    )
     attach_hooks(model, state)
     for extension in extensions:
         extension.attach(model, state)

@@ -16,6 +16,7 @@ from tests.models.small import batch, build, loss_of
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, same_bits, wrapped
 from tests.selection import slow_but
+from zeroamp.hooks.guards import BackwardGuard
 from zeroamp.hooks._torch.fsdp import unsharded_sums
 from zeroamp.wrapping.state import wrap_state
 
@@ -179,7 +180,7 @@ def _everything(model, step):
         "steps taken": (step.num_steps, step.num_skipped, step.loss_scale),
         "step": str(state.step),
         "forwards": state.root_forward.depth,
-        "guard": state.guard is not None and state.guard.armed,
+        "guard": BackwardGuard.armed,
         "reshards": [
             (g.reshard_after_backward, g.reduce_grads)
             for unit in model.modules()

@@ -183,7 +183,7 @@ def sum_unsharded_in_bf16(model):
 
 
 def sum_sharded_in_fp16(model):
-    accumulator = wrap_state(model).shard_accumulator
+    accumulator = wrap_state(model).step.shard_accumulator
     take = accumulator._take
     low = {id(parameter) for parameter in model.blocks[1].qkv.parameters()}
 

@@ -58,7 +58,7 @@ def _buffer_dtypes(stage):
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     step.backward(loss_of(model, batch(NAME, 0)))
     step.step()
-    accumulator = model._zeroamp_state.shard_accumulator
+    accumulator = model._zeroamp_state.step.shard_accumulator
     held = {p.grad.dtype for p in model.parameters() if p.grad is not None}
     return held, {total.dtype for total in accumulator.sums.values()} if accumulator else None
 
@@ -85,7 +85,7 @@ def _late_comers(stage):
     step.step()
     held = [fqn for fqn, p in model.named_parameters() if p.grad is not None and p.numel() > 0]
     step.backward(loss_of(model, batch(NAME, 1)))
-    return held, len(model._zeroamp_state.shard_accumulator._sums), step.step().grad_norm
+    return held, len(model._zeroamp_state.step.shard_accumulator._sums), step.step().grad_norm
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -218,8 +218,8 @@ def _train_beside_an_accelerator(is_offloaded):
     model = wrapped("llama_tied", config(3, **LOW, comm="fp32"), fields=ON_CPU)
     state = wrap_state(model)
     if is_offloaded:
-        state.shard_accumulator = ShardAccumulator(partial(RoundedSum, torch.bfloat16), "cuda")
-        after_each_reduction(model, state.shard_accumulator.take)
+        state.step.shard_accumulator = ShardAccumulator(partial(RoundedSum, torch.bfloat16), "cuda")
+        after_each_reduction(model, state.step.shard_accumulator.take)
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     original, torch.cpu.Stream = torch.cpu.Stream, _Stream  # FSDP2 makes its streams in the first forward
     _Stream.num_waits = 0

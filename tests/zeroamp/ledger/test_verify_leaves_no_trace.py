@@ -16,8 +16,8 @@ from tests.models.small import batch, build, loss_of
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, same_bits, wrapped
 from tests.selection import slow_but
-from zeroamp.hooks.guards import BackwardGuard
 from zeroamp.hooks._torch.fsdp import unsharded_sums
+from zeroamp.hooks.guards import BackwardGuard
 from zeroamp.wrapping.state import wrap_state
 
 LOW_SUMS = {"data_types": {"grad_accum_dtype": "bf16"}}

@@ -6,8 +6,11 @@ The rules and defaults are DeepSpeed's (0.19.8): `initial_scale_power`, `loss_sc
 
 from dataclasses import dataclass, replace
 
+import torch
+
 BACKOFF = 0.5
 GROWTH = 2.0
+LARGEST = torch.finfo(torch.float32).max  # losses are multiplied by the scale in fp32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +46,8 @@ class LossScale:
         on a good step:
             if consecutive: counter = hysteresis
             stable = steps since the last overflow, this one not counted
-            if stable > 0 and stable is a multiple of the window: scale *= 2; counter = hysteresis
+            if stable > 0 and stable is a multiple of the window: counter = hysteresis
+                if scale * 2 is finite in fp32, as for torch's GradScaler: scale *= 2
         """
         step = state.num_steps
         moved = replace(state, num_steps=step + 1)
@@ -58,7 +62,8 @@ class LossScale:
             moved = replace(moved, hysteresis_left=self.hysteresis)
         stable = step - state.last_overflow - 1
         if stable > 0 and stable % self.window == 0:
-            return replace(moved, scale=state.scale * GROWTH, hysteresis_left=self.hysteresis)
+            scale = state.scale * GROWTH if state.scale * GROWTH <= LARGEST else state.scale
+            return replace(moved, scale=scale, hysteresis_left=self.hysteresis)
         return moved
 
 

@@ -47,6 +47,7 @@ _MEANT = {
 }
 """Name of a key elsewhere -> the path of the key with its meaning, where the spelling is not near."""
 _TYPE_ERRORS = ("_type", "_from_float", "value_error")
+_MOST_LINES = 20  # of an error: finding the key that was meant takes a millisecond for each unknown one
 _MANY = 12  # the most keys that an error lists; for a longer block it names docs/config.md
 
 
@@ -64,7 +65,8 @@ def validate(cfg: Mapping[str, Any]) -> Config:
     """Return the config as typed blocks.
 
     Raises:
-        ConfigError: keys are unknown, unsupported, or have values of another type. The text has one line per key.
+        ConfigError: keys are unknown, unsupported, or have values of another type. The text has a line for each of
+            the first 20.
     """
     try:
         return Config.model_validate(dict(cfg))
@@ -74,8 +76,11 @@ def validate(cfg: Mapping[str, Any]) -> Config:
             path = _path(detail["loc"], cfg, is_missing=detail["type"] == "missing")
             details.setdefault(path, []).append(detail)
     # pydantic also reports an error of a list's item for the list, by other members of a union: only the item's counts.
-    outer = {path for path in details if any(other.startswith(f"{path}.") for other in details)}
-    raise ConfigError("\n".join(_explain(path, found, cfg) for path, found in details.items() if path not in outer))
+    outer = {path[:end] for path in details for end, character in enumerate(path) if character == "."}
+    wrong = [path for path in details if path not in outer]
+    lines = [_explain(path, details[path], cfg) for path in wrong[:_MOST_LINES]]
+    more = len(wrong) - _MOST_LINES
+    raise ConfigError("\n".join([*lines, f"{more:,} more keys have errors."] if more > 0 else lines))
 
 
 def _explain(path: str, details: list[Any], cfg: Mapping[str, Any]) -> str:

@@ -168,6 +168,15 @@ def test_nesting_without_end_is_refused(tmp_path):
         policy_from_config(path)
 
 
+def test_an_error_lists_the_first_twenty_keys_and_counts_the_others():
+    cfg = {f"key_{number}": 1 for number in range(5000)}
+    with pytest.raises(ConfigError) as caught:
+        policy_from_config(cfg | {"torch_autocast": {"lower_precision_safe_modules": [1] * 50}})
+    *lines, last = str(caught.value).splitlines()
+    assert len(lines) == 20
+    assert last == "5,030 more keys have errors."
+
+
 def test_lists_are_copied_too():
     names = ["Linear"]
     policy = policy_from_config({"torch_autocast": {**AUTOCAST, "lower_precision_safe_modules": names}})

@@ -1,6 +1,7 @@
 """The loss scale's state machine, walked to its edges."""
 
 import pytest
+import torch
 
 from zeroamp import policy_from_config
 from zeroamp.policies.loss_scale_rule import LossScale
@@ -64,6 +65,17 @@ def test_the_hysteresis_comes_before_exhaustion():
     config = LossScale(initial=1.0, minimum=1.0, hysteresis=2)
     assert not config.is_exhausted(config.start())
     assert config.is_exhausted(walk(config, "x")[0])
+
+
+def test_it_stops_growing_where_torchs_grad_scaler_does():
+    config = LossScale(initial=2.0**124, window=1)
+    scale, tracker = torch.tensor(config.initial), torch.zeros((), dtype=torch.int32)
+    expected = [config.initial]  # DeepSpeed's rule doubles one step later
+    for _ in range(6):
+        torch._amp_update_scale_(scale, tracker, torch.zeros(()), 2.0, 0.5, 1)
+        expected.append(float(scale))
+    assert scales(config, ".......") == expected
+    assert expected[-1] == 2.0**127
 
 
 def test_a_fixed_scale_never_moves_and_is_never_exhausted():

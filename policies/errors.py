@@ -1,6 +1,7 @@
 """The exceptions that zeroamp raises for a user's mistake or a fault. An internal error is an AssertionError."""
 
 import json
+import logging
 from collections.abc import Sequence
 
 
@@ -41,6 +42,16 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def _escape(record: logging.LogRecord) -> bool:
+    """Escape the control characters of a log message, as those of an error: it may contain names from a model."""
+    if not (text := record.getMessage()).isprintable():
+        record.msg, record.args = printable(text), ()
+    return True
+
+
+logging.getLogger("zeroamp").addFilter(_escape)
 
 
 def error_text(error: BaseException) -> str:

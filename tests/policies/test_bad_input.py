@@ -3,6 +3,8 @@
 What DeepSpeed 0.19.8 accepts silently or answers with a cryptic text, and more.
 """
 
+import logging
+
 import pytest
 import torch
 
@@ -366,3 +368,8 @@ def test_no_key_or_value_reaches_the_terminal_as_an_escape(block):
 def test_a_name_in_any_error_is_printed_without_control_characters():
     assert str(CheckpointError("a\x1b[31mb\x07\u202e\nc é")) == "a\\x1b[31mb\\x07\\u202e\nc é"
     assert str(ConfigError("plain")) == "plain"
+
+
+def test_a_name_in_a_log_message_is_printed_without_control_characters(caplog):
+    logging.getLogger("zeroamp").warning("%s is not used, %d times.\n", "a\x1b[31mb\x07", 2)
+    assert caplog.messages == ["a\\x1b[31mb\\x07 is not used, 2 times.\n"]

@@ -71,7 +71,7 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
 def _read_line(run: SavedRun, line: bytes) -> bool:
     """Add the content of a line to the run. Return False if it is not a line of a RunReport."""
     try:
-        values = json.loads(line.decode(errors="replace"))
+        values = json.loads(line.decode(errors="replace"), parse_constant=str, parse_float=_float_or_text)
         kind = values["kind"]
         record = StepRecord.from_json(values) if kind == "step" else None
         if kind == "header" and not isinstance(values.get("plan", {}), dict):
@@ -89,6 +89,11 @@ def _read_line(run: SavedRun, line: bytes) -> bool:
             run.records.pop()
         run.records.append(record)
     return True
+
+
+def _float_or_text(text: str) -> float | str:
+    """Return a number of a file, or its text if no float holds it: strict JSON has no infinity."""
+    return number if math.isfinite(number := float(text)) else text
 
 
 def _is_lost(last: StepRecord, new: StepRecord) -> bool:

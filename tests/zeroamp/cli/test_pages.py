@@ -306,6 +306,8 @@ def test_runs_are_lines_of_their_records_and_zoom_together(pages, browser):
         "Infinity",
         "NaN",
     ]
+    drawn = browser.evaluate("traces({ runs: [{ name: '<b>one</b>', records: [] }] }, () => 0)")
+    assert drawn[0]["name"] == "&lt;b>one&lt;/b>"  # plotly shows it as <b>one</b>
     assert browser.evaluate("document.title") == "one, two"
     assert browser.evaluate("document.querySelectorAll('img').length") == 0
     assert HOSTILE in browser.evaluate("document.querySelector('.warning').textContent")

@@ -11,7 +11,7 @@ import zeroamp
 from tests.processes.training import config, wrapped
 from tests.zeroamp.reporting.records import record, write_run
 from tests.zeroamp.reporting.runs import NAME, take_steps
-from zeroamp.reporting.saved_runs import table
+from zeroamp.reporting.saved_runs import runs_to_dict, table
 
 OVERFLOWING = config(3, dtype="float16", fp16={"initial_scale_power": 20, "hysteresis": 1})
 
@@ -87,6 +87,16 @@ def test_a_line_that_no_run_wrote_is_left_out(tmp_path, line):
     assert [each.step for each in run.records] == [1, 2]
     assert run.num_unreadable >= 1
     assert "loss, last" in table([run])
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_number_that_json_does_not_have_is_shown_as_text(tmp_path, number):
+    path = write_run(tmp_path / "run.jsonl", [record(1)], device="DEVICE", more=["DEVICE"])
+    path.write_text(path.read_text().replace('"DEVICE"', number))
+    run = zeroamp.read_run(path)
+    assert number in table([run])
+    assert run.headers[0]["more"] == [number]
+    json.dumps(runs_to_dict([run]), allow_nan=False)
 
 
 def test_no_text_of_a_file_reaches_the_terminal_as_an_escape(tmp_path):

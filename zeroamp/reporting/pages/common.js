@@ -18,6 +18,9 @@ function element(tag, properties = {}, ...children) {
   return made;
 }
 
+// Plotly reads some markup in labels: names, classes and reasons are shown as they are.
+const text = (name) => name.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+
 const page = () => document.getElementById("page");
 const add = (...children) => page().append(...children);
 const heading = (text) => add(element("h2", { textContent: text }));

@@ -62,9 +62,6 @@ function draw() {
     element("span", {}, dtypeChip(dtype), ` ${FORMS.int(part)} elements, ${FORMS.percent(part / elements)}`)));
 }
 
-// Plotly reads some markup in labels: an FQN cannot have any, and a class or a reason is shown as it is.
-const text = (name) => name.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
-
 function share(members, key) {
   const parts = new Map();
   for (const row of members) parts.set(row[key], (parts.get(row[key]) ?? 0) + row.elements);

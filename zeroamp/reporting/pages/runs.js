@@ -20,7 +20,7 @@ let drawn = [];
 let isSyncing = false;
 
 function traces(data, value) {
-  return data.runs.map((run, index) => ({ type: "scatter", mode: run.records.length > 1 ? "lines" : "markers", name: run.name,
+  return data.runs.map((run, index) => ({ type: "scatter", mode: run.records.length > 1 ? "lines" : "markers", name: text(run.name),
     x: run.records.map((record) => record.step), y: run.records.map(value), line: { width: 1.6, color: COLOURS[index % COLOURS.length] },
     marker: { color: COLOURS[index % COLOURS.length] }, connectgaps: false }));
 }
@@ -44,7 +44,7 @@ function draw(data) {
     }
   }
   heading("Where the time goes");
-  const names = data.runs.map((run) => run.name);
+  const names = data.runs.map((run) => text(run.name));
   const mean = (run, part) => run.records.reduce((sum, record) => sum + seconds(record, part), 0) / Math.max(1, run.records.length);
   chart(charts(), PARTS.map((part, index) => ({ type: "bar", orientation: "h", name: part.replace("_", " "), y: names,
     x: data.runs.map((run) => 1e3 * mean(run, part)), marker: { color: COLOURS[index] } })),

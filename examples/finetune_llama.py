@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import math
 import signal
 import threading
@@ -51,8 +50,6 @@ FINAL_LR_FRACTION = 0.1  # fraction of --lr at the last step
 def main(arguments: list[str] | None = None) -> None:
     """Read the command line, train, and save."""
     args = parse_arguments(arguments)
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("zeroamp").setLevel(logging.INFO)  # the size of the wrapped model, and warnings
     device = start_process_group(timedelta(seconds=args.timeout))
     finetune(args, device)
     dist.destroy_process_group()

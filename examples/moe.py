@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,6 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     device = start_process_group()
     is_first = dist.get_rank() == 0
-    logging.basicConfig(format="%(message)s")  # the size of the wrapped model, and warnings
     torch.manual_seed(0)  # the same weights on every rank
     config = MixtralConfig(
         vocab_size=64,

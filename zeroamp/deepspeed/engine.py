@@ -1,5 +1,6 @@
 """`DeepSpeedEngine`: the interface of DeepSpeed's engine for a wrapped model and its `TrainStep`."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,6 @@ from zeroamp.deepspeed.data_loaders import data_loader
 from zeroamp.deepspeed.engine_config import EngineConfig
 from zeroamp.deepspeed.optimizer import ZeroOptimizer
 from zeroamp.deepspeed.refused import ENGINE, refusal, unknown
-from zeroamp.deepspeed.utils import logger
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import StepError
 from zeroamp.policies.policy import Policy
@@ -25,6 +25,8 @@ from zeroamp.training.step import TrainStep, driver_of
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.state import reshard, wrap_state
 from zeroamp.wrapping.step_state import Phase
+
+logger = logging.getLogger("zeroamp")
 
 engines: "WeakSet[DeepSpeedEngine]" = WeakSet()
 """The engines of this process. Functions of `utils` find a parameter's optimizer here."""

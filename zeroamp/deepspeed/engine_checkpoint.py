@@ -7,6 +7,7 @@
 """
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
 from zeroamp.deepspeed.load import DeepSpeedCheckpoint, load_deepspeed_checkpoint
-from zeroamp.deepspeed.utils import logger
 from zeroamp.optimizers.schedulers import CurveLR
 from zeroamp.planning.mesh import local_part
 from zeroamp.policies.errors import CheckpointError, StepError, describe, some_of
@@ -37,6 +37,8 @@ from zeroamp.wrapping.state import wrap_state
 
 if TYPE_CHECKING:
     from zeroamp.deepspeed.engine import DeepSpeedEngine
+
+logger = logging.getLogger("zeroamp")
 
 LATEST, INSIDE = "latest", "zeroamp"
 _MAX_TAG_BYTES = 4096

@@ -23,8 +23,8 @@ from zeroamp.weights.full_tensors import (
 from zeroamp.wrapping.state import WrapState, owner_of
 from zeroamp.wrapping.step_state import Phase
 
-logger = logging.getLogger("zeroamp")
-"""The logger of zeroamp."""
+logger = logging.getLogger("zeroamp.deepspeed")
+"""For the script's messages: as in DeepSpeed, they are printed on every rank that logs them."""
 
 LEAF = "_z3_leaf"
 """Attribute that marks a module as one unit without units inside."""

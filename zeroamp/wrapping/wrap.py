@@ -36,6 +36,7 @@ from zeroamp.policies.errors import WrapError, describe
 from zeroamp.policies.extensions import Extension, extensions_of, load
 from zeroamp.policies.policy import Policy, refuse_other_than_policy
 from zeroamp.wrapping.attach import attach_hooks
+from zeroamp.wrapping.job_log import log_once_per_job
 from zeroamp.wrapping.materialize import cast_buffers, materialize_model
 from zeroamp.wrapping.model_checks import (
     broadcast_module_states,
@@ -73,8 +74,9 @@ def wrap_model(
     """Shard `model` in place with FSDP2 according to `policy`. Return the same object, now an `FSDPModule`.
 
     All ranks call this. Build the optimizer after this call, because the parameters become sharded DTensors. The first
-    rank logs sizes and the time that it took (logger "zeroamp", level INFO). If there is no process group, this call
-    initialises one from torchrun's environment. In a plain `python script.py` it initialises a group of one rank.
+    rank logs sizes and the time that it took (logger "zeroamp", level INFO; to stderr if you configured no logging). If
+    there is no process group, this call initialises one from torchrun's environment. In a plain `python script.py` it
+    initialises a group of one rank.
 
     Args:
         model: on any device; parameters on the meta device are materialised and initialised without a full copy.
@@ -112,6 +114,7 @@ def wrap_model(
         'DTensor'
     """
     begin, name = time.perf_counter(), type(model).__name__
+    log_once_per_job()
     if mesh is None and not dist.is_initialized():
         _refuse_unusable(model)
         refuse_other_than_policy(policy)
@@ -120,6 +123,8 @@ def wrap_model(
     axes = find_axes(model, mesh) if isinstance(model, nn.Module) else None
     mesh = mesh if axes is None else axes.fsdp
     world = None if axes is None else process_group(axes.whole)
+    if axes is not None:
+        log_once_per_job(axes.whole)
 
     extensions: tuple[Extension, ...] = ()
 

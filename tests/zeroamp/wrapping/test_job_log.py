@@ -1,0 +1,78 @@
+"""Each message is printed once per job, also in a script that configures no logging; a user's configuration stays."""
+
+import logging
+import re
+
+import pytest
+
+from tests.processes.launch import torchrun
+
+SCRIPT = """
+import logging
+import torch
+import torch.distributed as dist
+import zeroamp
+import zeroamp.deepspeed as deepspeed
+
+CONFIGURE
+root, before = logging.getLogger(), [(log.level, list(log.handlers)) for log in (logging.getLogger(), LOGGER)]
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+cfg = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "steps_per_print": 2}
+model = zeroamp.wrap_model(torch.nn.Sequential(torch.nn.Linear(4, 8)), zeroamp.policy_from_config(cfg))
+train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(4):
+    train.backward(model(torch.ones(3, 4)).mean())  # in bf16: a warning
+    train.step()
+deepspeed.utils.log_dist("of each rank")
+unchanged = before == [(log.level, log.handlers) for log in (root, LOGGER)]
+logging.basicConfig(format="late: %(message)s", force=True)
+LOGGER.warning("the last")
+dist.destroy_process_group()
+assert unchanged is EXPECTED, unchanged
+""".replace("LOGGER", 'logging.getLogger("zeroamp")')
+
+MESSAGES = {
+    "the size": r"^(.*)wrapped Sequential in",
+    "step 2": r"^(.*)step 2: loss",
+    "step 4": r"^(.*)step 4: loss",
+    "a warning": r"^(.*)TrainStep.backward got a loss in bf16",
+    "of each rank": r"^(.*)\[Rank \d\] of each rank",
+    "after the user configured logging": r"^(.*)the last",
+}
+OURS, WARNING = "[zeroamp] INFO: ", "[zeroamp] WARNING: "
+
+
+@pytest.mark.parametrize(
+    ("configure", "expected"),
+    [
+        ("", [[OURS], [OURS], [OURS], [WARNING], [OURS] * 2, ["late: "]]),
+        ("logging.basicConfig(format='mine: %(message)s')", [[], [], [], ["mine: "], [], ["late: "]]),
+    ],
+    ids=["unconfigured", "configured"],
+)
+def test_each_message_is_printed_once_per_job(tmp_path, configure, expected):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("CONFIGURE", configure).replace("EXPECTED", str(configure != "")))
+    output = torchrun(script)
+    found = {name: re.findall(pattern, output, re.MULTILINE) for name, pattern in MESSAGES.items()}
+    assert found == dict(zip(MESSAGES, expected, strict=True)), output
+
+
+def _levels_after_wrapping(level):
+    import torch
+
+    import zeroamp
+
+    logger = logging.getLogger("zeroamp")
+    before = logger.level
+    logger.setLevel(level)
+    torch.manual_seed(0)
+    zeroamp.wrap_model(torch.nn.Linear(4, 8), zeroamp.policy_from_config({}))
+    found = logger.level
+    logger.setLevel(before)
+    return found
+
+
+def test_the_level_of_the_logger_stays_what_the_user_set(ranks2):
+    assert ranks2.run(_levels_after_wrapping, logging.ERROR) == [logging.ERROR] * 2

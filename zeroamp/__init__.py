@@ -38,6 +38,8 @@ EXTENSIONS = {
     "wrap_model.nodes_of_mesh": "zeroamp.two_level.layout:nodes_of_mesh",
     "TrainStep.kind_of_other": "zeroamp.optimizers.kinds:kind_of_other",
     "TrainStep.refuse_other": "zeroamp.optimizers.kinds:refuse_other",
+    "TrainStep.shard_state": "zeroamp.optimizers.loaded_state:shard_state",
+    "TrainStep.shard_state_dict": "zeroamp.optimizers.loaded_state:shard_state_dict",
     "TrainStep.resolve_overrides": "zeroamp.optimizers.kinds:resolve_overrides",
     "torch.optim.Muon": "zeroamp.optimizers.muon:updating_matrices",
 }

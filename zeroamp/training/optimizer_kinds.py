@@ -6,9 +6,11 @@ docs/optimizers.md has a table of optimizers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -80,6 +82,25 @@ def refuse_unsupported(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> 
     """Raise StepError for an optimizer that would fail on sharded parameters, or update them wrongly."""
     if type(optimizer) not in ELEMENTWISE:
         load("TrainStep.refuse_other")(optimizer, on_shards=on_shards)
+
+
+def shard_loaded_state(optimizer: torch.optim.Optimizer, root: nn.Module) -> None:
+    """Shard the whole tensors of an optimizer's state, now and at each later `load_state_dict`.
+
+    They come from a run without zeroamp. Call it while the parameters of `root`, the wrapped model, are sharded.
+
+    Raises:
+        StepError: a tensor does not fit its parameter.
+    """
+    names = {id(parameter): fqn for fqn, parameter in root.named_parameters()}
+
+    def before_load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Any:
+        return load("TrainStep.shard_state_dict")(optimizer, state_dict, names)
+
+    if optimizer.state:
+        load("TrainStep.shard_state")(optimizer, names)
+    with suppress(AttributeError):  # a wrapper that does not call `Optimizer.__init__` has no hooks
+        optimizer.register_load_state_dict_pre_hook(before_load)
 
 
 def refuse_on_two_axes(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> None:

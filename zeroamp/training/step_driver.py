@@ -23,12 +23,16 @@ from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import StepError
 from zeroamp.training.all_reduce import StepAllReduce
 from zeroamp.training.callbacks import Callbacks
-from zeroamp.training.loaded_state import shard_loaded_state
 from zeroamp.training.loop_mistakes import SchedulerSteps
 from zeroamp.training.loss_scaler import LossScaler
 from zeroamp.training.micro_batches import MicroBatches
 from zeroamp.training.norm_and_clip import clip_factor, multiply_gradients
-from zeroamp.training.optimizer_kinds import checked_on_shards, refuse_on_two_axes, refuse_unsupported
+from zeroamp.training.optimizer_kinds import (
+    checked_on_shards,
+    refuse_on_two_axes,
+    refuse_unsupported,
+    shard_loaded_state,
+)
 from zeroamp.training.rank_agreement import Done, RankAgreement, description_of
 from zeroamp.training.refused_arguments import (
     Scheduler,

@@ -1,10 +1,9 @@
 """Optimizer state that comes from a run without zeroamp: its whole tensors are sharded when they are loaded."""
 
-from contextlib import suppress
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeroamp.planning.mesh import local_slices
@@ -12,34 +11,32 @@ from zeroamp.policies.errors import StepError
 from zeroamp.training.optimizer_kinds import ELEMENTWISE
 
 
-def shard_loaded_state(optimizer: torch.optim.Optimizer, root: nn.Module) -> None:
-    """Shard the whole tensors of an optimizer's state, now and at each later `load_state_dict`.
-
-    Call it while the parameters of `root`, the wrapped model, are sharded.
+def shard_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Shard the whole tensors of an optimizer's state. `names`: id of a sharded parameter -> FQN.
 
     Raises:
         StepError: a tensor does not fit its parameter.
     """
-    names = {id(parameter): fqn for fqn, parameter in root.named_parameters()}
-
-    def before_load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        saved = (index for group in state_dict["param_groups"] for index in group["params"])
-        own = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        state = dict(state_dict["state"])
-        for index, parameter in zip(saved, own, strict=False):  # torch refuses other numbers of parameters
-            if index in state:
-                state[index] = _sharded_state(optimizer, parameter, state[index], names)
-        return {**state_dict, "state": state}
-
     for parameter, values in optimizer.state.items():
         optimizer.state[parameter] = _sharded_state(optimizer, parameter, values, names)
-    with suppress(AttributeError):  # a wrapper that does not call `Optimizer.__init__` has no hooks
-        optimizer.register_load_state_dict_pre_hook(before_load)
+
+
+def shard_state_dict(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], names: Mapping[int, str]
+) -> dict[str, Any]:
+    """Return an optimizer's state dict with its whole tensors sharded. Raises StepError as `shard_state` does."""
+    saved = (index for group in state_dict["param_groups"] for index in group["params"])
+    own = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    state = dict(state_dict["state"])
+    for index, parameter in zip(saved, own, strict=False):  # torch refuses other numbers of parameters
+        if index in state:
+            state[index] = _sharded_state(optimizer, parameter, state[index], names)
+    return {**state_dict, "state": state}
 
 
 @torch.no_grad()
 def _sharded_state(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, values: dict[str, Any], names: dict[int, str]
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, values: dict[str, Any], names: Mapping[int, str]
 ) -> dict[str, Any]:
     """Return the state of one parameter, with whole tensors sharded like the parameter. Communicates nothing.
 

@@ -35,6 +35,7 @@ EXTENSIONS = {
     "Policy.key_report": "zeroamp.reporting.key_report:render_report",
     "optimizer.types": "zeroamp.optimizers.optimizer_params:TYPES",
     "scheduler.types": "zeroamp.optimizers.scheduler_params:TYPES",
+    "wrap_model.materialize_model": "zeroamp.weights.materialize:materialize_model",
     "wrap_model.nodes_of_mesh": "zeroamp.two_level.layout:nodes_of_mesh",
     "TrainStep.kind_of_other": "zeroamp.optimizers.kinds:kind_of_other",
     "TrainStep.refuse_other": "zeroamp.optimizers.kinds:refuse_other",

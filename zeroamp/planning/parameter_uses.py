@@ -171,17 +171,3 @@ def _tensors_of(value: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     elif type(value).__module__.startswith("bitsandbytes."):
         for key, inner in sorted(vars(value).items()):
             yield from _tensors_of(inner, f"{name}.{key}")
-
-
-def children_first(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield all modules inside `module`, then `module`: children before parents, each once, as `nn.Module.apply`."""
-    seen: set[nn.Module] = set()
-
-    def walk(module: nn.Module) -> Iterator[nn.Module]:
-        for child in module.children():
-            if child not in seen:
-                seen.add(child)
-                yield from walk(child)
-        yield module
-
-    yield from walk(module)

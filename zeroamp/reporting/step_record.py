@@ -44,7 +44,7 @@ class StepRecord:
     backward_s: float
     """Backwards, without exposed communication."""
     exposed_communication_s: float
-    """Waits during the other three parts, see [Note: Exposed communication] in hooks/observers/communication.py."""
+    """Waits during the other three parts, see [Note: Exposed communication] in exposed_communication.py."""
     optimizer_s: float
     """Norm with the step's all-reduce, clipping, update, scheduler; without exposed communication."""
 

@@ -22,6 +22,7 @@ from zeroamp.hooks.tensors import tensors_in
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.dtypes import short_name
 from zeroamp.reporting.clock import StepClock
+from zeroamp.reporting.exposed_communication import watch_of
 from zeroamp.reporting.step_record import GIB, StepRecord
 from zeroamp.training.callbacks import Callback, Callbacks, Phase
 from zeroamp.training.step_report import StepReport
@@ -66,7 +67,7 @@ class StepRecorder(Callback):
         self._num_tokens: int | None = None  # in the forwards of this step so far, on this rank
         self._traffic: Counter[str] = Counter()
         self._late: Callable[[], StepRecord] | None = None  # reads the record of the step before, on an accelerator
-        state.communication.add(self._clock)
+        watch_of(state.root).add(self._clock)
         state.root_forward.add("report", self._around_forward)
         state.listeners.append(self)
         callbacks.append(self)
@@ -83,7 +84,7 @@ class StepRecorder(Callback):
         if self._sinks:
             return
         self._callbacks.remove(self)
-        self._state.communication.remove(self._clock)
+        watch_of(self._state.root).remove(self._clock)
         self._state.root_forward.remove("report", self._around_forward)
         self._state.listeners.remove(self)
 

@@ -1,1 +1,1 @@
-"""Reads safetensors files into a wrapped model, and writes its weights as safetensors."""
+"""Initialises models from the meta device, reads safetensors files into a wrapped model, and writes its weights."""

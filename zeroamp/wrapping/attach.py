@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from zeroamp.hooks._torch.fsdp import (
 from zeroamp.hooks._torch.parameter_group import after_each_reduction
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.gradient_reduction import ReceiveBuffers
-from zeroamp.hooks.collectives.micro_batch_sums import MicroBatchSum, RoundedSum, ShardAccumulator
 from zeroamp.hooks.group_gradients import by_module
 from zeroamp.hooks.guards import (
     BackwardGuard,
@@ -44,6 +43,9 @@ from zeroamp.wrapping.collectives import attach_collectives
 from zeroamp.wrapping.refused_calls import refuse_calls
 from zeroamp.wrapping.shard import attach_prefetch
 from zeroamp.wrapping.state import WrapState
+
+if TYPE_CHECKING:
+    from zeroamp.hooks.collectives.micro_batch_sums import MicroBatchSum, ShardAccumulator
 
 
 def attach_hooks(model: nn.Module, state: WrapState) -> None:
@@ -80,14 +82,18 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     for module in state.plan.fp32_regions.modules_of(model):
         run_in_fp32(module, state.mesh.device_type, output_dtype)
     if (dtype := sharded_accumulation(policy)) != torch.float32:
+        from zeroamp.hooks.collectives.micro_batch_sums import RoundedSum
+
         accumulate_shards(model, state, partial(RoundedSum, dtype))
     _add_own_units(model, state, hooks)
     hooks.register()
     refuse_calls(model)
 
 
-def accumulate_shards(model: nn.Module, state: WrapState, new_sum: Callable[[], MicroBatchSum]) -> ShardAccumulator:
+def accumulate_shards(model: nn.Module, state: WrapState, new_sum: "Callable[[], MicroBatchSum]") -> "ShardAccumulator":
     """Sum the sharded gradients of micro-batches by `new_sum`, in another dtype or order than FSDP2 does."""
+    from zeroamp.hooks.collectives.micro_batch_sums import ShardAccumulator  # most models do without
+
     state.step.shard_accumulator = accumulator = ShardAccumulator(new_sum, state.mesh.device_type)
     if shard_device(state.plan.policy, state.mesh).type != state.mesh.device_type:
         after_each_reduction(model, accumulator.take)

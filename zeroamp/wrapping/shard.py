@@ -115,6 +115,22 @@ def _store(model: nn.Module, params: Iterable[ParamPlan], mesh: DeviceMesh) -> N
             parameter.data = parameter.data.to(device, param.dtypes.stored)
 
 
+def cast_buffers(model: nn.Module, plan: Plan) -> None:
+    """Cast floating-point buffers to `data_types.buffer_dtype`, except those in fp32 regions.
+
+    A buffer that two modules share stays shared.
+    """
+    dtype = plan.policy.buffer_dtype
+    if dtype is None:
+        return
+    cast: dict[int, torch.Tensor] = {}
+    for fqn, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            full_name = f"{fqn}.{name}" if fqn else name
+            if buffer.is_floating_point() and plan.fp32_regions.pattern_of(full_name) is None:
+                module._buffers[name] = cast.setdefault(id(buffer), buffer.to(dtype))
+
+
 def _check_sharded(model: nn.Module, plan: Plan) -> None:
     ignored = plan.ignored_fqns
     num_before = {fqn: bool(param.axis) for param in plan.params for fqn in (param.fqn, *param.aliases)}

@@ -15,7 +15,6 @@ from zeroamp.hooks._torch.fsdp import parameter_pairs, release
 from zeroamp.hooks.collectives.collective_calls import IssuedInStep
 from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
 from zeroamp.hooks.group_gradients import GroupGradients
-from zeroamp.hooks.observers.communication import CommunicationWatch
 from zeroamp.hooks.precision.autocast import config_autocast
 from zeroamp.hooks.root_forward import RootForward
 from zeroamp.planning.mesh_axes import MeshAxes
@@ -75,8 +74,6 @@ class WrapState:
     """Called after each collective that this rank issues, `traffic` first."""
     step: StepState
     """The current optimizer step."""
-    communication: CommunicationWatch
-    """Calls listeners around the parts of a step that may wait for a collective."""
     root_forward: RootForward = field(default_factory=RootForward)
     """The context managers around the root's forward."""
     replica_switches: list[Callable[[bool], None]] = field(default_factory=list)

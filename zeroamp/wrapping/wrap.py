@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.hooks.group_gradients import follow_gradients
-from zeroamp.hooks.observers.communication import CommunicationWatch
 from zeroamp.hooks.precision.module_casts import cast_inputs
 from zeroamp.hooks.typed_groups import typed_group_hooks
 from zeroamp.hooks.unit_hooks import return_no_views
@@ -37,7 +36,6 @@ from zeroamp.policies.extensions import Extension, extensions_of, load
 from zeroamp.policies.policy import Policy, refuse_other_than_policy
 from zeroamp.wrapping.attach import attach_hooks
 from zeroamp.wrapping.job_log import log_once_per_job
-from zeroamp.wrapping.materialize import cast_buffers, materialize_model
 from zeroamp.wrapping.model_checks import (
     broadcast_module_states,
     check_all_gather,
@@ -51,7 +49,7 @@ from zeroamp.wrapping.model_checks import (
 from zeroamp.wrapping.optimizer_hooks import parameters_before, watch_optimizers
 from zeroamp.wrapping.rank_group import Description, run_alike
 from zeroamp.wrapping.refused_meshes import refuse_combinations
-from zeroamp.wrapping.shard import shard_model
+from zeroamp.wrapping.shard import cast_buffers, shard_model
 from zeroamp.wrapping.state import MeshNodes, WrapState, record_state, wrap_state
 from zeroamp.wrapping.step_state import StepState
 from zeroamp.wrapping.summary import describe_master_weights, describe_uncast_experts, size_summary
@@ -172,7 +170,7 @@ def wrap_model(
     return_no_views(model.get_submodule(fqn) for fqn in plan.own_units)
     holders = shard_model(model, plan, axes)
     if is_meta and materialize:
-        materialize_model(model, mesh, device_of(mesh), shard_device(policy, mesh))
+        load("wrap_model.materialize_model")(model, mesh, device_of(mesh), shard_device(policy, mesh))
     nodes, traffic = MeshNodes(), Traffic(enabled=policy.count_traffic)
     # Of all ranks, not of the mesh: on nodes of different sizes, all ranks must decide alike.
     if policy.reduce_accumulate_dtype == "fp32" and not is_one_node(policy):
@@ -191,7 +189,6 @@ def wrap_model(
         traffic=traffic,
         listeners=[traffic],
         step=StepState(accumulates_in=unsharded_accumulation(policy)),
-        communication=CommunicationWatch(model),
     )
     attach_hooks(model, state)
     for extension in extensions:

@@ -15,6 +15,7 @@ from tests.processes.training import config, wrapped
 from tests.zeroamp.reporting.records import record
 from tests.zeroamp.reporting.runs import NAME, take_steps, train_step
 from zeroamp.policies.schema.config import FileMonitorBlock, WandbBlock
+from zeroamp.reporting.exposed_communication import watch_of
 from zeroamp.reporting.monitors import CsvWriter, TensorBoardWriter, WandbWriter, breakdown
 
 
@@ -135,7 +136,7 @@ def _dropped(folder):
         recorder = weakref.ref(train.callbacks[0])
         del train
         gc.collect()
-        counts.append((len(state.listeners) - 2, len(state.communication._listeners), run.last.step))
+        counts.append((len(state.listeners) - 2, len(watch_of(model)._listeners), run.last.step))
         del run
         gc.collect()
         counts.append(recorder() is None)

@@ -28,7 +28,7 @@ from zeroamp.hooks.collectives.micro_batch_sums import RoundedSum, ShardAccumula
 from zeroamp.planning.mesh import shard_device
 from zeroamp.policies.policy import NO_OFFLOAD, Offload
 from zeroamp.training.norm_and_clip import local_sum_of_squares, multiply_gradients
-from zeroamp.wrapping.materialize import materialize_model
+from zeroamp.weights.materialize import materialize_model
 from zeroamp.wrapping.shard import offload_policy
 from zeroamp.wrapping.state import wrap_state
 

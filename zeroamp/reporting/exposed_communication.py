@@ -31,7 +31,8 @@ class CommunicationListener(Protocol):
 class CommunicationWatch:
     """Calls its listeners before and after each of FSDP2's methods that communicate. Changes nothing else.
 
-    Create one per root. Of two, the first one to remove its last listener would also remove the wrappers of the other.
+    Use `watch_of`. Of two for one root, the first one to remove its last listener would also remove the wrappers of the
+    other.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -77,3 +78,9 @@ class CommunicationWatch:
                         listener.leave_communication()
 
         return watched
+
+
+def watch_of(root: nn.Module) -> CommunicationWatch:
+    """Return the one watch of a wrapped model. It is an attribute of the root, so it lasts as long as the model."""
+    watch: CommunicationWatch = vars(root).setdefault("_zeroamp_communication", CommunicationWatch(root))
+    return watch

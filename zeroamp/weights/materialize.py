@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zeroamp.hooks.random_state import random_state, set_random_state
 from zeroamp.planning.mesh import axis_groups
-from zeroamp.planning.parameter_uses import children_first
-from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import WrapError
 
 
@@ -41,10 +39,14 @@ def materialize_model(model: nn.Module, mesh: DeviceMesh, device: torch.device, 
 
     model._apply(allocate)  # type: ignore[no-untyped-call]  # `to_empty` would discard the values of real buffers
     fqns = {module: fqn for fqn, module in model.named_modules()}
+
+    def initialize(module: nn.Module) -> None:
+        if module in pending:  # `apply` calls this again for a module that two others share
+            pending.remove(module)
+            _initialize(module, fqns[module], _initializers(model, module), device)
+
     with _same_seed(mesh, device), torch.no_grad():
-        for module in children_first(model):
-            if module in pending:
-                _initialize(module, fqns[module], _initializers(model, module), device)
+        model.apply(initialize)
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -124,19 +126,3 @@ def _same_seed(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices, device_type="cuda" if device.type == "cpu" else device.type):
         torch.manual_seed(int(seed.item()))
         yield
-
-
-def cast_buffers(model: nn.Module, plan: Plan) -> None:
-    """Cast floating-point buffers to `data_types.buffer_dtype`, except those in fp32 regions.
-
-    A buffer that two modules share stays shared.
-    """
-    dtype = plan.policy.buffer_dtype
-    if dtype is None:
-        return
-    cast: dict[int, torch.Tensor] = {}
-    for fqn, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            full_name = f"{fqn}.{name}" if fqn else name
-            if buffer.is_floating_point() and plan.fp32_regions.pattern_of(full_name) is None:
-                module._buffers[name] = cast.setdefault(id(buffer), buffer.to(dtype))

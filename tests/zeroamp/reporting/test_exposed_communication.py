@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.measuring.collectives import Collectives
 from zeroamp.hooks._torch.fsdp import communication_methods
-from zeroamp.hooks.observers.communication import CommunicationWatch
+from zeroamp.reporting.exposed_communication import CommunicationWatch
 
 
 class Listener:

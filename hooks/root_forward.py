@@ -29,7 +29,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from zeroamp.hooks._torch.dispatch import untraced
-from zeroamp.hooks._torch.fsdp import PostForward, PreForward, init_unsharded, release
+from zeroamp.hooks._torch.fsdp import (
+    PostForward,
+    PreForward,
+    forget_forwards,
+    init_unsharded,
+    recorded_forwards,
+    release,
+)
 from zeroamp.hooks.unit_hooks import UnitHooks
 
 Place = Literal["report", "outer autocast", "random state", "autocast", "reshard", "before unshard"]
@@ -234,7 +241,8 @@ def reshard_after_no_grad(root: nn.Module, *, unless: Callable[[], bool]) -> For
     A forward without gradients has no backward. If its unsharded parameters were retained, an optimizer step would
     update the shards, and the next forward would read the old unsharded values. An optimizer that is built at that
     moment would train the unsharded copies. All-gathers that were prefetched for a unit that did not run are discarded
-    too: a later forward would use their old values.
+    too: a later forward would use their old values. FSDP2's record of forwards is restored: the next backward would
+    prefetch a group of the forward without gradients.
 
     Nothing is resharded if `unless()` is true: a backward then needs the unsharded parameters.
 
@@ -249,11 +257,13 @@ def reshard_after_no_grad(root: nn.Module, *, unless: Callable[[], bool]) -> For
             # FSDP2 would otherwise make its unsharded parameters as inference tensors, which cannot be trained later.
             with torch.inference_mode(False):
                 init_unsharded(cast(FSDPModule, root))
+        num_recorded = len(recorded_forwards(root))
         try:
             yield
         finally:
             if not torch.is_grad_enabled() and not unless():
                 for unit in units:
                     release(unit)
+                forget_forwards(root, num_recorded)
 
     return lambda call: around() if call.is_outermost else None

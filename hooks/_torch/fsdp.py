@@ -31,6 +31,7 @@ __all__ = [
     "divide_factor",
     "divide_factors",
     "end_backward",
+    "forget_forwards",
     "forward_hooks",
     "gather_in_background",
     "groups_of",
@@ -39,6 +40,7 @@ __all__ = [
     "keep_reduction_inputs",
     "leave_replicas_alone",
     "parameter_pairs",
+    "recorded_forwards",
     "reduce_scatter",
     "release",
     "separate_reductions",
@@ -79,6 +81,20 @@ def release(module: FSDPModule) -> None:
     for group in groups_of(module._get_fsdp_state()):
         group.wait_for_unshard()
         group._to_sharded()
+
+
+def recorded_forwards(root: nn.Module) -> list[Any]:
+    """Return FSDP2's record of the groups whose forward has run, by which it prefetches in the next backward."""
+    record: list[Any] = getattr(cast(FSDPModule, root)._get_fsdp_state()._comm_ctx, "post_forward_order", [])
+    return record
+
+
+def forget_forwards(root: nn.Module, num_recorded: int) -> None:
+    """Remove all but the first `num_recorded` entries from the record, because no backward of the others follows."""
+    del recorded_forwards(root)[num_recorded:]
+    for unit in units_of(root):
+        for group in groups_of(unit._get_fsdp_state()):
+            group._post_forward_indices = [index for index in group._post_forward_indices if index < num_recorded]
 
 
 @torch.no_grad()

@@ -23,6 +23,8 @@ REASONS = {
     "_register_post_backward_hook": "a unit that runs several times is reduced once: no public switch",
     "_pre_forward": "the hook that unshards; a group holder, which is never called, runs it with its unit",
     "_post_forward": "the hook that reshards; see `_pre_forward`",
+    "_comm_ctx": "the record of forwards, by which a backward prefetches; one without gradients must leave it",
+    "_post_forward_indices": "a group's places in that record",
     "_root_post_backward_final_callback": "waits for the last reductions; no hook runs around it",
     "_timeout": "the timeout of a process group; new groups do not inherit it",
     "_get_backend": "see `_timeout`",

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import zeroamp
 from tests.measuring.collectives import Collectives, Gathers
@@ -114,6 +115,31 @@ def test_what_fits_ends_at_the_first_that_does_not():
 def evaluate(model, name):
     with torch.no_grad():
         model(batch(name, 0))
+
+
+def _gathers_of_a_backward(num_before, num_between):
+    """The all-gathers of a backward, with evaluations before its forward, and between the forward and it."""
+    layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    policy = zeroamp.policy_from_config(config(3, threshold=0))
+    model = zeroamp.wrap_model(layers, policy, auto_wrap_policy=[nn.Linear])
+    inputs = torch.ones(2, 8)
+
+    def evaluate_times(count):
+        with torch.no_grad():
+            for _ in range(count):
+                model(inputs)
+
+    evaluate_times(num_before)
+    loss = model(inputs).square().mean()
+    evaluate_times(num_between)
+    with Gathers() as gathers:
+        loss.backward()
+    return [name for name, _ in gathers.log]
+
+
+@pytest.mark.parametrize(("num_before", "num_between"), [(0, 0), (2, 0), (0, 1), (2, 1)])
+def test_a_backward_prefetches_what_it_needs_whatever_was_evaluated(ranks2, num_before, num_between):
+    assert ranks2.run(_gathers_of_a_backward, num_before, num_between)[0] == ["2", "1", "0"]
 
 
 def _train(size, options, how, mesh_shape=None, **fields):

@@ -23,10 +23,12 @@ class EarlierGradients:
         self._left = [(each, each.grad._version) for each in parameters if each.grad is not None]
 
     def check(self) -> None:
-        """Raise StepError if a gradient is gone, or was set to zero. Call before each micro-batch but the first."""
-        left, self._left = self._left, []
+        """Raise StepError if a gradient is gone, or was set to zero. Call before each micro-batch but the first.
+
+        Nothing else changes, so that `TrainStep.zero_grad` may discard the optimizer step, and the loop may go on.
+        """
         changed = []
-        for parameter, version in left:
+        for parameter, version in self._left:
             if parameter.grad is None:
                 raise _was_zeroed()
             if parameter.grad._version != version:
@@ -34,6 +36,7 @@ class EarlierGradients:
         # Only if something has written into the gradients, the host reads them.
         if changed and not any(bool(local_part(gradient).any()) for gradient in changed):
             raise _was_zeroed()
+        self._left = []
 
 
 def _was_zeroed() -> StepError:

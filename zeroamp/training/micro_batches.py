@@ -68,7 +68,6 @@ class MicroBatches:
             accumulator.forget()  # one micro-batch: nothing to sum, so the gradient is not rounded
         elif accumulator is not None:
             accumulator.watch(list(self._averaged.values()))
-        self._earlier.check()
         self.arithmetic.before_backward()
         self._set_flags(is_last=is_last)
         try:
@@ -84,9 +83,16 @@ class MicroBatches:
         self._step.num_micro_batches += 1
         self._step.phase = Phase.REDUCED if is_last else Phase.OPEN
         if not is_last:
-            at_stage_2 = self._state.plan.policy.stage >= 2
-            leaves = (leaf for group in self._state.gradients for leaf in group.leaves)
-            self._earlier.note(self.parameters if at_stage_2 else list(leaves))
+            self.note_gradients(are_reduced=self._state.plan.policy.stage >= 2)
+
+    def note_gradients(self, *, are_reduced: bool) -> None:
+        """Note the gradients that the next micro-batch adds to. `are_reduced`: whether they are on the shards."""
+        leaves = (leaf for group in self._state.gradients for leaf in group.leaves)
+        self._earlier.note(self.parameters if are_reduced else list(leaves))
+
+    def refuse_lost_gradients(self) -> None:
+        """Raise StepError if the gradients that `note_gradients` has noted are gone."""
+        self._earlier.check()
 
     def refuse_other_gradients(self) -> None:
         """Raise StepError if there are gradients that the first backward of an optimizer step would add to.

@@ -161,6 +161,7 @@ class StepDriver:
             self._begin()
         step, arithmetic = self._step, self.micro_batches.arithmetic
         arithmetic.refuse_count(is_last=is_last)
+        self.micro_batches.refuse_lost_gradients()
         refuse_loss(loss)
         divisor = arithmetic.loss_divisor(divide=divide, others=step.are_divided)
         # In fp32: a float16 loss times its scale would overflow.
@@ -250,6 +251,7 @@ class StepDriver:
                 "is_last=False to the backwards before the last one."
             )
         self._step.phase = Phase.OPEN
+        self.micro_batches.note_gradients(are_reduced=True)
 
     def step(self) -> StepReport | None:
         """Clip and update after the last micro-batch. See `TrainStep.step`."""

@@ -11,6 +11,7 @@ from tests.models.small import batch, build, loss_of
 from tests.processes.launch import ROOT
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, same_bits
+from zeroamp.training.step import driver_of
 
 NAME = "encoder"
 NUM_STEPS = 3
@@ -210,3 +211,32 @@ REMEDIES = {
 def test_the_errors_name_the_remedy(ranks2, name):
     with pytest.raises(RankError, match=f"StepError: .*{REMEDIES[name]}"):
         ranks2.run(_parameters, 3, MISTAKES[name].loop, MISTAKES[name].calls)
+
+
+def _losses_after_a_lost_gradient(stage, reopens):
+    """The loss after the next optimizer step, with the mistake and without it."""
+    losses = []
+    for is_wrong in (True, False):
+        run = _Run(stage, WITH, {})
+        inputs = batch(NAME, dist.get_rank())
+        run.train.backward(loss_of(run.model, inputs), is_last=reopens)
+        if reopens:
+            driver_of(run.train).reopen()
+        if is_wrong:
+            run.optimizer.zero_grad()
+            run.model.zero_grad()
+            for _ in range(2):
+                with pytest.raises(zeroamp.StepError, match="between two micro-batches"):
+                    run.train.backward(loss_of(run.model, inputs), is_last=True)
+        run.train.zero_grad()
+        run.train.backward(loss_of(run.model, inputs), is_last=True)
+        run.train.step()
+        losses.append(float(loss_of(run.model, inputs).detach()))
+    return losses
+
+
+@pytest.mark.parametrize("reopens", [False, True])
+def test_a_loop_goes_on_after_a_lost_gradient_is_named(ranks2, reopens):
+    for stage in (0, 3):
+        for with_mistake, without in ranks2.run(_losses_after_a_lost_gradient, stage, reopens):
+            assert with_mistake == without

@@ -90,7 +90,7 @@ def deepspeed_tables() -> dict[str, str]:
 
 API = {
     "Config": ("policies",),
-    "Wrapping": ("planning", "wrapping"),
+    "Wrapping": ("discovery", "planning", "wrapping"),
     "The step": ("training", "optimizers", "reproducible"),
     "The ledger": ("ledger",),
     "Before a run": ("dry_run",),

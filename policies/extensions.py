@@ -1,11 +1,12 @@
 """`Extension`: what a config key adds to a run from a package outside of the core, and the moments at which it does.
 
 The table `zeroamp.EXTENSIONS` names a class of `Extension` for each such key. The core imports the class only if the
-key is on, and calls its methods at these moments, in this order:
+key is on, or has the value that follows "=" in the table. It calls the methods at these moments, in this order:
 
 | method | called by | moment |
 |---|---|---|
 | `check_config` | `policy_from_config` | all keys have values |
+| `safe_precisions` | `build_plan` | mode "autocast": before the classes of modules decide the precisions |
 | `precisions` | `build_plan` | each parameter has a precision |
 | `check_model` | `wrap_model` | the plan is made, and nothing was communicated |
 | `check_mesh` | `wrap_model` | the plan and the mesh are the same on all ranks |
@@ -49,8 +50,25 @@ class Extension:
     data_axes_only = ""
     """The key, if it is not supported with a context, tensor or expert axis. "" if it is."""
 
+    model_may_cast = False
+    """Whether the model itself may cast parameters that are all-gathered in low precision. Then their modules may run
+    with autocast off, unless they are of the default safe classes."""
+
     def check_config(self, policy: "Policy") -> None:
         """Raise ConfigError if other keys of the config contradict this one."""
+
+    def safe_precisions(
+        self,
+        model: "nn.Module",
+        policy: "Policy",
+        uses: "Sequence[ParameterUses]",
+        example_inputs: Any,
+        device_type: str | None,
+    ) -> "Sequence[Precision] | None":
+        """Return the precisions of the parameters `uses`, without fp32 regions and overrides. None: by their classes.
+
+        `example_inputs` and `device_type` are the arguments of `build_plan`.
+        """
 
     def precisions(
         self,
@@ -105,6 +123,11 @@ def extensions_of(policy: "Policy", model: "nn.Module | None" = None) -> tuple[E
     from zeroamp import EXTENSIONS
 
     classes = set() if model is None else {type(parameter).__name__ for parameter in model.parameters()}
-    names = {key: key.rpartition(".")[2] for key in EXTENSIONS}
-    keys = {EXTENSIONS[key]: key for key, name in names.items() if getattr(policy, name, None) or name in classes}
+
+    def is_on(key: str) -> bool:
+        name, _, value = key.rpartition(".")[2].partition("=")
+        found = getattr(policy, name, None)
+        return bool(found == value if value else found) or name in classes
+
+    keys = {home: key for key, home in EXTENSIONS.items() if is_on(key)}
     return tuple(load(key)() for key in keys.values())

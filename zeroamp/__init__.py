@@ -26,7 +26,8 @@ EXTENSIONS = {
     "zeroamp.reproducible": "zeroamp.reproducible.extension:Reproducible",
     "zeroamp.param_gather_dtype": "zeroamp.float8.extension:Float8",
     "torchao.WeightWithDynamicFloat8CastTensor": "zeroamp.float8.extension:Float8",
-    "zeroamp.autocast_ops": "zeroamp.hooks.precision.autocast_ops:AutocastOps",
+    "torch_autocast.lower_precision_safe_modules=auto": "zeroamp.discovery.extension:Discovery",
+    "zeroamp.autocast_ops": "zeroamp.discovery.extension:Discovery",
     "zeroamp.find_nonfinite": "zeroamp.reporting.nonfinite:FindNonfinite",
     "tensorboard": "zeroamp.reporting.monitors:Monitors",
     "csv_monitor": "zeroamp.reporting.monitors:Monitors",
@@ -46,9 +47,10 @@ EXTENSIONS = {
 }
 """Name -> a class or function that is loaded at its first use, as "module:name".
 
-The name is a config key or the class of a parameter, for an `Extension` (`zeroamp/policies/extensions.py`); or the
-class of an optimizer or an attribute of the core, which loads the function at its first use. The core (policies, hooks,
-planning, wrapping, training, ledger) depends on other packages only through this table."""
+The name is a config key, "key=value" or the class of a parameter, for an `Extension`
+(`zeroamp/policies/extensions.py`); or the class of an optimizer or an attribute of the core, which loads the function
+at its first use. The core (policies, hooks, planning, wrapping, training, ledger) depends on other packages only
+through this table."""
 
 __all__ = sorted(_HOMES)
 

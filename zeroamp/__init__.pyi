@@ -8,6 +8,8 @@ from zeroamp.checkpoint.preemption import Preemption as Preemption
 from zeroamp.checkpoint.save import save_checkpoint as save_checkpoint
 from zeroamp.deepspeed.load import DeepSpeedCheckpoint as DeepSpeedCheckpoint
 from zeroamp.deepspeed.load import load_deepspeed_checkpoint as load_deepspeed_checkpoint
+from zeroamp.discovery.traced_parameters import SafeParameters as SafeParameters
+from zeroamp.discovery.traced_parameters import discover_safe_parameters as discover_safe_parameters
 from zeroamp.dry_run.efficiency import Efficiency as Efficiency
 from zeroamp.dry_run.gpus import GPUS as GPUS
 from zeroamp.dry_run.gpus import Gpu as Gpu
@@ -21,8 +23,6 @@ from zeroamp.optimizers.from_config import optimizer_from_config as optimizer_fr
 from zeroamp.optimizers.schedulers import scheduler_from_config as scheduler_from_config
 from zeroamp.planning.plan import Plan as Plan
 from zeroamp.planning.plan import build_plan as build_plan
-from zeroamp.planning.traced_parameters import SafeParameters as SafeParameters
-from zeroamp.planning.traced_parameters import discover_safe_parameters as discover_safe_parameters
 from zeroamp.policies.auto_values import open_auto_keys as open_auto_keys
 from zeroamp.policies.errors import CheckpointError as CheckpointError
 from zeroamp.policies.errors import ConfigError as ConfigError

@@ -30,7 +30,7 @@ _OTHER_DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
 
 further_casts: list[Callable[[frozenset[str]], AbstractContextManager[None]]] = []
 """Return the context in which autocast casts the arguments of these ops too. Empty until a model of this process sets
-`zeroamp.autocast_ops`, which loads `autocast_ops.py`."""
+`zeroamp.autocast_ops`, which loads `zeroamp/discovery/autocast_ops.py`."""
 
 
 def config_autocast(

@@ -17,6 +17,10 @@ PLAIN = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
 KEYS = {
     "zeroamp.reproducible": ({"zeroamp": {"reproducible": True}}, "zeroamp.reproducible.extension"),
     "zeroamp.param_gather_dtype": ({"zeroamp": {"param_gather_dtype": "float8_e4m3fn"}}, "zeroamp.float8.extension"),
+    "torch_autocast.lower_precision_safe_modules=auto": (
+        {"bf16": {}, "torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": "auto"}},
+        "zeroamp.discovery.extension",
+    ),
     "csv_monitor": ({"csv_monitor": {"enabled": True, "output_path": "runs"}}, "zeroamp.reporting.monitors"),
 }
 
@@ -24,14 +28,18 @@ CHECK = """
 import sys
 from zeroamp import policy_from_config
 
-outside = ("zeroamp.reproducible", "zeroamp.float8", "zeroamp.optimizers", "zeroamp.reporting")
+outside = ("zeroamp.discovery", "zeroamp.reproducible", "zeroamp.float8", "zeroamp.optimizers", "zeroamp.reporting")
 policy_from_config({config!r})
 print([name for name in outside if name in sys.modules])
 """
 
 
 def test_a_config_without_such_keys_has_none():
-    assert extensions_of(policy_from_config(PLAIN), nn.Linear(2, 2)) == ()
+    for config in (
+        PLAIN,
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["Linear"]}},
+    ):
+        assert extensions_of(policy_from_config(config), nn.Linear(2, 2)) == ()
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -77,6 +85,7 @@ def test_extensions_have_the_methods_of_the_base_class_only():
     [
         ({}, []),
         (KEYS["zeroamp.reproducible"][0], ["zeroamp.reproducible", "zeroamp.optimizers"]),
+        (KEYS["torch_autocast.lower_precision_safe_modules=auto"][0], ["zeroamp.discovery"]),
         ({"optimizer": {"type": "AdamW"}}, ["zeroamp.optimizers"]),
         ({"scheduler": {"type": "WarmupLR"}}, ["zeroamp.optimizers"]),
     ],

@@ -38,6 +38,7 @@ print(json.dumps(found))
 
 OUTSIDE = (
     "two_level",
+    "discovery",
     "float8",
     "optimizers",
     "reproducible",
@@ -51,7 +52,7 @@ OUTSIDE = (
 )
 """The packages that the core (policies, hooks, planning, wrapping, training, ledger) does without."""
 
-OFF = (*("zeroamp.hooks.precision.autocast_ops", "zeroamp.hooks.tracing", "zeroamp.hooks._torch.all_gather_extension"),)
+OFF = ("zeroamp.hooks._torch.all_gather_extension",)
 """Parts of the core that only a config key loads."""
 
 REFUSE = f"""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroamp.hooks.tracing.fake_run import example_arguments
+from zeroamp.discovery.fake_run import example_arguments
 from zeroamp.policies.errors import ConfigError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeroamp.discovery.experts import experts_implementation
+from zeroamp.discovery.extension import needs_run
 from zeroamp.dry_run.checks import (
     STAGES,
     check_axes,
@@ -32,13 +34,11 @@ from zeroamp.dry_run.step_time import StepTime, step_time
 from zeroamp.dry_run.timeline import Timeline
 from zeroamp.dry_run.traced_micro_batch import MicroBatch
 from zeroamp.hooks.collectives.traffic import Traffic
-from zeroamp.hooks.tracing.experts import experts_implementation
 from zeroamp.ledger.planned_traffic import plan_traffic
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.mesh import Ranks, current_device_type
 from zeroamp.planning.mesh_axes import find_axes, ranks_of_axes
 from zeroamp.planning.plan import Plan, build_plan
-from zeroamp.planning.safe_parameters import needs_trace
 from zeroamp.planning.schedule import live_units, reshards_after_forward
 from zeroamp.planning.shard_sizes import local_numel
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
@@ -267,7 +267,7 @@ class _Planner:
 
     def plan(self, policy: Policy, auto_wrap_policy: AutoWrapPolicy) -> Plan:
         """Build the plan of one stage."""
-        args, kwargs = self.arguments(1) if needs_trace(policy) else ((), {})
+        args, kwargs = self.arguments(1) if needs_run(policy) else ((), {})
         return build_plan(self.model, policy, auto_wrap_policy, kwargs or args or None, self.device_type)
 
     def stage(self, plan: Plan, ranks: Ranks) -> StagePlan:

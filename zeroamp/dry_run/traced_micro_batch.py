@@ -22,14 +22,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from zeroamp.discovery.autocast_ops import casting
+from zeroamp.discovery.fake_run import fake_run
 from zeroamp.dry_run.events import Event, EventRecorder
 from zeroamp.dry_run.inputs import Arguments, sequences_are_not_packed
 from zeroamp.hooks._torch.dispatch import storage_key
 from zeroamp.hooks._torch.dtensor import without_wrapper
-from zeroamp.hooks.precision.autocast_ops import casting
 from zeroamp.hooks.precision.module_casts import cast_inputs, run_in_fp32
 from zeroamp.hooks.tensors import map_tensors, tensors_in
-from zeroamp.hooks.tracing.fake_run import fake_run
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import ConfigError
 from zeroamp.training.loss import LossFunction, loss_of

@@ -1,7 +1,7 @@
 """Builds a `Plan` from a model and a `Policy`: the units, and the dtypes and group of each parameter.
 
-Reads module classes, shapes and names only, so it works on the meta device and without a process group. For safe
-modules "auto" and for `zeroamp.autocast_ops` the model is also traced.
+Reads module classes, shapes and names only, so it works on the meta device and without a process group. An extension
+may also trace the model.
 """
 
 import logging
@@ -26,12 +26,12 @@ from zeroamp.planning.parameter_uses import (
     refuse_unusable,
 )
 from zeroamp.planning.run_order import UnitRun, run_order, tree_order
-from zeroamp.planning.safe_parameters import Precision, param_precisions, trace
+from zeroamp.planning.safe_parameters import Precision, default_precisions, param_precisions
 from zeroamp.planning.shard_sizes import may_shard_any_dim
 from zeroamp.policies.auto_wrap import AutoWrapPolicy, OwnUnits, find_own_units, find_units
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import WrapError
-from zeroamp.policies.extensions import extensions_of
+from zeroamp.policies.extensions import Extension, extensions_of
 from zeroamp.policies.policy import Policy, refuse_other_than_policy
 
 logger = logging.getLogger("zeroamp")
@@ -65,8 +65,8 @@ class Plan:
     overrides: Overrides = field(default_factory=Overrides, hash=False)
     """The policy's overrides, by the modules and parameters to which they apply."""
 
-    cast_modules: tuple[str, ...] = ()
-    """FQNs of the modules whose own forward runs an op of `zeroamp.autocast_ops`."""
+    extensions: tuple[Extension, ...] = field(default=(), hash=False, compare=False)
+    """What keys of the policy add to a run from outside of the core."""
 
     @property
     def all_groups(self) -> tuple[GroupPlan, ...]:
@@ -170,9 +170,10 @@ def build_plan(
     uses, ignored = _without_ignored(find_uses(model, units), ignored_params)
     for use in uses:
         refuse_unusable(use)
-    traced = trace(model, policy, example_inputs, device_type)
-    precisions: Iterable[Precision] = param_precisions(model, policy, uses, regions, overrides, traced)
-    for extension in extensions_of(policy, model):
+    extensions = extensions_of(policy, model)
+    defaults = default_precisions(model, policy, uses, extensions, example_inputs, device_type)
+    precisions: Iterable[Precision] = param_precisions(policy, uses, regions, overrides, defaults)
+    for extension in extensions:
         precisions = extension.precisions(model, policy, uses, overrides, precisions)
     params = [
         _param_plan(use, policy, *param_dtypes(use.parameter, policy, precision), precision.reason)
@@ -186,7 +187,7 @@ def build_plan(
         units=units,
         fp32_regions=regions,
         overrides=overrides,
-        cast_modules=() if traced is None else tuple(sorted(traced.cast_modules)),
+        extensions=extensions,
         own_units=own_units,
         groups=groups,
         run=run_order(model, units, own_units.lookups),
@@ -196,7 +197,6 @@ def build_plan(
         replicated=GroupPlan(name=REPLICATED, kind="replicated", unit="", params=replicated) if replicated else None,
     )
     _warn_of_large_gathers(plan)
-    _warn_of_unused_ops(plan, model)
     return plan
 
 
@@ -209,17 +209,6 @@ def _find_units(model: nn.Module, policy: Policy, auto_wrap_policy: AutoWrapPoli
             type(model).__name__,
         )
     return tuple(units)
-
-
-def _warn_of_unused_ops(plan: Plan, model: nn.Module) -> None:
-    """Warn if the config names `autocast_ops` and the traced forward ran none of them."""
-    if plan.policy.mode == "autocast" and plan.policy.autocast_ops and not plan.cast_modules:
-        logger.warning(
-            "zeroamp.autocast_ops names %s, but the forward of %s runs none of them on tensors that autocast would "
-            "cast: the key has no effect. transformers runs experts by grouped_mm after "
-            'model.set_experts_implementation("grouped_mm").',
-            *(", ".join(sorted(plan.policy.autocast_ops)), type(model).__name__),
-        )
 
 
 def _warn_of_large_gathers(plan: Plan) -> None:

@@ -1,23 +1,20 @@
 """Decides which parameters are all-gathered and computed in low precision, and records the reasons."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from zeroamp.planning.fp32_regions import Fp32Regions
-from zeroamp.planning.mesh import current_device_type
 from zeroamp.planning.overrides import Override, Overrides
 from zeroamp.planning.parameter_uses import ParameterUses
 from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import ConfigError, describe
+from zeroamp.policies.extensions import Extension
 from zeroamp.policies.policy import Policy
-from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, KEY, resolve_safe_classes, unsafe_owner
-
-if TYPE_CHECKING:
-    from zeroamp.planning.traced_parameters import SafeParameters
+from zeroamp.policies.safe_modules import KEY, resolve_safe_classes, unsafe_owner
 
 Compute = Literal["low", "per op", "fp32", "as stored", "as param"]
 
@@ -38,39 +35,54 @@ class Precision:
     """The dtype in which it is all-gathered and unsharded, if `is_low`. None: the mode's low precision."""
 
 
-def param_precisions(
+def default_precisions(
     model: nn.Module,
     policy: Policy,
     uses: Sequence[ParameterUses],
-    regions: Fp32Regions,
-    overrides: Overrides,
-    traced: "SafeParameters | None",
-) -> Iterator[Precision]:
-    """Yield the precision of each parameter of `uses`, in their order.
-
-    Args:
-        model: a plain model.
-        policy: its mode and keys of precision are used.
-        uses: the parameters.
-        regions: the modules and tensors that stay in fp32.
-        overrides: the overrides of this model.
-        traced: the result of `trace`.
+    extensions: Iterable[Extension],
+    example_inputs: Any,
+    device_type: str | None,
+) -> Sequence[Precision]:
+    """Return the precision of each parameter of `uses` by the mode, or by the classes of the modules that own it.
 
     Raises:
-        ConfigError: a safe module class is unknown or owns no parameter; the run for "auto" finds no safe parameter; a
-            pattern of `keep_in_fp32_modules` matches some owners of a tied parameter and not others, or a parameter
-            that is stored in a low dtype; or an override contradicts another, an fp32 region, or the stored dtype.
+        ConfigError: a safe module class is unknown or owns no parameter, or an extension cannot decide.
     """
     if policy.mode != "autocast":
         is_low = policy.mode != "fp32"
         of_mode = Precision(is_low=is_low, compute="low" if is_low else "as stored", reason=f"mode {policy.mode}")
-        defaults = [of_mode] * len(uses)
-    elif policy.lower_precision_safe_modules == "auto":
-        if traced is None:
-            raise AssertionError('expected a traced run for "auto", got None')
-        defaults = _by_traced_run(model, traced, uses)
-    else:
-        defaults = _by_class(model, policy.lower_precision_safe_modules, uses, traced)
+        return [of_mode] * len(uses)
+    for extension in extensions:
+        found = extension.safe_precisions(model, policy, uses, example_inputs, device_type)
+        if found is not None:
+            return found
+    names = policy.lower_precision_safe_modules
+    precisions = by_class(model, names, uses)
+    refuse_none_safe(model, names, uses, precisions)
+    return precisions
+
+
+def param_precisions(
+    policy: Policy,
+    uses: Sequence[ParameterUses],
+    regions: Fp32Regions,
+    overrides: Overrides,
+    defaults: Iterable[Precision],
+) -> Iterator[Precision]:
+    """Yield the precision of each parameter of `uses`, in their order.
+
+    Args:
+        policy: its mode and keys of precision are used.
+        uses: the parameters.
+        regions: the modules and tensors that stay in fp32.
+        overrides: the overrides of this model.
+        defaults: the precisions without regions and overrides.
+
+    Raises:
+        ConfigError: a pattern of `keep_in_fp32_modules` matches some owners of a tied parameter and not others, or a
+            parameter that is stored in a low dtype; or an override contradicts another, an fp32 region, or the stored
+            dtype.
+    """
     for use, default in zip(uses, defaults, strict=True):
         dtype = stored_dtype(use.parameter)
         if not dtype.is_floating_point:
@@ -130,32 +142,6 @@ def _refuse_low(
         )
 
 
-def needs_trace(policy: Policy) -> bool:
-    """Return whether planning runs the model: for `lower_precision_safe_modules` "auto" and for `autocast_ops`."""
-    is_auto = policy.lower_precision_safe_modules == "auto"
-    return policy.mode == "autocast" and (is_auto or bool(policy.autocast_ops))
-
-
-def trace(
-    model: nn.Module, policy: Policy, example_inputs: Any = None, device_type: str | None = None
-) -> "SafeParameters | None":
-    """Run the model once and return its safe parameters; None if the policy does not need it, see `needs_trace`.
-
-    Raises:
-        ConfigError: there are no example inputs, or the model cannot be traced.
-    """
-    if policy.low_dtype is None or not needs_trace(policy):
-        return None
-    # Loaded only for a config that needs a traced run.
-    from zeroamp.hooks.tracing.fake_run import example_arguments
-    from zeroamp.planning.traced_parameters import discover_safe_parameters
-
-    is_auto = policy.lower_precision_safe_modules == "auto"
-    args, kwargs = example_arguments(model, example_inputs, f'{KEY} "auto"' if is_auto else "zeroamp.autocast_ops")
-    device_type = device_type or current_device_type()
-    return discover_safe_parameters(model, args, kwargs, policy.low_dtype, device_type, policy.autocast_ops)
-
-
 def _in_fp32(use: ParameterUses, regions: Fp32Regions, policy: Policy) -> Precision | None:
     """Return the precision of a parameter that an fp32 region or a pattern keeps in fp32; None for others."""
     patterns = [regions.pattern_of(fqn) for fqn in use.fqns]
@@ -182,64 +168,40 @@ def _in_fp32(use: ParameterUses, regions: Fp32Regions, policy: Policy) -> Precis
     )
 
 
-def _by_traced_run(model: nn.Module, found: "SafeParameters", uses: Sequence[ParameterUses]) -> list[Precision]:
-    classes = resolve_safe_classes(DEFAULT_SAFE_MODULES, model)
-    precisions = []
-    for use in uses:
-        name = use.fqns[0]
-        is_low = name in found.safe
-        would_be_low = unsafe_owner(use.named_owners(), classes) is None
-        otherwise = "all-gather it in low precision" if would_be_low else "keep it in fp32"
-        wrong = f"; the default class list would {otherwise}" if is_low != would_be_low else ""
-        reason = f"{found.reasons[name]}{wrong}"
-        precisions.append(Precision(is_low=is_low, compute="low" if is_low else "per op", reason=reason))
-    if not found.needs_values and not any(precision.is_low for precision in precisions):
-        _refuse_nothing_left(model, uses)
-        why = f"{uses[0].fqns[0]} is {precisions[0].reason}." if precisions else "The model has no parameters."
-        raise ConfigError(
-            f'{KEY} "auto" needs a model with layers that autocast runs in low precision, but finds no parameter of '
-            f"{type(model).__name__} that is only ever cast by autocast. {why} Name classes of modules instead, or "
-            "switch torch_autocast off."
-        )
-    return precisions
-
-
-def _by_class(
-    model: nn.Module, names: Sequence[str], uses: Sequence[ParameterUses], traced: "SafeParameters | None"
-) -> list[Precision]:
-    """Return the precisions by the classes of the owners. Parameters that only `autocast_ops` read are safe too."""
+def by_class(model: nn.Module, names: Sequence[str], uses: Sequence[ParameterUses]) -> list[Precision]:
+    """Return the precisions by the classes of the owners. `names` are those of the safe classes."""
     classes, outside = resolve_safe_classes(names, model), _read_outside_op(model)
     precisions = []
     for use in uses:
         culprit = unsafe_owner(use.named_owners(), classes)
-        why = next((outside[owner] for owner in use.owners if owner in outside), None)
-        if culprit is None and why is not None:
+        if culprit is not None:
+            tied = f", tied with {', '.join(use.fqns[1:])}" if len(use.owners) > 1 else ""
+            reason = f"not safe: owned by {type(culprit).__name__} ({use.owners[culprit] or 'the root'}){tied}"
+            precisions.append(Precision(is_low=False, compute="per op", reason=reason))
+        elif why := next((outside[owner] for owner in use.owners if owner in outside), None):
             precisions.append(Precision(is_low=False, compute="per op", reason=f"not safe: {why}"))
-            continue
-        if culprit is None:
+        else:
             reason = f"safe: owned by {type(next(iter(use.owners))).__name__}"
             precisions.append(Precision(is_low=True, compute="low", reason=reason))
-            continue
-        if traced is not None and use.fqns[0] in traced.by_ops:
-            precisions.append(Precision(is_low=True, compute="low", reason=traced.reasons[use.fqns[0]]))
-            continue
-        tied = f", tied with {', '.join(use.fqns[1:])}" if len(use.owners) > 1 else ""
-        reason = f"not safe: owned by {type(culprit).__name__} ({use.owners[culprit] or 'the root'}){tied}"
-        if traced is not None and use.parameter.dim() == 3:  # experts: why autocast_ops did not take them
-            reason += f"; zeroamp.autocast_ops: {traced.reasons[use.fqns[0]]}"
-        precisions.append(Precision(is_low=False, compute="per op", reason=reason))
-    if classes and not any(precision.is_low for precision in precisions):
-        _refuse_nothing_left(model, uses)
-        if not _own_parameters(model, classes, uses):
-            raise ConfigError(
-                describe(
-                    KEY,
-                    f"{', '.join(names)}, which own no parameter of {type(model).__name__}",
-                    "classes of the model's large layers",
-                    "All parameters would stay fp32: name other classes, or switch torch_autocast off.",
-                )
-            )
     return precisions
+
+
+def refuse_none_safe(
+    model: nn.Module, names: Sequence[str], uses: Sequence[ParameterUses], precisions: Iterable[Precision]
+) -> None:
+    """Raise ConfigError if no parameter is in low precision, because the classes `names` own none."""
+    if not names or any(precision.is_low for precision in precisions):
+        return
+    refuse_all_ignored(model, uses)
+    if not _own_parameters(model, resolve_safe_classes(names, model), uses):
+        raise ConfigError(
+            describe(
+                KEY,
+                f"{', '.join(names)}, which own no parameter of {type(model).__name__}",
+                "classes of the model's large layers",
+                "All parameters would stay fp32: name other classes, or switch torch_autocast off.",
+            )
+        )
 
 
 def _read_outside_op(model: nn.Module) -> dict[nn.Module, str]:
@@ -276,7 +238,7 @@ def _is_lora(module: nn.Module) -> bool:
     return is_of_peft and all(hasattr(module, name) for name in ("lora_A", "lora_B", "lora_dropout", "get_base_layer"))
 
 
-def _refuse_nothing_left(model: nn.Module, uses: Sequence[ParameterUses]) -> None:
+def refuse_all_ignored(model: nn.Module, uses: Sequence[ParameterUses]) -> None:
     """Raise ConfigError if `ignored_params` contains all parameters of a model."""
     if not uses and next(model.parameters(), None) is not None:
         raise ConfigError(

@@ -7,9 +7,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from zeroamp.discovery.fake_run import example_arguments, fake_run
 from zeroamp.hooks._torch.dispatch import TorchDispatchMode, count_op_flops, run_op
 from zeroamp.hooks.tensors import tensors_in
-from zeroamp.hooks.tracing.fake_run import example_arguments, fake_run
 from zeroamp.policies.errors import WrapError
 
 

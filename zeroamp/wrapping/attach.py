@@ -195,9 +195,8 @@ def _refuse_calls_from_outside(model: nn.Module, plan: Plan, hooks: UnitHooks) -
 def _refuse_autocast_off(model: nn.Module, state: WrapState, hooks: UnitHooks) -> None:
     """Guard the safe modules against forwards with autocast off."""
     low = [param for param in state.plan.params if param.dtypes.param != param.dtypes.stored]
-    # With "auto", the model itself may cast a safe parameter outside of autocast. So only default classes are guarded.
-    is_auto = state.plan.policy.lower_precision_safe_modules == "auto"
-    classes = resolve_safe_classes(DEFAULT_SAFE_MODULES, model) if is_auto else (nn.Module,)
+    may_cast = any(extension.model_may_cast for extension in state.extensions)
+    classes = resolve_safe_classes(DEFAULT_SAFE_MODULES, model) if may_cast else (nn.Module,)
     for fqn in sorted({owner for param in low for owner in param.owner_fqns}):
         module = model.get_submodule(fqn)
         if isinstance(module, classes):

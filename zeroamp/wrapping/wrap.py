@@ -32,7 +32,7 @@ from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.batch_sizes import check_batch_sizes
 from zeroamp.policies.errors import WrapError, describe
-from zeroamp.policies.extensions import Extension, extensions_of, load
+from zeroamp.policies.extensions import load
 from zeroamp.policies.policy import Policy, refuse_other_than_policy
 from zeroamp.wrapping.attach import attach_hooks
 from zeroamp.wrapping.job_log import log_once_per_job
@@ -124,17 +124,13 @@ def wrap_model(
     if axes is not None:
         log_once_per_job(axes.whole)
 
-    extensions: tuple[Extension, ...] = ()
-
     def planned() -> tuple[Plan, Description]:
         _refuse_unusable(model)
         refuse_other_than_policy(policy)
         check_torch(policy)
         check_device(policy, device_type)
-        nonlocal extensions
-        extensions = extensions_of(policy, model)
         plan = build_plan(model, policy, auto_wrap_policy, example_inputs, device_type, ignored_params)
-        for extension in extensions:
+        for extension in plan.extensions:
             extension.check_model(model, plan)
         if axes is not None:
             refuse_combinations(model, plan, axes, materialize=materialize)
@@ -153,9 +149,9 @@ def wrap_model(
     mesh = mesh_for_stage(policy.stage, mesh, policy.dp_replicate_size)
     axes = plain_axes(mesh) if axes is None else axes.with_fsdp(mesh)
     _check_fits(policy, axes)
-    for extension in extensions:
+    for extension in plan.extensions:
         extension.check_mesh(model, plan, axes)
-    for extension in extensions:
+    for extension in plan.extensions:
         extension.before_sharding(model, plan)
     check_all_gather(model, mesh)
     check_integers(model, mesh, plan.ignored_fqns)
@@ -182,7 +178,7 @@ def wrap_model(
         axes=axes,
         world=world,
         nodes=nodes,
-        extensions=extensions,
+        extensions=plan.extensions,
         holders=holders,
         units={unit: model.get_submodule(unit) for unit in ("", *plan.units)},
         gradients=follow_gradients(model),
@@ -191,7 +187,7 @@ def wrap_model(
         step=StepState(accumulates_in=unsharded_accumulation(policy)),
     )
     attach_hooks(model, state)
-    for extension in extensions:
+    for extension in plan.extensions:
         extension.attach(model, state)
     record_state(model, state)
     watch_optimizers(model, before)

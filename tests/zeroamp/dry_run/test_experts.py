@@ -12,7 +12,7 @@ from tests.models.architectures import llama, mixtral
 from tests.models.small import build
 from tests.processes.training import config, policy
 from tests.selection import slow_but
-from zeroamp.hooks.tracing.fake_run import fake_run
+from zeroamp.discovery.fake_run import fake_run
 from zeroamp.ledger.explain import Ledger
 from zeroamp.planning.plan import build_plan
 from zeroamp.reporting.flops import count_flops

@@ -15,19 +15,12 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 
 from zeroamp.hooks._torch.dispatch import is_in_backward, is_view
 from zeroamp.hooks.precision.autocast import further_casts
-from zeroamp.hooks.unit_hooks import wrap_forward
-from zeroamp.policies.extensions import Extension
-
-if TYPE_CHECKING:
-    from zeroamp.wrapping.state import WrapState
 
 OPS = {"grouped_mm": ("aten::_grouped_mm", "transformers::grouped_mm_fallback")}
 """Name in a config -> the dispatcher's ops. transformers calls its own op where torch's op does not run: in compiled
@@ -134,26 +127,15 @@ def running_cast() -> str | None:
     return _now.casts.running
 
 
-class AutocastOps(Extension):
-    """Casts the arguments of `zeroamp.autocast_ops` also when activation checkpointing recomputes a module's forward.
+def casting_in_backward(ops: frozenset[str], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a module's forward that casts the arguments of these ops also when activation checkpointing repeats it.
 
     Checkpointing restores autocast, but not the `casting` context of the root's forward. Outside of a backward the
-    module's forward is unchanged.
-
-    Autograd runs backwards of accelerators in threads of its own, in which the forward's contexts are not active. The
-    forward itself is wrapped, not hooked, so that a block that was compiled without the casts is compiled again.
+    forward is unchanged. Autograd runs backwards of accelerators in threads of its own, in which the forward's contexts
+    are not active. The forward itself is wrapped, not hooked, so that a block that was compiled without the casts is
+    compiled again.
     """
 
-    def attach(self, model: nn.Module, state: "WrapState") -> None:
-        """Wrap the modules whose classes ran such ops in the traced run, except those in fp32 regions."""
-        plan = state.plan  # autocast is off in an fp32 region
-        classes = tuple({type(model.get_submodule(fqn)) for fqn in plan.cast_modules})
-        for fqn, module in model.named_modules() if classes else ():
-            if isinstance(module, classes) and plan.fp32_regions.pattern_of(fqn) is None:
-                wrap_forward(module, partial(_casting_in_backward, plan.policy.autocast_ops))
-
-
-def _casting_in_backward(ops: frozenset[str], forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         # A compiled program already contains the casts: it was traced inside the root's forward.
         if torch.compiler.is_compiling() or not is_in_backward():

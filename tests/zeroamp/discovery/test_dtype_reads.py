@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zeroamp.hooks.tracing.use_recorder import DtypeReads
+from zeroamp.discovery.use_recorder import DtypeReads
 
 
 @pytest.mark.parametrize(

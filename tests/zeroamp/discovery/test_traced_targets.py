@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 import zeroamp
 from tests.processes.ranks import RankError
-from zeroamp.hooks.tracing.fake_run import example_arguments
+from zeroamp.discovery.fake_run import example_arguments
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(5)).requires_grad_()
 

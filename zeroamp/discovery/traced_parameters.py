@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from zeroamp.discovery.autocast_ops import casting, register
+from zeroamp.discovery.fake_run import example_arguments, fake_run
+from zeroamp.discovery.use_recorder import UseRecorder
 from zeroamp.hooks._torch.dispatch import needs_values
-from zeroamp.hooks.precision.autocast_ops import casting, register
 from zeroamp.hooks.tensors import tensors_in
-from zeroamp.hooks.tracing.fake_run import example_arguments, fake_run
-from zeroamp.hooks.tracing.use_recorder import UseRecorder
 from zeroamp.policies.dtypes import LOW_DTYPES, stored_dtype
 from zeroamp.policies.errors import ConfigError, WrapError, describe
 from zeroamp.policies.safe_modules import KEY

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from zeroamp.discovery.autocast_ops import running_cast
 from zeroamp.hooks._torch.dispatch import (
     StorageWeakRef,
     TorchDispatchMode,
@@ -30,7 +31,6 @@ from zeroamp.hooks._torch.dispatch import (
     run_op,
     storage_of,
 )
-from zeroamp.hooks.precision.autocast_ops import running_cast
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import some_of

@@ -36,7 +36,7 @@ def _num_experts(module: nn.Module) -> int:
 def route_evenly(model: nn.Module) -> None:
     """Wrap the forwards of the "eager" experts in `model`, to route tokens evenly. See [Note: Balanced routing].
 
-    `zeroamp.hooks.tracing.fake_run` calls it, and restores the forwards.
+    `zeroamp.discovery.fake_run` calls it, and restores the forwards.
     """
     for module in model.modules():
         if experts_implementation(module) == "eager":

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from tests.processes.launch import ROOT
 from zeroamp import ConfigError
-from zeroamp.hooks.precision.autocast_ops import casting, register
-from zeroamp.planning.traced_parameters import register_ops
+from zeroamp.discovery.autocast_ops import casting, register
+from zeroamp.discovery.traced_parameters import register_ops
 
 NAMES = frozenset({"grouped_mm"})
 TOKENS, WIDTH, INNER, EXPERTS = 24, 16, 32, 4

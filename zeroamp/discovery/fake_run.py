@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zeroamp.discovery.experts import route_evenly
 from zeroamp.hooks._torch.dispatch import FakeTensorMode
 from zeroamp.hooks._torch.dtensor import without_wrapper
 from zeroamp.hooks.random_state import preserved_random_state
-from zeroamp.hooks.tracing.experts import route_evenly
 from zeroamp.policies.errors import ConfigError, describe
 
 _DICTS = (dict, OrderedDict, defaultdict)

@@ -37,6 +37,7 @@ print(json.dumps(found))
 """
 
 OUTSIDE = (
+    "meshes",
     "two_level",
     "discovery",
     "float8",

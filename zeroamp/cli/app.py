@@ -35,6 +35,7 @@ from zeroamp.cli.options import (
 )
 from zeroamp.cli.plan import plan
 from zeroamp.cli.planned import describe_plan, ledger_of, ledger_on_axes, plan_of
+from zeroamp.meshes.refused_meshes import refuse_sizes
 from zeroamp.policies.errors import some_of
 from zeroamp.policies.policy import Policy, policy_from_config
 from zeroamp.policies.safe_modules import resolve_safe_classes
@@ -42,7 +43,6 @@ from zeroamp.reporting import saved_runs
 from zeroamp.reporting.page import check_page, html_page, write_page
 from zeroamp.reporting.profiling import Profile
 from zeroamp.reporting.server import HOST, page_server
-from zeroamp.wrapping.refused_meshes import refuse_sizes
 
 app = typer.Typer(
     help="Show what a DeepSpeed-style config does and which dtypes a model gets, without a GPU, weights or ranks. "

@@ -33,11 +33,11 @@ from zeroamp.dry_run.gpus import GPUS, find_gpu
 from zeroamp.dry_run.plot import drawn_timeline
 from zeroamp.dry_run.render import title
 from zeroamp.dry_run.run_plan import plan_run
+from zeroamp.meshes.refused_meshes import refuse_sizes
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Stage, policy_from_config
 from zeroamp.reporting.files import check_picture
 from zeroamp.reporting.page import check_page, html_page, write_page
-from zeroamp.wrapping.refused_meshes import refuse_sizes
 
 _STAGES: dict[str, Stage] = {"0": 0, "1": 1, "2": 2, "3": 3}
 

@@ -35,6 +35,7 @@ from zeroamp.dry_run.timeline import Timeline
 from zeroamp.dry_run.traced_micro_batch import MicroBatch
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.ledger.planned_traffic import plan_traffic
+from zeroamp.meshes.refused_meshes import refuse_combinations
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.mesh import Ranks, current_device_type
 from zeroamp.planning.mesh_axes import find_axes, ranks_of_axes
@@ -45,7 +46,6 @@ from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.errors import ConfigError, WrapError, ZeroAmpError
 from zeroamp.policies.policy import Policy, Stage, refuse_other_than_policy
 from zeroamp.training.loss import LossFunction
-from zeroamp.wrapping.refused_meshes import refuse_combinations
 
 MAX_BATCH = 2**20
 

@@ -11,12 +11,12 @@ from zeroamp.ledger.dtype_differences import Verification, find_differences, see
 from zeroamp.ledger.observed_step import ObservedStep, call, is_sharded, leaves_no_trace, observed_units
 from zeroamp.ledger.planned_traffic import plan_traffic
 from zeroamp.planning.mesh import ranks_of
+from zeroamp.planning.mesh_axes import refuse_model_axes
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.errors import PrecisionError, StepError, WrapError, describe
 from zeroamp.training.loss import LossFunction, loss_of
 from zeroamp.wrapping.rank_group import RankGroup
-from zeroamp.wrapping.refused_meshes import refuse_model_axes
 from zeroamp.wrapping.state import WrapState, wrap_state
 
 _NUM_DIFFERENCES = 8

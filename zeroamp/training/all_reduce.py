@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from zeroamp.hooks.collectives.collective_calls import issue
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
+from zeroamp.policies.extensions import load
 from zeroamp.training.callbacks import Callbacks, Receive
 from zeroamp.training.micro_batches import MicroBatches
 from zeroamp.training.rank_agreement import RankAgreement
@@ -34,7 +35,7 @@ from zeroamp.wrapping.state import WrapState
 from zeroamp.wrapping.step_state import LossSum
 
 if TYPE_CHECKING:
-    from zeroamp.training.tensor_parallel_replicas import GradientsOfCopies
+    from zeroamp.meshes.tensor_parallel_replicas import GradientsOfCopies
 
 Reader = tuple[int, Receive]
 """How many sums the host reads for a function, and the function."""
@@ -125,9 +126,10 @@ class StepAllReduce:
         if state.axes.tensor is None or state.axes.num_tensor == 1:
             return [], []
         if self._copies is None:
-            from zeroamp.training.tensor_parallel_replicas import GradientsOfCopies  # for a tensor axis only
-
-            self._copies = GradientsOfCopies(state.axes, state.axes.tensor, lambda: dict(state.root.named_parameters()))
+            gradients_of_copies = load("StepAllReduce.gradients_of_copies")
+            self._copies = gradients_of_copies(
+                state.axes, state.axes.tensor, lambda: dict(state.root.named_parameters())
+            )
         ignored = self._micro_batches.ignored
         numbers = self._copies.statistics([p for p in self._micro_batches.with_gradient() if p not in ignored])
         return numbers, [(sum(map(len, numbers)), self._copies.compare)]

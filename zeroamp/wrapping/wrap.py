@@ -48,7 +48,6 @@ from zeroamp.wrapping.model_checks import (
 )
 from zeroamp.wrapping.optimizer_hooks import parameters_before, watch_optimizers
 from zeroamp.wrapping.rank_group import Description, run_alike
-from zeroamp.wrapping.refused_meshes import refuse_combinations
 from zeroamp.wrapping.shard import cast_buffers, shard_model
 from zeroamp.wrapping.state import MeshNodes, WrapState, record_state, wrap_state
 from zeroamp.wrapping.step_state import StepState
@@ -132,8 +131,8 @@ def wrap_model(
         plan = build_plan(model, policy, auto_wrap_policy, example_inputs, device_type, ignored_params)
         for extension in plan.extensions:
             extension.check_model(model, plan)
-        if axes is not None:
-            refuse_combinations(model, plan, axes, materialize=materialize)
+        if axes is not None and not axes.is_data_only:
+            load("wrap_model.refuse_combinations")(model, plan, axes, materialize=materialize)
         return plan, description_of(model, plan, axes)
 
     # Before other communication: ranks that differ would wait for each other, or abort in the backend.

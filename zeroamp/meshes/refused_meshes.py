@@ -41,12 +41,6 @@ def refuse_sizes(policy: Policy, *, is_plain: bool, num_context: int) -> None:
     _refuse(_of_policy(policy, is_plain=is_plain, num_context=num_context), is_plain)
 
 
-def refuse_model_axes(axes: MeshAxes, what: str, instead: str) -> None:
-    """Raise WrapError if there is a tensor or expert axis, for a function that supports neither."""
-    if not axes.is_plain:
-        raise WrapError(f"{what} is not supported with tensor or expert parallelism. {instead}")
-
-
 def _refuse(found: "Iterator[str] | tuple[str, ...]", is_plain: bool) -> None:
     if texts := "; ".join(found):
         raise WrapError(f"{_AXES[is_plain]} is not supported with {texts}. Leave one of the two out: docs/meshes.md.")

@@ -24,6 +24,12 @@ def sync_to_disk(path: Path) -> None:
     try:
         os.fsync(descriptor)
     finally:
+        _close(descriptor)
+
+
+def _close(descriptor: int) -> None:
+    """Close a file that was not written through `descriptor`. A network file system may raise: nothing is lost."""
+    with suppress(OSError):
         os.close(descriptor)
 
 
@@ -52,7 +58,7 @@ def make_folder(path: Path) -> None:
         folder.mkdir(exist_ok=True)
         sync_to_disk(folder.parent)
     if not path.is_dir():
-        path.mkdir()
+        path.mkdir(exist_ok=True)  # another job may create the same folder now
         sync_to_disk(path.parent)
 
 
@@ -99,7 +105,7 @@ def unlock(descriptor: int) -> None:
     """Release a lock, and close its file. Closing alone would leave it locked by forked processes (data loaders)."""
     with suppress(OSError):  # a file system without locks
         fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
+    _close(descriptor)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import resource
+import stat
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -30,8 +31,8 @@ def file_size_limit(num_bytes):
 
 @contextmanager
 def full_disk(num_calls):
-    """Let fsync fail from its call number `num_calls` on."""
-    real, calls = os.fsync, []
+    """Let fsync fail from its call number `num_calls` on, and each close of a file after it, as on NFS."""
+    real, close, calls = os.fsync, os.close, []
 
     def fsync(descriptor):
         calls.append(descriptor)
@@ -39,11 +40,17 @@ def full_disk(num_calls):
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(descriptor)
 
-    os.fsync = fsync
+    def close_and_fail(descriptor):
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        close(descriptor)
+        if is_file and len(calls) > num_calls:
+            raise OSError(errno.EIO, "Input/output error")
+
+    os.fsync, os.close = fsync, close_and_fail
     try:
         yield calls
     finally:
-        os.fsync = real
+        os.fsync, os.close = real, close
 
 
 @contextmanager

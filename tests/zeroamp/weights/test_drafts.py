@@ -1,8 +1,11 @@
 """Drafts of exports: on the disk before they get their name, removed by the next export if their writer was killed."""
 
+import errno
 import os
+import stat
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -70,6 +73,45 @@ def test_folders_above_a_new_one_are_on_the_disk(tmp_path, synced):
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError):
         make_folder(tmp_path / "file")
+
+
+def test_a_folder_that_another_job_creates_in_between_is_taken(tmp_path, monkeypatch):
+    mkdir = Path.mkdir
+    monkeypatch.setattr(Path, "mkdir", lambda path, **options: mkdir(path) or mkdir(path, **options))
+    make_folder(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+@contextmanager
+def failing_closes():
+    """Let every close of a file's descriptor fail after it has closed, as on NFS."""
+    close = os.close
+
+    def fail(descriptor):
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        close(descriptor)
+        if is_file:
+            raise OSError(errno.EIO, "Input/output error")
+
+    os.close = fail
+    try:
+        yield
+    finally:
+        os.close = close
+
+
+def test_a_close_that_fails_hides_no_error_and_is_none(tmp_path, monkeypatch):
+    with failing_closes():
+        export(tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors", "config.json"}
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with failing_closes(), pytest.raises(OSError, match="No space left on device"):
+        export(tmp_path / "out")
+    assert not list(tmp_path.rglob("*draft-*"))
 
 
 KILLED = """

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroamp.dry_run.timeline import KINDS, LABELS, PHASES, Timeline
 from zeroamp.ledger.rows import SHARD_DIMS, fold, ledger_rows
-from zeroamp.ledger.tables import Row, gb, gib, paragraph, render
+from zeroamp.ledger.tables import Row, Table, TableStyle, document, gb, gib
 from zeroamp.policies.dtypes import short_name
 
 if TYPE_CHECKING:
@@ -27,24 +27,24 @@ _ROUTING_NOTE = "Balanced routing is assumed: every expert of a layer gets equal
 _ORIGIN = "Parts of the peaks: {origin}."
 
 
-def render_run(run: RunPlan) -> str:
-    """Return the tables of a plan and its notes as text."""
+def render_run(run: RunPlan, style: TableStyle = "simple") -> str:
+    """Return the tables of a plan and its notes as text, Markdown or HTML."""
     shown = next((stage for stage in run.stages if stage.stage == run.policy.stage), run.stages[0])
     note = f"{_NOTE} {_ORIGIN}".format(**asdict(run.efficiency)) + (f" {_ROUTING_NOTE}" if run.has_experts else "")
-    parts = [
-        paragraph(title(run)),
-        f"Stages\n{render([_stage_row(run, stage) for stage in run.stages])}",
+    parts: list[str | Table] = [
+        title(run),
+        Table("Stages", [_stage_row(run, stage) for stage in run.stages]),
         *([] if run.meshes is None else [_meshes(run.meshes, shown)]),
-        *(paragraph(f"stage {stage}: not possible: {reason}") for stage, reason in run.refused.items()),
-        f"Memory of one rank at the peak, GiB\n{render(_kind_rows(run))}",
-        f"Communicated per step, GB\n{render(_traffic_rows(run))}",
-        f"Units and groups at stage {shown.stage}, GiB on one rank\n{render(fold(_group_rows(run, shown)))}",
-        paragraph(note),
+        *(f"stage {stage}: not possible: {reason}" for stage, reason in run.refused.items()),
+        Table("Memory of one rank at the peak, GiB", _kind_rows(run)),
+        Table("Communicated per step, GB", _traffic_rows(run)),
+        Table(f"Units and groups at stage {shown.stage}, GiB on one rank", fold(_group_rows(run, shown))),
+        note,
     ]
-    return "\n\n".join(parts)
+    return document(parts, style)
 
 
-def _meshes(advice: MeshAdvice, shown: StagePlan) -> str:
+def _meshes(advice: MeshAdvice, shown: StagePlan) -> Table:
     rows = [
         {
             "mesh": str(mesh.shape),
@@ -58,8 +58,8 @@ def _meshes(advice: MeshAdvice, shown: StagePlan) -> str:
         }
         for mesh in advice.tried
     ]
-    title = f"Meshes (replicas x shards) at stage {shown.stage}; peaks with NCCL"
-    return f"{title}\n{render(rows)}\n{paragraph(f'Best mesh: {advice.best.shape}: {advice.reason}.')}"
+    heading = f"Meshes (replicas x shards) at stage {shown.stage}; peaks with NCCL"
+    return Table(heading, rows, f"Best mesh: {advice.best.shape}: {advice.reason}.")
 
 
 def run_to_dict(run: RunPlan) -> dict[str, Any]:

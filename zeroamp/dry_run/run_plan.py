@@ -29,7 +29,7 @@ from zeroamp.dry_run.meshes import MeshAdvice, MeshPlan, MeshShape, advise, padd
 from zeroamp.dry_run.network import ITEMSIZE_OF_PARTIALS, Network, two_levels
 from zeroamp.dry_run.optimizer_step import OptimizerCosts, OptimizerFactory, optimizer_costs
 from zeroamp.dry_run.plot import plot_run
-from zeroamp.dry_run.render import render_run, run_to_dict
+from zeroamp.dry_run.render import render_run, run_to_dict, title
 from zeroamp.dry_run.step_time import StepTime, step_time
 from zeroamp.dry_run.timeline import Timeline
 from zeroamp.dry_run.traced_micro_batch import MicroBatch
@@ -106,6 +106,14 @@ class RunPlan:
     def __str__(self) -> str:
         """Return tables of the stages, of the peaks by kind, of the traffic, and of units and groups."""
         return render_run(self)
+
+    def __repr__(self) -> str:
+        """Return the model's size, the run and the GPU in one line."""
+        return f"RunPlan({title(self).removeprefix('zeroamp: ')})"
+
+    def _repr_html_(self) -> str:
+        """Return the tables that `print` shows, for a notebook."""
+        return render_run(self, "html")
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON, in bytes and seconds. Its keys are stable; new ones may be added."""

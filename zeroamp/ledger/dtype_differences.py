@@ -8,7 +8,7 @@ import torch
 
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.ledger.rows import DTYPE_COLUMNS, dtype_names, fold
-from zeroamp.ledger.tables import Row, paragraph, render
+from zeroamp.ledger.tables import Row, Table, TableStyle, document, paragraph
 from zeroamp.planning.group_dtypes import PER_OP, ParamDtypes, group_dtypes
 from zeroamp.planning.groups import GroupPlan, ParamPlan
 from zeroamp.planning.mesh import Ranks
@@ -80,6 +80,24 @@ class Verification:
 
     def __str__(self) -> str:
         """Return a table of two rows per group: the expected and the observed dtypes."""
+        return self._document("simple")
+
+    def __repr__(self) -> str:
+        """Return the result in one line."""
+        return f"Verification({self._title()}; collectives and their bytes are {self._traffic()})"
+
+    def _repr_html_(self) -> str:
+        """Return the table that `print` shows, for a notebook."""
+        return self._document("html")
+
+    def _title(self) -> str:
+        total = sum(len(group.params) for group in self.plan.all_groups)
+        return f"{total} parameters, {self.num_micro_batches} micro-batches: every dtype is the expected one"
+
+    def _traffic(self) -> str:
+        return "as planned" if self.is_traffic_as_planned else "not as planned: modules run in another order"
+
+    def _document(self, style: TableStyle) -> str:
         dicts = self._group_dicts()
         used = [
             boundary
@@ -94,19 +112,11 @@ class Verification:
             for pair in pairs
             for what in ("expected", "observed")
         ]
-        total = sum(len(group.params) for group in self.plan.all_groups)
-        traffic = "as planned" if self.is_traffic_as_planned else "not as planned: modules run in another order"
-        title = f"zeroamp: {total} parameters, {self.num_micro_batches} micro-batches: every dtype is the expected one"
-        note = f'For "{PER_OP}" no dtype is expected. "-": nothing to observe, or a module that did not run.'
-        return "\n".join(
-            [
-                paragraph(title),
-                render(rows),
-                "",
-                paragraph(note),
-                paragraph(f"Collectives and their bytes are {traffic}."),
-            ]
+        note = (
+            f'For "{PER_OP}" no dtype is expected. "-": nothing to observe, or a module that did not run.\n'
+            f"Collectives and their bytes are {self._traffic()}."
         )
+        return document([Table(paragraph(f"zeroamp: {self._title()}"), rows), note], style)
 
     def to_dict(self) -> dict[str, Any]:
         """Return values that JSON can hold: micro-batches, whether traffic was as planned, groups, parameters.

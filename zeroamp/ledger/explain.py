@@ -19,7 +19,7 @@ from zeroamp.ledger.rows import (
     fold,
     ledger_rows,
 )
-from zeroamp.ledger.tables import Row, TableStyle, gb, gib, paragraph, render
+from zeroamp.ledger.tables import Row, Table, TableStyle, document, gb, gib, render
 from zeroamp.ledger.verify_step import verify
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.mesh_axes import ranks_of_axes
@@ -61,15 +61,22 @@ class Ledger:
 
     def __str__(self) -> str:
         """Return the summary, one row per module class and dtypes, and one per group; equal neighbours share one."""
-        tables = [f"{title}\n{_render(table)}" for title, table in self._tables().items()]
-        return "\n\n".join([paragraph(self.title()), *tables, paragraph(self._notes())])
+        return self._document(self._tables())
+
+    def __repr__(self) -> str:
+        """Return mode, stage, units, groups and parameters in one line."""
+        return f"Ledger({self.title().removeprefix('zeroamp: ')})"
+
+    def _repr_html_(self) -> str:
+        """Return the tables that `print` shows, for a notebook."""
+        return self._document(self._tables(), "html")
 
     def per_parameter(self, style: TableStyle = "simple") -> str:
         """Return three tables of one row per parameter: dtypes; bytes; class, group and the reason for the dtypes.
 
-        With the style "github", return one Markdown table.
+        With the style "github", return one Markdown table, and with "html" one of HTML.
         """
-        if style == "github":
+        if style != "simple":
             return _render(self.parameter_rows(), style)
         byte_columns = ("elements", *self._byte_columns)
         tables = _parts(self.parameter_rows(), "parameter", (SHARD_DIM, *DTYPE_COLUMNS), byte_columns)
@@ -80,8 +87,7 @@ class Ledger:
         tables = {**self._tables(), "Groups": fold(self.group_rows())}  # Markdown may be wide: one table of the groups
         del tables["Bytes of the groups"]
         tables |= {"Parameters": self.parameter_rows()} if per_parameter else {}
-        parts = [self.title(), *(f"### {title}\n\n{_render(table, 'github')}" for title, table in tables.items())]
-        return "\n\n".join([*parts, self._notes()])
+        return self._document(tables, "github")
 
     def summary_rows(self) -> list[dict[str, Any]]:
         """Return one dict per pair of all-gather and reduction dtype.
@@ -178,6 +184,10 @@ class Ledger:
             WrapError: the model is not wrapped, the ledger is another model's, or the mesh has a tensor or expert axis.
         """
         return verify(self.plan, model, batch, loss_fn)
+
+    def _document(self, tables: dict[str, list[Row]], style: TableStyle = "simple") -> str:
+        drawn = [Table(title, [_in_units(row) for row in rows]) for title, rows in tables.items()]
+        return document([self.title(), *drawn, self._notes()], style)
 
     def _tables(self) -> dict[str, list[Row]]:
         groups = fold(self.group_rows())

@@ -1,4 +1,4 @@
-"""Draws tables of rows by tabulate: as Markdown, and as text that fits the terminal.
+"""Draws tables of rows by tabulate: as Markdown, as HTML, and as text that fits the terminal.
 
 A text table that is too wide is narrowed by wrapping the cells of its widest columns of text. If that is not enough, a
 table of few rows is transposed, and any other is split into several tables, each with the first column.
@@ -9,14 +9,16 @@ import re
 import shutil
 import textwrap
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from html import escape
 from typing import Any, Literal
 
 from tabulate import tabulate
 
 from zeroamp.policies.numbers import decimals_of, float_text
 
-TableStyle = Literal["simple", "github"]
-"""tabulate's names: "simple" is plain text, "github" is Markdown."""
+TableStyle = Literal["simple", "github", "html"]
+"""tabulate's names: "simple" is plain text, "github" is Markdown, "html" is for notebooks."""
 
 Row = dict[str, Any]
 _Column = tuple[str, ...]
@@ -55,6 +57,36 @@ def gb(num_bytes: int | None) -> float | None:
     return None if num_bytes is None else num_bytes / 1e9
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A part of a document: rows, the line above them, and a paragraph below them."""
+
+    heading: str
+    rows: Sequence[Row]
+    note: str = ""
+
+
+def document(parts: Sequence[str | Table], style: TableStyle = "simple") -> str:
+    """Return paragraphs and tables as one text: wrapped to the terminal, as Markdown, or as HTML."""
+    if style == "html":
+        return "\n".join(_in_html(part) for part in parts)
+    return "\n\n".join(_in_text(part, style) for part in parts)
+
+
+def _in_text(part: str | Table, style: TableStyle) -> str:
+    if isinstance(part, str):
+        return part if style == "github" else paragraph(part)
+    if style == "github":
+        return f"### {part.heading}\n\n{render(part.rows, style)}"
+    return "\n".join([part.heading, render(part.rows), *([paragraph(part.note)] if part.note else [])])
+
+
+def _in_html(part: str | Table) -> str:
+    if isinstance(part, str):
+        return f"<p>{escape(part)}</p>"
+    return f"<h4>{escape(part.heading)}</h4>\n{render(part.rows, 'html')}{_in_html(part.note) if part.note else ''}"
+
+
 def render(
     rows: Sequence[Row],
     style: TableStyle = "simple",
@@ -69,7 +101,7 @@ def render(
 
     Args:
         rows: dicts with equal keys.
-        style: see `TableStyle`. Markdown is not narrowed.
+        style: see `TableStyle`. Markdown and HTML are not narrowed.
         names: keys that are names, such as the FQN of a module. Their headers are the keys, unchanged.
         width: characters of a line of text. None stands for `terminal_width()`.
     """
@@ -77,7 +109,7 @@ def render(
         return ""
     heads = [key if key in names else key.replace("_", " ") for key in rows[0]]
     columns = [(head, *_texts([row[key] for row in rows])) for head, key in zip(heads, rows[0], strict=True)]
-    if style == "github":
+    if style != "simple":
         cells = [column[1:] for column in columns]
         aligned = [_alignment(column) for column in columns]
         return tabulate(list(zip(*cells, strict=True)), heads, tablefmt=style, disable_numparse=True, colalign=aligned)

@@ -89,6 +89,10 @@ class StepReport:
         parts += [f"skipped ({self.num_skipped} so far)"] if self.skipped else []
         return f"step {self.step}: {', '.join(parts)}"
 
+    def __repr__(self) -> str:
+        """Return the numbers in one line; waits for the device."""
+        return f"StepReport({self})"
+
     @property
     def name(self) -> str:
         """The step as messages name it: "step 3". A skipped step has the number of the next one that is taken."""

@@ -33,9 +33,9 @@ from zeroamp.checkpoint.tensors import load_tensors
 from zeroamp.hooks.random_state import set_random_state
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.rank_group import RankGroup
 from zeroamp.training.refused_arguments import StatefulScheduler
 from zeroamp.training.step import TrainStep
-from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import WrapState, reshard, wrap_state
 
 logger = logging.getLogger("zeroamp")

@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from torch import nn
 
+from zeroamp.rank_group import RankGroup
 from zeroamp.training.callbacks import Callback, Receive
-from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import wrap_state
 
 

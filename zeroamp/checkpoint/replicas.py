@@ -17,7 +17,7 @@ from zeroamp.planning.mesh import local_part, replicate_size
 from zeroamp.planning.mesh_axes import MeshAxes
 from zeroamp.policies.dtypes import INTEGER_BY_NUM_BYTES
 from zeroamp.policies.errors import CheckpointError
-from zeroamp.wrapping.rank_group import RankGroup
+from zeroamp.rank_group import RankGroup
 from zeroamp.wrapping.state import wrap_state
 
 _CHUNK = 2**22

@@ -37,12 +37,12 @@ from zeroamp.hooks.random_state import random_state
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.policies.numbers import is_integer
+from zeroamp.rank_group import RankGroup
 from zeroamp.training.refused_arguments import Scheduler, StatefulScheduler, refuse_unsharded
 from zeroamp.training.step import TrainStep, driver_of
 from zeroamp.version import __version__
 from zeroamp.weights.drafts import sync_to_disk, write_durably
 from zeroamp.weights.files import MANIFEST
-from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import WrapState, reshard, wrap_state
 
 

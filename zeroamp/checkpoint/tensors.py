@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 
 from zeroamp.checkpoint.manifest import FileRecord
-from zeroamp.wrapping.rank_group import RankGroup
+from zeroamp.rank_group import RankGroup
 
 
 @dataclass(slots=True)

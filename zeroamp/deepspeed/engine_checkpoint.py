@@ -25,13 +25,13 @@ from zeroamp.deepspeed.load import DeepSpeedCheckpoint, load_deepspeed_checkpoin
 from zeroamp.optimizers.schedulers import CurveLR
 from zeroamp.planning.mesh import local_part
 from zeroamp.policies.errors import CheckpointError, StepError, describe, some_of
+from zeroamp.rank_group import RankGroup
 from zeroamp.training.refused_arguments import StatefulScheduler
 from zeroamp.training.step import driver_of
 from zeroamp.weights.drafts import replace_durably
 from zeroamp.weights.export import overflow, refuse_overflows, whole_weight
 from zeroamp.weights.model_weights import find_weights
 from zeroamp.weights.untrusted_files import read_regular
-from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.refused_calls import replace_method
 from zeroamp.wrapping.state import wrap_state
 

@@ -14,10 +14,10 @@ from zeroamp.deepspeed.files import find_files
 from zeroamp.deepspeed.layout import StoredTensor, fill, whole
 from zeroamp.deepspeed.training import Training, plan_training
 from zeroamp.policies.errors import CheckpointError, printable, some_of
+from zeroamp.rank_group import RankGroup
 from zeroamp.training.refused_arguments import refuse_several
 from zeroamp.training.step import TrainStep
 from zeroamp.weights.model_weights import Weight, find_weights
-from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import WrapState, wrap_state
 
 logger = logging.getLogger("zeroamp")

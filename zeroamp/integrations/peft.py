@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks.typed_groups import Holder
 from zeroamp.policies.errors import CheckpointError, some_of
+from zeroamp.rank_group import RankGroup
 from zeroamp.weights.export import (
     Source,
     export_dtype,
@@ -37,7 +38,6 @@ from zeroamp.weights.export import (
 from zeroamp.weights.files import ADAPTER_STEM
 from zeroamp.weights.load import fill_from_file
 from zeroamp.weights.model_weights import Weight, file_name, find_weights, live_state
-from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import wrap_state
 
 _PREFIX = "base_model.model."

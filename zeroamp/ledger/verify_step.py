@@ -1,6 +1,6 @@
 """`Ledger.verify`: runs one observed optimizer step, and compares the dtypes that occur with those of the ledger."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -10,13 +10,13 @@ from zeroamp.hooks.observers.observed_dtypes import Observations, OpObserver, Un
 from zeroamp.ledger.dtype_differences import Verification, find_differences, see_collectives
 from zeroamp.ledger.observed_step import ObservedStep, call, is_sharded, leaves_no_trace, observed_units
 from zeroamp.ledger.planned_traffic import plan_traffic
-from zeroamp.planning.mesh import ranks_of
+from zeroamp.planning.mesh import device_of, ranks_of
 from zeroamp.planning.mesh_axes import refuse_model_axes
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.errors import PrecisionError, StepError, WrapError, describe
 from zeroamp.training.loss import LossFunction, loss_of
-from zeroamp.wrapping.rank_group import RankGroup
+from zeroamp.wrapping.run_alike import Description, run_alike
 from zeroamp.wrapping.state import WrapState, wrap_state
 
 _NUM_DIFFERENCES = 8
@@ -27,15 +27,14 @@ def verify(plan: Plan, model: nn.Module, batch: object, loss_fn: LossFunction | 
     """See `Ledger.verify`."""
     state = wrap_state(model)
     refuse_model_axes(state.axes, "Ledger.verify", "zeroamp.traffic(model) has what was communicated.")
-    group = RankGroup.for_signals(state.axes.whole)  # raises an error of one rank on all ranks
-    group.run(lambda: _refuse_problem(plan, state, batch))
+    _run_on_all_ranks(state, lambda: _refuse_problem(plan, state, batch))
     observations, counted = Observations(), Traffic()
     with leaves_no_trace(state), torch.inference_mode(False), torch.enable_grad():
         _observe_step(model, state, batch, loss_fn, observations, counted)
     see_collectives(counted, plan, observations.seen)
     ranks = ranks_of(state.mesh)
     found = [str(difference) for difference in find_differences(plan, ranks, observations.seen)]
-    group.run(lambda: _refuse_differences(found))
+    _run_on_all_ranks(state, lambda: _refuse_differences(found))
     return Verification(
         plan=plan,
         ranks=ranks,
@@ -43,6 +42,23 @@ def verify(plan: Plan, model: nn.Module, batch: object, loss_fn: LossFunction | 
         num_micro_batches=plan.policy.gradient_accumulation_steps,
         planned=plan_traffic(plan, ranks),
         counted=counted,
+    )
+
+
+def _run_on_all_ranks(state: WrapState, check: Callable[[], None]) -> None:
+    """Raise an error of one rank on all ranks."""
+
+    def action() -> tuple[None, Description]:
+        check()
+        return None, {}
+
+    run_alike(
+        action,
+        what="Ledger.verify",
+        remedy="",
+        error_type=PrecisionError,
+        group=state.world,
+        device=device_of(state.mesh),
     )
 
 

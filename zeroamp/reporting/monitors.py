@@ -12,11 +12,12 @@ from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.extensions import Extension
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.schema.config import FileMonitorBlock, WandbBlock
+from zeroamp.rank_group import signals_of
 from zeroamp.reporting.files import append_to, imported
 from zeroamp.reporting.step_record import PARTS, StepRecord
 from zeroamp.reporting.step_recorder import Sink, StepRecorder, recorder_of
 from zeroamp.reporting.writers import Writers
-from zeroamp.wrapping.state import signals_of, wrap_state
+from zeroamp.wrapping.state import wrap_state
 
 if TYPE_CHECKING:
     from zeroamp.training.step import TrainStep

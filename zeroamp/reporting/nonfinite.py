@@ -17,10 +17,11 @@ from zeroamp.hooks.tensors import tensors_in
 from zeroamp.planning.mesh import is_first_rank, local_part
 from zeroamp.policies.errors import some_of
 from zeroamp.policies.extensions import Extension
+from zeroamp.rank_group import signals_of
 from zeroamp.training.callbacks import Callback, Receive
 from zeroamp.training.step import TrainStep, driver_of
 from zeroamp.training.step_report import StepReport
-from zeroamp.wrapping.state import WrapState, signals_of
+from zeroamp.wrapping.state import WrapState
 
 logger = logging.getLogger("zeroamp")
 

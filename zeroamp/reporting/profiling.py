@@ -17,12 +17,13 @@ from torch import nn
 from zeroamp.hooks.observers.trace_labels import label_forwards
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.policies.numbers import is_integer
+from zeroamp.rank_group import signals_of
 from zeroamp.reporting.chrome_trace import LabelTimes, label_times, render_times
 from zeroamp.reporting.files import check_folder
 from zeroamp.training.callbacks import Callback, on_new_train_step
 from zeroamp.training.step import TrainStep
 from zeroamp.training.step_report import StepReport
-from zeroamp.wrapping.state import signals_of, wrap_state
+from zeroamp.wrapping.state import wrap_state
 
 
 class Profile(Callback):

@@ -15,6 +15,7 @@ import torch
 from zeroamp.planning.mesh import device_of, shard_size
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.policies.numbers import is_finite
+from zeroamp.rank_group import signals_of
 from zeroamp.reporting.run_warnings import RunWarnings
 from zeroamp.reporting.step_record import StepRecord
 from zeroamp.reporting.step_recorder import Figures, existing_recorder, recorder_of
@@ -22,7 +23,7 @@ from zeroamp.reporting.writers import JsonlWriter, ProgressLine, Writers
 from zeroamp.training.callbacks import Callback, Receive
 from zeroamp.training.step import TrainStep, driver_of
 from zeroamp.version import __version__
-from zeroamp.wrapping.state import WrapState, signals_of, wrap_state
+from zeroamp.wrapping.state import WrapState, wrap_state
 
 FORMAT = 1
 """Version of the file format. Readers skip lines and fields that they do not know."""

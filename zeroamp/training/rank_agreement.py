@@ -21,7 +21,7 @@ from zeroamp.hooks.collectives.collective_calls import IssuedInStep
 from zeroamp.policies.errors import StepError
 from zeroamp.training.callbacks import Receive
 from zeroamp.training.refused_arguments import Scheduler, StatefulScheduler
-from zeroamp.wrapping.rank_group import Description, differences
+from zeroamp.wrapping.run_alike import Description, differences
 from zeroamp.wrapping.state import WrapState
 
 _PLAIN = (bool, int, float, str, type(None))

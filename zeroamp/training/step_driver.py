@@ -43,7 +43,7 @@ from zeroamp.training.refused_arguments import (
 )
 from zeroamp.training.step_report import NonfiniteHint, StepReport, learning_rates, log_step
 from zeroamp.training.update import OptimizerUpdate
-from zeroamp.wrapping.rank_group import Description, run_alike
+from zeroamp.wrapping.run_alike import Description, run_alike
 from zeroamp.wrapping.state import reshard, wrap_state
 from zeroamp.wrapping.step_state import Phase
 

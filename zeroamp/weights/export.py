@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.planning.mesh import axis_groups, device_of
 from zeroamp.policies.dtypes import DTYPE_BY_NAME, short_name
 from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.rank_group import RankGroup
 from zeroamp.weights.drafts import has_writer, locked, make_draft, make_folder, sync_to_disk, unlock
 from zeroamp.weights.files import (
     MANIFEST,
@@ -44,7 +45,6 @@ from zeroamp.weights.files import (
     write_index,
 )
 from zeroamp.weights.model_weights import Weight, find_weights
-from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import wrap_state
 
 T = TypeVar("T")

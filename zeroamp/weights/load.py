@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from zeroamp.hooks._torch.dtensor import split_dim
 from zeroamp.planning.mesh import local_slices, num_shards_of
 from zeroamp.policies.errors import CheckpointError, some_of
+from zeroamp.rank_group import RankGroup
 from zeroamp.weights.export import overflow, refuse_overflows
 from zeroamp.weights.files import INDEX, SINGLE_FILE, read_index, safetensors_torch
 from zeroamp.weights.layouts import Part, Stored, parts_of_model
 from zeroamp.weights.model_weights import Weight, computed_buffers, find_weights, shard_range
 from zeroamp.weights.untrusted_files import leads_out, open_regular
-from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import wrap_state
 
 _NUM_NAMES = 5  # names that an error lists at most

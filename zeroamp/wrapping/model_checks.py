@@ -25,7 +25,7 @@ from zeroamp.policies.numbers import LOCAL_WORLD_SIZE, size_from_launcher
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.schema import Config, Honoured, iter_keys
 from zeroamp.version import __version__
-from zeroamp.wrapping.rank_group import Description
+from zeroamp.wrapping.run_alike import Description
 
 _OF_ONE_RANK = (
     *("tensorboard", "csv_monitor", "wandb", "comms_logger", "steps_per_print", "wall_clock_breakdown"),

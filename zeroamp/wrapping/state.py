@@ -21,7 +21,6 @@ from zeroamp.planning.mesh_axes import MeshAxes
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import StepError, WrapError
 from zeroamp.policies.extensions import Extension
-from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.step_state import StepState
 
 if TYPE_CHECKING:
@@ -143,11 +142,6 @@ def autocast_of(state: WrapState) -> AbstractContextManager[object]:
     if policy.mode != "autocast":
         return nullcontext()
     return config_autocast(state.mesh.device_type, policy.param_dtype, policy.autocast_ops)
-
-
-def signals_of(state: WrapState) -> RankGroup:
-    """Return the `RankGroup` for flags and reports of the main thread."""
-    return RankGroup.for_signals(state.axes.whole)
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:

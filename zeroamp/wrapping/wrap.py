@@ -47,7 +47,7 @@ from zeroamp.wrapping.model_checks import (
     is_one_node,
 )
 from zeroamp.wrapping.optimizer_hooks import parameters_before, watch_optimizers
-from zeroamp.wrapping.rank_group import Description, run_alike
+from zeroamp.wrapping.run_alike import Description, run_alike
 from zeroamp.wrapping.shard import cast_buffers, shard_model
 from zeroamp.wrapping.state import MeshNodes, WrapState, record_state, wrap_state
 from zeroamp.wrapping.step_state import StepState

@@ -13,7 +13,7 @@ from zeroamp.checkpoint import tensors
 from zeroamp.checkpoint.manifest import record_file
 from zeroamp.checkpoint.reader import SafeReader
 from zeroamp.checkpoint.tensors import PlanCache, load_tensors, save_tensors
-from zeroamp.wrapping.rank_group import RankGroup
+from zeroamp.rank_group import RankGroup
 
 
 def _sent_by_saves(folder):

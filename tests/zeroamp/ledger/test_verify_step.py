@@ -259,7 +259,7 @@ def test_a_difference_on_one_rank_is_raised_on_all(ranks2):
     for tamper, options in ((upcast_in_forward, LOW), (update_in_bf16, {})):
         first, second = ranks2.run(_tampered, tamper, {"stage": 3, **options}, None, (1,))
         assert first == second
-        assert first.startswith("rank 1: ")
+        assert first.startswith("Ledger.verify failed on rank 1: ")
 
 
 def _many():

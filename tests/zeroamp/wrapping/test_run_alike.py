@@ -8,7 +8,7 @@ from benchmarks.differences.kinds import CONFIG, HARMLESS, MODEL, OPTIMIZER
 from benchmarks.differences.training import train
 from tests.selection import slow_but
 from zeroamp.policies.errors import ConfigError, StepError, WrapError
-from zeroamp.wrapping.rank_group import run_alike
+from zeroamp.wrapping.run_alike import run_alike
 
 KINDS = {"config": CONFIG, "model": MODEL, "optimizer": OPTIMIZER, "harmless": HARMLESS}
 SHARED = ("accumulation count", "gradient clipping", "depth", "tying", "a frozen layer", "lr", "a scheduler")

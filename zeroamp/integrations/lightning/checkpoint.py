@@ -23,8 +23,8 @@ from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError
+from zeroamp.rank_group import RankGroup
 from zeroamp.training.step import TrainStep
-from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import reshard, wrap_state
 
 _REST, _TRAIN = "lightning", "zeroamp"

@@ -17,7 +17,7 @@ from tests.selection import slow_but
 from zeroamp.checkpoint.manifest import DamagedCheckpointError
 from zeroamp.planning.mesh import process_group
 from zeroamp.policies.errors import CheckpointError, StepError
-from zeroamp.wrapping.rank_group import RankGroup
+from zeroamp.rank_group import RankGroup
 
 ERRORS = {
     "one of the tree": [None, lambda: StepError("a: found 1")],

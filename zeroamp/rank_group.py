@@ -1,0 +1,128 @@
+"""`RankGroup`: runs parts of saves, loads and reports on all ranks, and raises an error of one rank on all of them."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any, Literal, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeroamp.hooks._torch.fsdp import timeout_of
+from zeroamp.hooks._torch.process_groups import group_of_parts
+from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
+from zeroamp.policies.errors import CheckpointError
+from zeroamp.wrapping.run_alike import Outcome, attempt, raise_failure
+from zeroamp.wrapping.state import WrapState
+
+T = TypeVar("T")
+R = TypeVar("R")
+Use = Literal["saving", "signals"]
+"""What a group is for: saves and loads, or reports (RunReport, monitors, profile) and signals of the main thread."""
+_shared: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], RankGroup]]" = WeakKeyDictionary()
+
+
+class RankGroup:
+    """Runs actions on all ranks of a mesh, and exchanges their results on the CPU.
+
+    Its gloo process group is separate from those of training, so that a background save does not mix with their
+    collectives. The first exchange makes the group.
+    """
+
+    def __init__(self, mesh: DeviceMesh, use: Use = "saving") -> None:
+        """Take the mesh, whose ranks form the group. Does not communicate."""
+        self.ranks: tuple[int, ...] = tuple(sorted(mesh.mesh.flatten().tolist()))
+        """Global ranks of the members, in increasing order."""
+        self.rank = self.ranks.index(dist.get_rank())
+        self.num_ranks = len(self.ranks)
+        self._timeout = timeout_of(mesh.get_group(0), mesh.device_type)
+        self._use = use
+        self._group: dist.ProcessGroup | None = None
+        self.background: Future[Any] | None = None
+        """A background save whose thread uses the group, or None."""
+
+    @classmethod
+    def shared(cls, mesh: DeviceMesh, use: Use) -> "RankGroup":
+        """Return the group of the mesh's ranks for a use. All models of the process share it.
+
+        Each group costs connections and threads, which last until the program destroys its process groups.
+        """
+        world = dist.group.WORLD
+        if world is None:
+            raise AssertionError("expected the process group of a wrapped model")
+        of_world = _shared.setdefault(world, {})
+        key = use, tuple(sorted(mesh.mesh.flatten().tolist()))
+        if key not in of_world:
+            of_world[key] = cls(mesh, use)
+        return of_world[key]
+
+    @classmethod
+    def for_saving(cls, mesh: DeviceMesh) -> "RankGroup":
+        """Return the shared group for saving and loading. Waits until a background save has ended.
+
+        If the background save failed, `Saving` raises its error. This method does not.
+        """
+        ranks = cls.shared(mesh, "saving")
+        if ranks.background is not None:
+            wait([ranks.background])
+            ranks.background = None
+        return ranks
+
+    @classmethod
+    def for_signals(cls, mesh: DeviceMesh) -> "RankGroup":
+        """Return the shared group for flags and reports of the main thread. Background saves do not use it."""
+        return cls.shared(mesh, "signals")
+
+    def run(self, action: Callable[[], T]) -> list[T]:
+        """Call `action` on every rank and return the results of all, in rank order.
+
+        Raises:
+            CheckpointError: on all ranks, if `action` raised on any, with the text of each error. On the remaining
+                ranks, if a rank is lost.
+            ZeroAmpError: on all ranks, if all errors have the same subclass: that subclass.
+        """
+        self._connect()  # before the action: a rank that is lost during the action is then noticed at once
+        outcome, error = attempt(action)
+        outcomes = self._gather(outcome, error)
+        raise_failure(outcomes, self.ranks, CheckpointError, error)
+        return [each.result for each in outcomes]  # type: ignore[misc]
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Call `action` on the first rank only, and return its result on all. Raises as `run` does."""
+        return self.run(lambda: action() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+    def reduce(self, action: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
+        """Call `action` on every rank, and `combine` with all results on the first. Return its result on all ranks.
+
+        Raises as `run` does.
+        """
+        results = self.run(action)
+        return self.on_first(lambda: combine(results))
+
+    def any(self, value: bool) -> bool:
+        """Return whether `value` is true on any rank. All ranks call this."""
+        return any(self.run(lambda: value))
+
+    def _connect(self) -> dist.ProcessGroup:
+        if self._group is None:
+            self._group = group_of_parts([self.ranks], self._timeout, "gloo")
+            pause_before_exit()
+        return self._group
+
+    def _gather(self, outcome: "Outcome[T]", error: BaseException | None) -> "list[Outcome[T]]":
+        outcomes: list[Any] = [None] * self.num_ranks
+        try:
+            dist.all_gather_object(outcomes, outcome, group=self._connect())
+        except RuntimeError as lost:
+            texts = [str(lost).strip()] if outcome.text is None else [outcome.text, str(lost).strip()]
+            raise CheckpointError(
+                f"An exchange between the {self.num_ranks} ranks for {self._use} failed on rank {dist.get_rank()}: "
+                f"{'; '.join(texts)}. A rank is lost, or did not answer within the process group's "
+                "timeout. Read the output of the other ranks, and restart from the last checkpoint."
+            ) from error or lost
+        return outcomes
+
+
+def signals_of(state: WrapState) -> RankGroup:
+    """Return the `RankGroup` for flags and reports of the main thread."""
+    return RankGroup.for_signals(state.axes.whole)

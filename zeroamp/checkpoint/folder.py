@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from zeroamp.checkpoint.manifest import DamagedCheckpointError, Manifest, read_serials
+from zeroamp.checkpoint.manifest import DamagedCheckpointError, Manifest, UnreadableCheckpointError, read_serials
 from zeroamp.policies.errors import CheckpointError
 from zeroamp.weights import drafts
 from zeroamp.weights.drafts import (
@@ -55,11 +55,12 @@ def find_checkpoints(root: Path) -> list[Path]:
     """Return the checkpoints of a folder, in the order in which to try to load them.
 
     First the one that `latest` names and its ancestors, then others published before it, then those published after it,
-    each newest first. Last those with a damaged manifest.
+    each newest first. Last those with a damaged manifest, and those whose manifest cannot be read and that `latest`
+    does not name.
     """
-    found = _places(root) if root.is_dir() else {}
+    found = _places(root, unreadable=_place_in_pointer) if root.is_dir() else {}
     for path in (path for path, place in found.items() if place.serial == 0):
-        logger.warning("The age of %s is unknown, because its %s is damaged.", path, MANIFEST)
+        logger.warning("The age of %s is unknown, because its %s is damaged or cannot be read.", path, MANIFEST)
     newest = _pointed(root, found) or _last_serial(found)
     line = set(_line(newest, found))
 
@@ -77,17 +78,31 @@ class _Place(NamedTuple):
     parent: int
 
 
-def _places(root: Path) -> dict[Path, _Place]:
-    return {path: _place(path) for path in root.iterdir() if _is_published(path)}
+def _places(root: Path, unreadable: Callable[[Path], _Place] | None = None) -> dict[Path, _Place]:
+    """Return the place of each checkpoint. For one that cannot be read, call `unreadable`, or raise for None."""
+    return {path: _place(path, unreadable) for path in root.iterdir() if _is_published(path)}
 
 
-def _place(path: Path) -> _Place:
+def _place(path: Path, unreadable: Callable[[Path], _Place] | None) -> _Place:
     try:
         return _Place(*read_serials(path))
+    except UnreadableCheckpointError:
+        if unreadable is None:
+            raise
+        return unreadable(path)
     except DamagedCheckpointError:
         return _Place(0, 0)
     except CheckpointError:  # another format: taken as the newest
         return _Place(2**63, 0)
+
+
+def _place_in_pointer(path: Path) -> _Place:
+    """Return the serials that `latest` has for the checkpoint that it names, and zeros for others."""
+    with suppress(OSError, ValueError):
+        serial, name, parent = read_regular(path.with_name(LATEST), _MAX_POINTER_BYTES).decode().split()
+        if name == path.name:
+            return _Place(int(serial), int(parent))
+    return _Place(0, 0)
 
 
 def _last_serial(found: dict[Path, _Place]) -> int:

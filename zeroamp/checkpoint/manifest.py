@@ -7,6 +7,7 @@ rank_00000.pt         values of one rank: random state, `extra`, tensors that di
 weights.json          names of the weights for an export without the model; for a transformers model also config.json
 """
 
+import errno
 import hashlib
 import json
 import re
@@ -29,6 +30,8 @@ VALUES = "train.pt"
 """Step counts, and one scheduler and one description per optimizer, the same on all ranks."""
 FORMAT = 1
 _DIGEST = "sha256"
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)
+"""Of a file that is missing, not regular or too large. Others (EIO, ESTALE, EACCES) may be gone at the next read."""
 _OF_RANK = re.compile(r"rank_(\d+)\.pt|__(\d+)_\d+\.distcp")
 
 
@@ -53,6 +56,10 @@ def checking_rank(name: str, index: int, num_ranks: int) -> int:
 
 class DamagedCheckpointError(CheckpointError):
     """A file of a checkpoint is missing, cut short or changed. An earlier checkpoint may be whole."""
+
+
+class UnreadableCheckpointError(CheckpointError):
+    """A file of a checkpoint could not be read this time. The checkpoint may be whole."""
 
 
 def _file_name(name: str) -> str:
@@ -111,6 +118,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
     Raises:
         DamagedCheckpointError: the manifest is missing or damaged.
+        UnreadableCheckpointError: the manifest could not be read this time.
         CheckpointError: the manifest has another format.
     """
     try:
@@ -138,7 +146,9 @@ def _read_content(checkpoint: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = read_json(path)
         is_whole = content.pop(_DIGEST) == _digest(content)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+    except OSError as error:
+        raise _unread(path, error) from error
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise DamagedCheckpointError(_damage(path, f"{type(error).__name__}: {error}")) from error
     if not is_whole:
         raise DamagedCheckpointError(_damage(path, "its text does not match its own digest"))
@@ -176,18 +186,31 @@ def refuse_other_size(path: Path, record: FileRecord) -> None:
 
 
 def check_file(path: Path, record: FileRecord) -> None:
-    """Raise DamagedCheckpointError unless the file has the recorded size and digest, and is inside the checkpoint."""
+    """Raise DamagedCheckpointError unless the file has the recorded size and digest, and is inside the checkpoint.
+
+    Raise UnreadableCheckpointError if the file could not be read this time.
+    """
     if leads_out(path):
         raise DamagedCheckpointError(_damage(path, "a link that leads out of the checkpoint"))
     try:
         num_bytes = path.stat().st_size
         found = record_file(path) if num_bytes == record.num_bytes else None
     except OSError as error:
-        raise DamagedCheckpointError(_damage(path, f"{type(error).__name__}: {error}")) from error
+        raise _unread(path, error) from error
     if found is None:
         raise DamagedCheckpointError(_damage(path, f"{num_bytes} bytes instead of {record.num_bytes}"))
     if found != record:
         raise DamagedCheckpointError(_damage(path, f"sha256 {found.sha256} instead of {record.sha256}"))
+
+
+def _unread(path: Path, error: OSError) -> CheckpointError:
+    text = f"{type(error).__name__}: {error}"
+    if error.errno in _DAMAGE:
+        return DamagedCheckpointError(_damage(path, text))
+    return UnreadableCheckpointError(
+        f"{path} could not be read ({text}). The checkpoint may be whole: try again. If that "
+        f"fails too, move {path.parent} away."
+    )
 
 
 def _damage(path: Path, found: str) -> str:

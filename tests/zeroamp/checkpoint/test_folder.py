@@ -8,16 +8,19 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.zeroamp.checkpoint.checkpoint_files import manifest, rewrite_manifest
 from zeroamp import latest_checkpoint
+from zeroamp.checkpoint import manifest as checkpoint_manifest
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint, open_draft
 from zeroamp.checkpoint.manifest import read_manifest
 from zeroamp.policies.errors import CheckpointError
 from zeroamp.weights.files import MANIFEST
+from zeroamp.weights.untrusted_files import read_json
 
 
 class Killed(BaseException):
@@ -228,6 +231,35 @@ def test_an_unreadable_manifest_comes_last_and_a_newer_format_first(tmp_path):
         read_manifest(tmp_path / "step_00000001")
     publish(tmp_path, 4)
     assert order(tmp_path)[0] == "step_00000004"
+
+
+@contextmanager
+def unreadable(monkeypatch, checkpoint):
+    def read(path):
+        if path.parent == checkpoint:
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return read_json(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_manifest, "read_json", read)
+        yield
+
+
+def test_a_manifest_that_cannot_be_read_now_is_no_damage(tmp_path, monkeypatch):
+    paths = [publish(tmp_path, step) for step in (1, 2, 3)]
+    for path in paths:
+        draft = open_draft(tmp_path, 4)
+        with (
+            unreadable(monkeypatch, path),
+            pytest.raises(CheckpointError, match=rf"{path}/{MANIFEST} could not be read .*Stale file.*try again"),
+        ):
+            draft.publish(lambda serial: manifest(step=4, serial=serial, parent=3), None)
+        draft.discard()
+    assert order(tmp_path) == [path.name for path in paths[::-1]]
+    with unreadable(monkeypatch, paths[2]):  # `latest` names it
+        assert order(tmp_path) == ["step_00000003", "step_00000002", "step_00000001"]
+    with unreadable(monkeypatch, paths[1]):
+        assert order(tmp_path) == ["step_00000003", "step_00000001", "step_00000002"]
 
 
 def test_a_checkpoint_is_known_by_name_or_manifest(tmp_path):

@@ -1,11 +1,20 @@
 """The manifest: what is refused in one whose digest fits, and how damage is named."""
 
+import errno
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from tests.zeroamp.checkpoint.checkpoint_files import manifest, rewrite_manifest
-from zeroamp.checkpoint.manifest import DamagedCheckpointError, FileRecord, check_file, read_manifest, record_file
+from zeroamp.checkpoint.manifest import (
+    DamagedCheckpointError,
+    FileRecord,
+    UnreadableCheckpointError,
+    check_file,
+    read_manifest,
+    record_file,
+)
 from zeroamp.weights.files import MANIFEST
 
 RECORD = {"num_bytes": 1, "sha256": "0" * 64}
@@ -95,3 +104,12 @@ def test_a_file_is_checked_by_length_and_digest(tmp_path):
     path.mkdir()
     with pytest.raises(DamagedCheckpointError):
         check_file(path, record)
+
+
+def test_an_error_of_the_file_system_is_no_damage(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(
+        Path, "stat", lambda path, **_: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale file handle"))
+    )
+    with pytest.raises(UnreadableCheckpointError, match=rf"{tmp_path}/file could not be read .*Stale file handle"):
+        check_file(tmp_path / "file", FileRecord(num_bytes=0, sha256=""))

@@ -11,10 +11,13 @@ first used, or unfrozen, in the last micro-batch has a gradient in its own dtype
 the sums. From torch 2.15 on, autograd itself sums in the accumulation dtype.
 
 [Note: Reducing once]
-FSDP2 ends a group's backward, and reduces it, with each run of its module: autograd hands out a parameter's gradient
-after all runs, so all reductions but the last are of zeros. A head may run for each chunk of a sequence. After
-`reduce_once`, only the first run of a forward ends the group's backward, because the backward of that run comes last.
-If further gradients of the group come after it, FSDP2 reduces them at the end of the whole backward.
+A module may run several times before a backward. FSDP2 ends a group's backward, and reduces it, with each run, but
+autograd hands out a parameter's gradient after all runs. So a run that leaves a trainable parameter without a new
+gradient only reshards the group, if earlier runs of it are left. The last one reduces. If it does not come, because the
+loss does not depend on it, FSDP2 reduces the group at the end of the whole backward.
+A head may run for each chunk of a sequence, and is better not resharded in between. After `reduce_once`, only the first
+run of a forward ends the group's backward, because the backward of that run comes last. If further gradients of the
+group come after it, FSDP2 reduces them at the end of the whole backward.
 
 [Note: Sums that await their replicas]
 With HSDP, each replica sums the micro-batches of an optimizer step, and these sums are summed over replicas once. FSDP2
@@ -33,7 +36,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks._torch.dispatch import is_in_backward
+from zeroamp.hooks._torch.dispatch import is_in_backward, runs_autograd_node
 from zeroamp.hooks._torch.parameter_group import GroupParameter, ParameterGroup, parameter_groups
 from zeroamp.hooks.tensors import hold_for_current_stream
 
@@ -167,6 +170,12 @@ class GroupGradients:
             offset += parameter.padded_shard_numel(self.group.num_shards)
         return True
 
+    def _awaits_earlier_run(self) -> bool:
+        """Return whether the backward of an earlier run will bring gradients that are missing now."""
+        if self._num_forwards < 2 or self._reduces_once or not self.group.reduces:
+            return False
+        return self.group.lacks_new_gradient(has_sums=self._is_pending) and runs_autograd_node()
+
     def _set_aside(self) -> None:
         """Move gradients of all replicas out of `parameter.grad`, if the step continues after its last reduction."""
         for index, parameter in enumerate(self.parameters):
@@ -188,6 +197,11 @@ class GroupGradients:
             return None  # the unit has never run. FSDP2's own post-backward would raise if it does not reduce
         used, has_sums, lacks_gradient = found
         ran = self._num_forwards > 0
+        if self._awaits_earlier_run():
+            self._num_forwards -= 1
+            self._used.update(used)
+            group.reshard_in_backward()
+            return None
         self._num_forwards = 0 if self._reduces_once else self._num_forwards - ran
         self._used.update(used)
         if not group.reduces:

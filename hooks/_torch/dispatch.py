@@ -31,6 +31,7 @@ __all__ = [
     "is_view_op",
     "needs_values",
     "run_op",
+    "runs_autograd_node",
     "storage_key",
     "storage_of",
     "untraced",
@@ -128,6 +129,11 @@ def is_in_backward() -> bool:
 def backward_id() -> int:
     """Return the number of the backward that autograd runs in this thread, -1 if none. Each backward has its own."""
     return torch._C._current_graph_task_id()
+
+
+def runs_autograd_node() -> bool:
+    """Return whether autograd runs a node in this thread. At the end of a backward, in callbacks, it does not."""
+    return torch._C._current_autograd_node() is not None
 
 
 def accumulates_in(leaves: Iterable[torch.Tensor]) -> bool:

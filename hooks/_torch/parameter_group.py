@@ -129,6 +129,27 @@ class ParameterGroup:
 
         self._group._register_post_backward_hook = register_if
 
+    def reshard_in_backward(self) -> None:
+        """Reshard the group after the backward of one of several runs, unless it stays unsharded after backwards.
+
+        The next run unshards it again. If there is none, FSDP2 calls `post_backward` at the end of the whole backward.
+        """
+        if self._group.reshard_after_backward:
+            self._group.reshard()
+        self._group._training_state = type(self._group._training_state).IDLE
+
+    def lacks_new_gradient(self, *, has_sums: bool) -> bool:
+        """Return whether a trainable parameter has no gradient of this micro-batch yet.
+
+        `has_sums`: whether there may be gradients of earlier micro-batches. Where autograd itself sums these, a new
+        gradient cannot be told from them; True is returned then.
+        """
+        for each in self._group.fsdp_params:
+            unsharded = getattr(each, "unsharded_param", None)
+            if unsharded is not None and unsharded.requires_grad and unsharded.grad is None:
+                return True
+        return has_sums and self.parameters[0].autograd_sums
+
     def follow_requires_grad(self) -> None:
         """Copy a change of `requires_grad` between the sharded and the unsharded parameters.
 

@@ -21,6 +21,7 @@ REASONS = {
     "_partial_reduce_output": "sums that await their replicas; an abandoned optimizer step must discard them",
     "_post_reduce_event": "the event after which offloaded gradients are valid",
     "_register_post_backward_hook": "a unit that runs several times is reduced once: no public switch",
+    "_training_state": "by which FSDP2 knows whether a group's backward has ended",
     "_pre_forward": "the hook that unshards; a group holder, which is never called, runs it with its unit",
     "_post_forward": "the hook that reshards; see `_pre_forward`",
     "_comm_ctx": "the record of forwards, by which a backward prefetches; one without gradients must leave it",
@@ -35,8 +36,9 @@ REASONS = {
     # DTensor
     "_local_tensor": "`to_local` takes as long as a kernel launch, and is called for each parameter of each step",
     # Dispatcher, autograd, profiler
-    "_C": "the module with the next two names",
+    "_C": "the module with the next three names",
     "_current_graph_task_id": "whether a backward runs in this thread, and which",
+    "_current_autograd_node": "whether FSDP2 ends a group within a backward, or at its end",
     "_will_engine_execute_node": "whether a backward sets `grad` of a leaf, before it does",
     "_execution_engine": "queues a callback for the end of a backward",
     "_base": "whether a tensor is a view, as autocast asks before it caches a cast",

@@ -409,6 +409,40 @@ class Matrices(nn.Module):
         return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
+class RepeatedBlock(Block):
+    """A block with a Linear that only its last run uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, is_last):
+        x = super().forward(x)
+        return x + self.extra(x) if is_last else x
+
+
+class Recurrent(nn.Module):
+    """A decoder whose blocks run three times, for the tokens and again for the reversed ones (Siamese)."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(RepeatedBlock() for _ in range(2))
+        self.norm = RMSNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def _encoded(self, tokens):
+        x = self.embed(tokens)
+        for number in range(3):
+            for block in self.blocks:
+                x = block(x, number == 2)
+        return self.norm(x)
+
+    def forward(self, tokens):
+        logits = self.head(self._encoded(tokens) * self._encoded(tokens.flip(1)).mean(1, keepdim=True))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
 MODELS = {
     "llama_tied": lambda: Llama(tied=True),
     "llama_untied": lambda: Llama(tied=False),
@@ -422,6 +456,7 @@ MORE_MODELS = {
     "makes_fp32": MakesFp32,
     "odd_bank": OddBank,
     "odd_rows": OddRows,
+    "recurrent": Recurrent,
     "skips": lambda: Skips(residual=False),
     "residual_skips": lambda: Skips(residual=True),
     **{name: partial(model, VOCAB, WIDTH) for name, model in EMBEDDING_MODELS.items()},

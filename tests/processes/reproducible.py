@@ -71,7 +71,7 @@ BUILDERS = {
     "dropout": DropoutLlama,
     "chosen": Chosen,
     "lora": LORA.build,
-    **{name: partial(build, name) for name in ("llama_tied", "llama_untied", "moe", "conv")},
+    **{name: partial(build, name) for name in ("llama_tied", "llama_untied", "moe", "conv", "recurrent")},
 }
 
 

@@ -82,6 +82,9 @@ def test_1_2_and_4_ranks_have_the_bits_of_the_tree(ranks1, ranks2, ranks4, stage
 FAST = [
     pytest.param("moe", "bf16", {"stage": 2}, None, marks=pytest.mark.slow),
     ("llama_untied", "fp16", {}, None),
+    # A unit that runs several times in a forward.
+    ("recurrent", "autocast", {"stage": 3}, None),
+    pytest.param("recurrent", "autocast", {"stage": 0}, None, marks=pytest.mark.slow),
     pytest.param("lora", "autocast", {"stage": 2}, None, marks=pytest.mark.slow),
     pytest.param("dropout", "autocast", {"stage": 0}, None, marks=pytest.mark.slow),
     # Parameters that only the last micro-batch of a rank uses.

@@ -1,11 +1,13 @@
 """`Extension`: what a config key adds to a run from a package outside of the core, and the moments at which it does.
 
 The table `zeroamp.EXTENSIONS` names a class of `Extension` for each such key. The core imports the class only if the
-key is on, or has the value that follows "=" in the table. It calls the methods at these moments, in this order:
+key is on (neither false nor "auto"), or has the value that follows "=" in the table. It calls the methods at these
+moments, in this order:
 
 | method | called by | moment |
 |---|---|---|
 | `check_config` | `policy_from_config` | all keys have values |
+| `fp32_regions` | `build_plan` | the units are known |
 | `safe_precisions` | `build_plan` | mode "autocast": before the classes of modules decide the precisions |
 | `precisions` | `build_plan` | each parameter has a precision |
 | `check_model` | `wrap_model` | the plan is made, and nothing was communicated |
@@ -29,9 +31,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from zeroamp.hooks.collectives.traffic import Traffic
+    from zeroamp.planning.fp32_regions import Fp32Regions
     from zeroamp.planning.mesh import Ranks
     from zeroamp.planning.mesh_axes import MeshAxes
-    from zeroamp.planning.overrides import Overrides
     from zeroamp.planning.parameter_uses import ParameterUses
     from zeroamp.planning.plan import Plan
     from zeroamp.planning.safe_parameters import Precision
@@ -57,6 +59,11 @@ class Extension:
     def check_config(self, policy: "Policy") -> None:
         """Raise ConfigError if other keys of the config contradict this one."""
 
+    def fp32_regions(
+        self, model: "nn.Module", policy: "Policy", ignored_params: "Sequence[nn.Parameter]"
+    ) -> "Fp32Regions | None":
+        """Return the modules and tensors that stay in fp32 in every mode; None for none."""
+
     def safe_precisions(
         self,
         model: "nn.Module",
@@ -75,11 +82,10 @@ class Extension:
         model: "nn.Module",
         policy: "Policy",
         uses: "Sequence[ParameterUses]",
-        overrides: "Overrides",
         precisions: "Iterable[Precision]",
     ) -> "Iterable[Precision]":
         """Return the precisions of the parameters `uses`, in their order."""
-        del model, policy, uses, overrides
+        del model, policy, uses
         return precisions
 
     def check_model(self, model: "nn.Module", plan: "Plan") -> None:
@@ -118,16 +124,20 @@ def load(key: str) -> Any:
 def extensions_of(policy: "Policy", model: "nn.Module | None" = None) -> tuple[Extension, ...]:
     """Return new extensions of the keys that are on in a config, each class once, in the order of `EXTENSIONS`.
 
-    Also of the classes of tensors, such as quantized ones, that parameters of `model` have and that `EXTENSIONS` lists.
+    Also of what `EXTENSIONS` lists and `model` has: classes of parameters, such as quantized ones, and attributes of
+    modules.
     """
     from zeroamp import EXTENSIONS
 
     classes = set() if model is None else {type(parameter).__name__ for parameter in model.parameters()}
 
     def is_on(key: str) -> bool:
-        name, _, value = key.rpartition(".")[2].partition("=")
+        block, _, rest = key.rpartition(".")
+        name, _, value = rest.partition("=")
+        if block == "model":
+            return model is not None and any(getattr(module, name, None) for module in model.modules())
         found = getattr(policy, name, None)
-        return bool(found == value if value else found) or name in classes
+        return found == value if value else bool(found and found != "auto") or name in classes
 
     keys = {home: key for key, home in EXTENSIONS.items() if is_on(key)}
     return tuple(load(key)() for key in keys.values())

@@ -23,6 +23,10 @@ def _public_names() -> dict[str, str]:
 _HOMES = _public_names()
 
 EXTENSIONS = {
+    "zeroamp.overrides": "zeroamp.module_dtypes.extension:ModuleDtypes",
+    "data_types.keep_in_fp32_modules": "zeroamp.module_dtypes.extension:ModuleDtypes",
+    "model._keep_in_fp32_modules": "zeroamp.module_dtypes.extension:ModuleDtypes",
+    "model._keep_in_fp32_modules_strict": "zeroamp.module_dtypes.extension:ModuleDtypes",
     "zeroamp.reproducible": "zeroamp.reproducible.extension:Reproducible",
     "zeroamp.param_gather_dtype": "zeroamp.float8.extension:Float8",
     "torchao.WeightWithDynamicFloat8CastTensor": "zeroamp.float8.extension:Float8",
@@ -50,10 +54,11 @@ EXTENSIONS = {
 }
 """Name -> a class or function that is loaded at its first use, as "module:name".
 
-The name is a config key, "key=value" or the class of a parameter, for an `Extension`
-(`zeroamp/policies/extensions.py`); or the class of an optimizer or an attribute of the core, which loads the function
-at its first use. The core (policies, hooks, planning, wrapping, training, ledger) depends on other packages only
-through this table."""
+The name is a config key, "key=value", the class of a parameter or "model." and an attribute of a module, for an
+`Extension` (`zeroamp/policies/extensions.py`); or the class of an optimizer or an attribute of the core, which loads
+the function at its first use. The core (policies, hooks, planning, wrapping, training, ledger) depends on other
+packages only through this table. Extensions are called in its order: float8 chooses among the weights that no override
+names."""
 
 __all__ = sorted(_HOMES)
 

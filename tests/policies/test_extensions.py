@@ -17,6 +17,14 @@ PLAIN = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
 KEYS = {
     "zeroamp.reproducible": ({"zeroamp": {"reproducible": True}}, "zeroamp.reproducible.extension"),
     "zeroamp.param_gather_dtype": ({"zeroamp": {"param_gather_dtype": "float8_e4m3fn"}}, "zeroamp.float8.extension"),
+    "zeroamp.overrides": (
+        {"zeroamp": {"overrides": [{"modules": "head", "communication": "fp32"}]}},
+        "zeroamp.module_dtypes.extension",
+    ),
+    "data_types.keep_in_fp32_modules": (
+        {"data_types": {"keep_in_fp32_modules": ["*norm*"]}},
+        "zeroamp.module_dtypes.extension",
+    ),
     "torch_autocast.lower_precision_safe_modules=auto": (
         {"bf16": {}, "torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": "auto"}},
         "zeroamp.discovery.extension",
@@ -28,9 +36,9 @@ CHECK = """
 import sys
 from zeroamp import policy_from_config
 
-outside = ("zeroamp.discovery", "zeroamp.reproducible", "zeroamp.float8", "zeroamp.optimizers", "zeroamp.reporting")
+outside = ("module_dtypes", "discovery", "reproducible", "float8", "optimizers", "reporting")
 policy_from_config({config!r})
-print([name for name in outside if name in sys.modules])
+print([name for name in outside if f"zeroamp.{{name}}" in sys.modules])
 """
 
 
@@ -66,6 +74,16 @@ def test_a_class_of_parameters_has_its_extension_without_a_key():
     assert type(extension).__module__ == "zeroamp.float8.extension"
 
 
+@pytest.mark.parametrize("name", ["_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"])
+def test_an_attribute_of_a_module_has_its_extension_without_a_key(name):
+    model = nn.Sequential(nn.Linear(2, 2))
+    setattr(model[0], name, None)
+    assert extensions_of(policy_from_config(PLAIN), model) == ()
+    setattr(model[0], name, ["weight"])
+    (extension,) = extensions_of(policy_from_config(PLAIN), model)
+    assert type(extension).__module__ == "zeroamp.module_dtypes.extension"
+
+
 def test_all_names_of_the_table_can_be_loaded():
     assert all(callable(load(key)) for key in zeroamp.EXTENSIONS if not key.endswith(".types"))
     assert {*load("optimizer.types").blocks} > {"AdamW"}
@@ -84,10 +102,11 @@ def test_extensions_have_the_methods_of_the_base_class_only():
     ("added", "packages"),
     [
         ({}, []),
-        (KEYS["zeroamp.reproducible"][0], ["zeroamp.reproducible", "zeroamp.optimizers"]),
-        (KEYS["torch_autocast.lower_precision_safe_modules=auto"][0], ["zeroamp.discovery"]),
-        ({"optimizer": {"type": "AdamW"}}, ["zeroamp.optimizers"]),
-        ({"scheduler": {"type": "WarmupLR"}}, ["zeroamp.optimizers"]),
+        (KEYS["zeroamp.reproducible"][0], ["reproducible", "optimizers"]),
+        (KEYS["zeroamp.overrides"][0], ["module_dtypes"]),
+        (KEYS["torch_autocast.lower_precision_safe_modules=auto"][0], ["discovery"]),
+        ({"optimizer": {"type": "AdamW"}}, ["optimizers"]),
+        ({"scheduler": {"type": "WarmupLR"}}, ["optimizers"]),
     ],
 )
 def test_a_package_is_imported_only_if_its_key_is_on(added, packages):

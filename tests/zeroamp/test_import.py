@@ -40,6 +40,7 @@ OUTSIDE = (
     "meshes",
     "two_level",
     "discovery",
+    "module_dtypes",
     "float8",
     "optimizers",
     "reproducible",

@@ -16,6 +16,7 @@ from zeroamp.hooks._torch.process_groups import fake_ranks
 from zeroamp.ledger.explain import Ledger
 from zeroamp.ledger.tables import paragraph
 from zeroamp.meshes.refused_meshes import refuse_combinations
+from zeroamp.module_dtypes.extension import overridden
 from zeroamp.planning.mesh import Ranks, current_device_type, mesh_shape
 from zeroamp.planning.mesh_axes import find_axes, ranks_of_axes
 from zeroamp.planning.plan import Plan, build_plan
@@ -102,7 +103,7 @@ def describe_plan(model: str, plan: Plan) -> str:
 def _override_lines(plan: Plan) -> Iterator[str]:
     """Yield what each override sets, and for which parameters of the model."""
     for index, asked in enumerate(plan.policy.overrides):
-        params = plan.overridden(index)
+        params = overridden(plan, index)
         names = f": {some_of([param.fqn for param in params], 4)}" if params else ""
         count = f"{len(params)} parameter{'' if len(params) == 1 else 's'}"
         yield f"zeroamp.overrides.{index}: {asked.settings()} for {count}{names}"

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from zeroamp.float8.conflicts import KEY
-from zeroamp.planning.overrides import Overrides
 from zeroamp.planning.parameter_uses import ParameterUses
 from zeroamp.planning.safe_parameters import Compute, Precision
 from zeroamp.policies.dtypes import short_name, stored_dtype
@@ -25,7 +24,6 @@ def with_float8(
     model: nn.Module,
     policy: Policy,
     uses: Sequence[ParameterUses],
-    overrides: Overrides,
     precisions: Iterable[Precision],
 ) -> Iterator[Precision]:
     """Yield the precisions, with those of the parameters that are all-gathered in float8 changed.
@@ -39,7 +37,7 @@ def with_float8(
         if is_of_torchao(use.parameter):
             _refuse_converted(use, policy, precision)
         is_left_out = is_converted and not is_of_torchao(use.parameter)  # torchao's module_filter_fn chose
-        if policy.param_gather_dtype is None or is_left_out or not _is_chosen(use, overrides, precision):
+        if policy.param_gather_dtype is None or is_left_out or not _is_chosen(use, precision):
             yield precision
             continue
         found = True
@@ -76,11 +74,10 @@ def computes_as_linear(module: nn.Module) -> bool:
     )
 
 
-def _is_chosen(use: ParameterUses, overrides: Overrides, precision: Precision) -> bool:
+def _is_chosen(use: ParameterUses, precision: Precision) -> bool:
     if not precision.is_low or stored_dtype(use.parameter) != torch.float32:
         return False
-    asked = [override.asked for fqn in use.fqns if (override := overrides.of(fqn)) is not None]
-    if any(each.param is not None or each.compute is not None for each in asked):
+    if precision.is_overridden:
         return is_of_torchao(use.parameter)
     owners = use.named_owners()
     return is_of_torchao(use.parameter) or all(name == "weight" and computes_as_linear(owner) for owner, name in owners)

@@ -22,7 +22,6 @@ from zeroamp.hooks.root_forward import ForwardCall
 from zeroamp.hooks.unit_hooks import wrap_forward
 from zeroamp.planning.groups import ParamPlan
 from zeroamp.planning.mesh import Ranks
-from zeroamp.planning.overrides import Overrides
 from zeroamp.planning.parameter_uses import ParameterUses
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.safe_parameters import Precision
@@ -48,15 +47,10 @@ class Float8(Extension):
         check_float8(policy)
 
     def precisions(
-        self,
-        model: nn.Module,
-        policy: Policy,
-        uses: Sequence[ParameterUses],
-        overrides: Overrides,
-        precisions: Iterable[Precision],
+        self, model: nn.Module, policy: Policy, uses: Sequence[ParameterUses], precisions: Iterable[Precision]
     ) -> Iterator[Precision]:
         """Yield the precisions, with those of the parameters that are all-gathered in float8 changed."""
-        return with_float8(model, policy, uses, overrides, precisions)
+        return with_float8(model, policy, uses, precisions)
 
     def check_model(self, model: nn.Module, plan: Plan) -> None:
         """Raise if torchao is missing, or for `REFUSALS`."""

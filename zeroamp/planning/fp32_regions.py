@@ -1,20 +1,11 @@
-"""Finds the modules and parameters that `keep_in_fp32_modules` and `zeroamp.overrides` keep in fp32 in every mode.
+"""`Fp32Regions`: the modules and tensors that stay in fp32 in every mode."""
 
-Reads only names, classes, and `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` of transformers models.
-"""
-
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
-from zeroamp.planning.overrides import Overrides
-from zeroamp.planning.patterns import find_matches, has_forward, modules_around
-from zeroamp.policies.errors import ConfigError, some_of
-from zeroamp.policies.policy import Policy
-
-KEY = "data_types.keep_in_fp32_modules"
+from zeroamp.planning.parameter_uses import modules_around
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,87 +28,3 @@ class Fp32Regions:
         """Return the regions' modules, each once. FQNs that `model` does not have are skipped."""
         present = dict(model.named_modules(remove_duplicate=False))
         return list(dict.fromkeys(present[fqn] for fqn in self.modules if fqn in present))
-
-
-def find_fp32_regions(
-    model: nn.Module, policy: Policy, overrides: Overrides, ignored_params: Iterable[nn.Parameter] = ()
-) -> Fp32Regions:
-    """Return the modules and tensors of `model` that `keep_in_fp32_modules` or `overrides` keep in fp32.
-
-    See `zeroamp.planning.patterns` for patterns. "auto" takes the patterns from transformers models:
-    `_keep_in_fp32_modules_strict`, and in mode "fp16" also `_keep_in_fp32_modules`, as `from_pretrained` does.
-
-    Raises:
-        ConfigError: a pattern of the config matches nothing, or only `ignored_params`.
-    """
-    modules, tensors = ({}, {}) if policy.mode == "fp32" else _kept(model, policy, ignored_params)
-    for fqn in overrides.modules:
-        first = overrides.of(fqn)
-        if first is not None and first.asked.compute == torch.float32:
-            modules.setdefault(fqn, str(first))
-    modules = _with_forward(model, modules, tensors)
-    for fqn, _ in model.named_parameters(remove_duplicate=False):
-        first = overrides.of(fqn)
-        if first is not None and first.asked.compute is None and first.asked.param == torch.float32:
-            tensors.setdefault(fqn, str(first))
-    outermost = {fqn: pattern for fqn, pattern in modules.items() if not _is_inside(fqn, modules)}
-    return Fp32Regions(
-        modules=outermost,
-        tensors={fqn: pattern for fqn, pattern in tensors.items() if not _is_inside(fqn, outermost)},
-    )
-
-
-def _with_forward(model: nn.Module, modules: dict[str, str], tensors: dict[str, str]) -> dict[str, str]:
-    """Return `modules`, with containers that are never called (a ModuleList) replaced by the modules inside them.
-
-    Tensors that such a container owns (a ParameterList's) are added to `tensors`.
-    """
-    called: dict[str, str] = {}
-    pending = [(fqn, pattern, model.get_submodule(fqn)) for fqn, pattern in reversed(modules.items())]
-    while pending:
-        fqn, pattern, module = pending.pop()
-        if has_forward(module):
-            called.setdefault(fqn, pattern)
-            continue
-        own = (*module._parameters, *module._buffers)
-        tensors |= {f"{fqn}.{name}": pattern for name in own if f"{fqn}.{name}" not in tensors}
-        pending += reversed([(f"{fqn}.{name}", pattern, child) for name, child in module.named_children()])
-    return called
-
-
-def _kept(
-    model: nn.Module, policy: Policy, ignored_params: Iterable[nn.Parameter]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the modules and the tensors that `keep_in_fp32_modules` matches, each with its key and pattern."""
-    asked = policy.keep_in_fp32_modules
-    ignored = {id(parameter) for parameter in ignored_params}
-    patterns = list(_patterns_of_model(model, policy)) if asked == "auto" else list(asked)
-    modules: dict[str, str] = {}
-    tensors: dict[str, str] = {}
-    for pattern in patterns:
-        matches = find_matches(model, pattern)
-        found, named = sorted(matches.modules - {""}), matches.tensors
-        modules |= {fqn: f"{KEY} {pattern!r}" for fqn in found if fqn not in modules}
-        tensors |= {fqn: f"{KEY} {pattern!r}" for fqn in named if fqn not in tensors}
-        if asked != "auto" and not (found or named):
-            raise ConfigError(
-                f"{KEY}: {pattern!r} matches nothing of {type(model).__name__}. Use names, parts of names or class "
-                "names of its modules, parameters and buffers; print model.named_modules() to see them."
-            )
-        if asked != "auto" and not found and all(id(tensor) in ignored for tensor in named.values()):
-            raise ConfigError(
-                f"{KEY}: {pattern!r} matches nothing but {some_of(list(named), 3)}, in ignored_params, which are not "
-                "cast. Remove the pattern, or name a module: it then computes in fp32."
-            )
-    return modules, tensors
-
-
-def _patterns_of_model(model: nn.Module, policy: Policy) -> Iterator[str]:
-    for module in model.modules():
-        yield from getattr(module, "_keep_in_fp32_modules_strict", None) or ()
-        if policy.mode == "fp16":
-            yield from getattr(module, "_keep_in_fp32_modules", None) or ()
-
-
-def _is_inside(fqn: str, modules: Container[str]) -> bool:
-    return any(outer in modules for outer in modules_around(fqn))

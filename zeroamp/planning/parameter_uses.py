@@ -63,6 +63,12 @@ def find_uses(model: nn.Module, units: Iterable[str]) -> list[ParameterUses]:
     return list(uses.values())
 
 
+def modules_around(fqn: str) -> Iterator[str]:
+    """Yield the FQNs of the modules around a module or tensor, outermost first, without the root."""
+    parts = fqn.split(".")
+    yield from (".".join(parts[:depth]) for depth in range(1, len(parts)))
+
+
 def innermost_common(chains: Sequence[tuple[str, ...]]) -> str:
     """Return the innermost unit that contains all uses; "" is the root.
 

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroamp.planning.fp32_regions import Fp32Regions, find_fp32_regions
+from zeroamp.planning.fp32_regions import Fp32Regions
 from zeroamp.planning.group_dtypes import GroupKey, ParamDtypes, ignored_dtypes, param_dtypes
 from zeroamp.planning.groups import IGNORED, REPLICATED, GroupPlan, ParamPlan, group_params
 from zeroamp.planning.mesh import local_part
 from zeroamp.planning.mesh_axes import axis_of, is_expert
-from zeroamp.planning.overrides import Overrides, find_overrides
 from zeroamp.planning.parameter_uses import (
     ParameterUses,
     find_uses,
@@ -26,7 +25,7 @@ from zeroamp.planning.parameter_uses import (
     refuse_unusable,
 )
 from zeroamp.planning.run_order import UnitRun, run_order, tree_order
-from zeroamp.planning.safe_parameters import Precision, default_precisions, param_precisions
+from zeroamp.planning.safe_parameters import Precision, param_precisions
 from zeroamp.planning.shard_sizes import may_shard_any_dim
 from zeroamp.policies.auto_wrap import AutoWrapPolicy, OwnUnits, find_own_units, find_units
 from zeroamp.policies.dtypes import short_name
@@ -62,8 +61,6 @@ class Plan:
 
     fp32_regions: Fp32Regions = field(default_factory=Fp32Regions, hash=False)
     """Modules and tensors that stay in fp32 in every mode."""
-    overrides: Overrides = field(default_factory=Overrides, hash=False)
-    """The policy's overrides, by the modules and parameters to which they apply."""
 
     extensions: tuple[Extension, ...] = field(default=(), hash=False, compare=False)
     """What keys of the policy add to a run from outside of the core."""
@@ -110,12 +107,6 @@ class Plan:
         """
         is_low = self.policy.mode in ("bf16", "fp16") and self.fp32_regions.pattern_of(unit) is None
         return self.policy.low_dtype if is_low else None
-
-    def overridden(self, index: int) -> list[ParamPlan]:
-        """Return the parameters to which the override at `index` in the list applies, without 0-D ones."""
-        names = ((param, (param.fqn, *param.aliases)) for group in self.groups for param in group.params)
-        found = ((param, [self.overrides.of(fqn) for fqn in fqns]) for param, fqns in names)
-        return [param for param, firsts in found if any(first and first.index == index for first in firsts)]
 
     def unit_numels(self) -> dict[str, int]:
         """Return {unit: the number of elements that are all-gathered when it runs}; "" is the root.
@@ -165,16 +156,16 @@ def build_plan(
         inside_units = {inner for unit in units for inner in model.get_submodule(unit).modules()}
         own_units = find_own_units(model, inside_units, policy.param_persistence_threshold, ignored_params)
         units = (*units, *own_units)
-    overrides = find_overrides(model, policy, ignored_params)
-    regions = find_fp32_regions(model, policy, overrides, ignored_params)
+    extensions = extensions_of(policy, model)
+    regions = Fp32Regions()
+    for extension in extensions:
+        regions = extension.fp32_regions(model, policy, ignored_params) or regions
     uses, ignored = _without_ignored(find_uses(model, units), ignored_params)
     for use in uses:
         refuse_unusable(use)
-    extensions = extensions_of(policy, model)
-    defaults = default_precisions(model, policy, uses, extensions, example_inputs, device_type)
-    precisions: Iterable[Precision] = param_precisions(policy, uses, regions, overrides, defaults)
+    precisions: Iterable[Precision] = param_precisions(model, policy, uses, extensions, example_inputs, device_type)
     for extension in extensions:
-        precisions = extension.precisions(model, policy, uses, overrides, precisions)
+        precisions = extension.precisions(model, policy, uses, precisions)
     params = [
         _param_plan(use, policy, *param_dtypes(use.parameter, policy, precision), precision.reason)
         for use, precision in zip(uses, precisions, strict=True)
@@ -186,7 +177,6 @@ def build_plan(
         policy=policy,
         units=units,
         fp32_regions=regions,
-        overrides=overrides,
         extensions=extensions,
         own_units=own_units,
         groups=groups,

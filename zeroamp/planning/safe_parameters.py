@@ -1,14 +1,12 @@
 """Decides which parameters are all-gathered and computed in low precision, and records the reasons."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from zeroamp.planning.fp32_regions import Fp32Regions
-from zeroamp.planning.overrides import Override, Overrides
 from zeroamp.planning.parameter_uses import ParameterUses
 from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import ConfigError, describe
@@ -33,9 +31,44 @@ class Precision:
     """Communication dtype of its gradient, if an override sets it. None: from the other keys of the config."""
     param: torch.dtype | None = None
     """The dtype in which it is all-gathered and unsharded, if `is_low`. None: the mode's low precision."""
+    is_overridden: bool = False
+    """Whether an override sets the dtype of its all-gather or of its ops."""
 
 
-def default_precisions(
+def param_precisions(
+    model: nn.Module,
+    policy: Policy,
+    uses: Sequence[ParameterUses],
+    extensions: Iterable[Extension],
+    example_inputs: Any,
+    device_type: str | None,
+) -> Iterator[Precision]:
+    """Yield the precision of each parameter of `uses`, in their order, before extensions change some.
+
+    The arguments are those of `build_plan`.
+
+    Raises:
+        ConfigError: a safe module class is unknown or owns no parameter, or an extension cannot decide.
+    """
+    defaults = _by_mode(model, policy, uses, extensions, example_inputs, device_type)
+    for use, default in zip(uses, defaults, strict=True):
+        yield fixed_precision(use.parameter) or default
+
+
+def fixed_precision(parameter: torch.Tensor) -> Precision | None:
+    """Return the precision of a parameter that has one in every mode; None for the others."""
+    dtype = stored_dtype(parameter)
+    if not dtype.is_floating_point:
+        reason = f"{short_name(dtype)} is not a floating-point dtype"
+        return Precision(is_low=False, compute="as stored", reason=reason)
+    if hasattr(parameter, "quant_state"):  # of bitsandbytes: packed words, in any dtype
+        return Precision(is_low=False, compute="as stored", reason="quantized: it stores packed bits")
+    if parameter.dim() == 0:
+        return Precision(is_low=False, compute="per op", reason="0-D: whole on each rank, in fp32")
+    return None
+
+
+def _by_mode(
     model: nn.Module,
     policy: Policy,
     uses: Sequence[ParameterUses],
@@ -43,11 +76,7 @@ def default_precisions(
     example_inputs: Any,
     device_type: str | None,
 ) -> Sequence[Precision]:
-    """Return the precision of each parameter of `uses` by the mode, or by the classes of the modules that own it.
-
-    Raises:
-        ConfigError: a safe module class is unknown or owns no parameter, or an extension cannot decide.
-    """
+    """Return the precisions by the mode. In mode "autocast" the classes of the owners decide, or an extension."""
     if policy.mode != "autocast":
         is_low = policy.mode != "fp32"
         of_mode = Precision(is_low=is_low, compute="low" if is_low else "as stored", reason=f"mode {policy.mode}")
@@ -60,112 +89,6 @@ def default_precisions(
     precisions = by_class(model, names, uses)
     refuse_none_safe(model, names, uses, precisions)
     return precisions
-
-
-def param_precisions(
-    policy: Policy,
-    uses: Sequence[ParameterUses],
-    regions: Fp32Regions,
-    overrides: Overrides,
-    defaults: Iterable[Precision],
-) -> Iterator[Precision]:
-    """Yield the precision of each parameter of `uses`, in their order.
-
-    Args:
-        policy: its mode and keys of precision are used.
-        uses: the parameters.
-        regions: the modules and tensors that stay in fp32.
-        overrides: the overrides of this model.
-        defaults: the precisions without regions and overrides.
-
-    Raises:
-        ConfigError: a pattern of `keep_in_fp32_modules` matches some owners of a tied parameter and not others, or a
-            parameter that is stored in a low dtype; or an override contradicts another, an fp32 region, or the stored
-            dtype.
-    """
-    for use, default in zip(uses, defaults, strict=True):
-        dtype = stored_dtype(use.parameter)
-        if not dtype.is_floating_point:
-            reason = f"{short_name(dtype)} is not a floating-point dtype"
-            yield Precision(is_low=False, compute="as stored", reason=reason)
-        elif hasattr(use.parameter, "quant_state"):  # of bitsandbytes: packed words, in any dtype
-            yield Precision(is_low=False, compute="as stored", reason="quantized: it stores packed bits")
-        elif use.parameter.dim() == 0:
-            yield Precision(is_low=False, compute="per op", reason="0-D: whole on each rank, in fp32")
-        else:
-            yield _overridden(_in_fp32(use, regions, policy) or default, use, regions, overrides, policy)
-
-
-def _overridden(
-    precision: Precision, use: ParameterUses, regions: Fp32Regions, overrides: Overrides, policy: Policy
-) -> Precision:
-    """Return a parameter's precision, changed by its override. Overrides to fp32 are in `regions` already."""
-    found = {fqn: override for fqn in use.fqns if (override := overrides.of(fqn)) is not None}
-    if not found:
-        return precision
-    fqn, override = next(iter(found.items()))
-    for other_fqn, other in found.items():
-        if other.asked.settings() != override.asked.settings():
-            raise ConfigError(
-                f"{override} sets {override.asked.settings()} for {fqn}, but {other} sets {other.asked.settings()} for "
-                f"{other_fqn}, which is the same parameter. Name all owners of a tied parameter in one override."
-            )
-    if override.low_dtype is not None:
-        _refuse_low(override, fqn, use, regions, overrides)
-        is_compute = override.asked.compute is not None or policy.mode != "autocast" or precision.compute == "low"
-        precision = replace(precision, is_low=True, compute="low" if is_compute else "per op")
-    reason = f"{override}: {override.asked.settings()}"
-    if override.asked.compute is None and override.asked.param is None:
-        reason = f"{precision.reason}; {reason}"
-    return replace(precision, communication=override.asked.communication, reason=reason)
-
-
-def _refuse_low(
-    override: Override, matched: str, use: ParameterUses, regions: Fp32Regions, overrides: Overrides
-) -> None:
-    """Raise if an override sets a low dtype for a parameter that an fp32 region, another owner or its dtype prevents.
-
-    `matched` is the parameter's FQN that the override matches.
-    """
-    asks = f"{override} sets {override.asked.settings()} for {matched}"
-    for fqn in use.fqns:
-        if (source := regions.pattern_of(fqn)) is not None:
-            raise ConfigError(f"{asks}, but {source} keeps {fqn} in fp32. Remove it from one of the two.")
-        if overrides.of(fqn) is None:
-            raise ConfigError(
-                f"{asks}, but not for {fqn}, which is the same parameter. Name all owners of a tied parameter, or none."
-            )
-    if (dtype := stored_dtype(use.parameter)) not in (torch.float32, override.low_dtype):
-        raise ConfigError(
-            f"{asks}, but the parameter is frozen and stored in {short_name(dtype)}, so it is all-gathered in that "
-            "dtype. Cast it before wrap_model, or leave it out of the override."
-        )
-
-
-def _in_fp32(use: ParameterUses, regions: Fp32Regions, policy: Policy) -> Precision | None:
-    """Return the precision of a parameter that an fp32 region or a pattern keeps in fp32; None for others."""
-    patterns = [regions.pattern_of(fqn) for fqn in use.fqns]
-    if not any(patterns):
-        return None
-    kept, pattern = next((fqn, each) for fqn, each in zip(use.fqns, patterns, strict=True) if each is not None)
-    if policy.mode != "autocast" and not all(patterns):
-        outside = use.fqns[patterns.index(None)]
-        raise ConfigError(
-            f"{pattern} keeps {kept} in fp32 but not {outside}, which is the same parameter. In "
-            f"mode {policy.mode} each parameter has one dtype: name all owners of a tied parameter, or none."
-        )
-    if stored_dtype(use.parameter).itemsize < torch.float32.itemsize:
-        raise ConfigError(
-            f"{pattern} keeps {kept} in fp32, but it is stored in "
-            f"{short_name(use.parameter.dtype)}. Call .float() on its module before wrap_model."
-        )
-    is_named_itself = use.fqns[0] in regions.tensors
-    own: Compute = "per op" if policy.mode == "autocast" else "as stored"
-    return Precision(
-        is_low=False,
-        compute=own if is_named_itself or not all(patterns) else "fp32",
-        reason=f"kept in fp32: {pattern}",
-    )
 
 
 def by_class(model: nn.Module, names: Sequence[str], uses: Sequence[ParameterUses]) -> list[Precision]:

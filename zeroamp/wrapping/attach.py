@@ -34,7 +34,7 @@ from zeroamp.hooks.second_derivatives import SecondDerivatives
 from zeroamp.hooks.typed_groups import typed_group_hooks
 from zeroamp.hooks.unit_hooks import UnitHooks, return_no_view
 from zeroamp.planning.mesh import shard_device
-from zeroamp.planning.patterns import modules_around
+from zeroamp.planning.parameter_uses import modules_around
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import sharded_accumulation
 from zeroamp.policies.extensions import Extension

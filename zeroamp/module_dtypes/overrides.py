@@ -7,7 +7,8 @@ from itertools import chain
 import torch
 from torch import nn
 
-from zeroamp.planning.patterns import Matches, classes_of, find_matches, has_forward, modules_around
+from zeroamp.module_dtypes.patterns import Matches, classes_of, find_matches, has_forward
+from zeroamp.planning.parameter_uses import modules_around
 from zeroamp.policies.dtypes import stored_dtype
 from zeroamp.policies.errors import ConfigError, some_of
 from zeroamp.policies.policy import Policy
@@ -55,7 +56,7 @@ class Overrides:
 
 
 def find_overrides(model: nn.Module, policy: Policy, ignored_params: Iterable[nn.Parameter] = ()) -> Overrides:
-    """Return the overrides of the policy by modules and parameters of `model`. See `zeroamp.planning.patterns`.
+    """Return the overrides of the policy by modules and parameters of `model`. See `zeroamp.module_dtypes.patterns`.
 
     Overrides do not apply to `ignored_params`.
 

@@ -11,8 +11,8 @@ import zeroamp
 from tests.models.small import VOCAB, WIDTH, Llama, batch
 from tests.processes.training import full_parameters, same_bits
 from tests.selection import slow_but
-from zeroamp.planning.fp32_regions import find_fp32_regions
-from zeroamp.planning.overrides import Overrides
+from zeroamp.module_dtypes.kept_in_fp32 import find_fp32_regions
+from zeroamp.module_dtypes.overrides import Overrides
 
 MODES = {
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},

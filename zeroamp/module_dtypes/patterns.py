@@ -52,12 +52,6 @@ def has_forward(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
-def modules_around(fqn: str) -> Iterator[str]:
-    """Yield the FQNs of the modules around a module or tensor, outermost first, without the root."""
-    parts = fqn.split(".")
-    yield from (".".join(parts[:depth]) for depth in range(1, len(parts)))
-
-
 def _is_class(cls: type[nn.Module], pattern: str) -> bool:
     module_name, _, last = pattern.rpartition(".")
     if getattr(sys.modules.get(module_name), last, None) is cls:  # a public name, such as torch.nn.Linear

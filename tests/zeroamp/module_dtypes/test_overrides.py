@@ -11,8 +11,9 @@ import zeroamp
 from tests.models.small import WIDTH, Llama, hf_llama
 from tests.processes.launch import ROOT
 from zeroamp.ledger.explain import Ledger
-from zeroamp.planning.fp32_regions import find_fp32_regions
-from zeroamp.planning.overrides import find_overrides
+from zeroamp.module_dtypes.extension import overridden
+from zeroamp.module_dtypes.kept_in_fp32 import find_fp32_regions
+from zeroamp.module_dtypes.overrides import find_overrides
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MODES = {
@@ -323,7 +324,7 @@ def test_the_example_of_the_docs_is_a_config_for_a_llama():
     (example,) = [json.loads(text) for text in examples if "overrides" in text]
     model = hf_llama(tied=False)
     plan = zeroamp.build_plan(model, zeroamp.policy_from_config(example))
-    assert all(plan.overridden(index) for index in range(len(example["zeroamp"]["overrides"])))
+    assert all(overridden(plan, index) for index in range(len(example["zeroamp"]["overrides"])))
     found = cells(plan)
     assert found["lm_head.weight"] == (FP32, "fp32", FP32)
     assert found["model.embed_tokens.weight"][0] == BF16

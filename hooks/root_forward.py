@@ -3,7 +3,7 @@
 | order | place | when | what |
 |---|---|---|---|
 | 1 | "report" | outermost, with gradients | a `RunReport` measures the time and counts tokens |
-| 2 | "outer autocast" | every forward | the caller's autocast is checked, cached casts cleared |
+| 2 | "outer autocast" | every forward | the caller's autocast is checked; without gradients it caches no casts |
 | 3 | "random state" | outermost, with gradients, training mode | `zeroamp.reproducible` seeds the generators |
 | 4 | "autocast" | every forward | `torch.autocast` of the config is entered |
 | 5 | "reshard" | outermost | when it ends: without gradients, all groups are resharded |

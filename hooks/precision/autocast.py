@@ -9,9 +9,11 @@
 Only autocast of the model's device type is checked. Autocast contexts inside the model's forward are not checked.
 
 [Note: Cached casts]
-`torch.autocast` casts a weight once and caches the result until the outermost autocast of the thread ends. Inside a
-caller's autocast that spans several steps, a forward would read casts of weights from before the update. So the cache
-is cleared before each outermost forward, as if the caller's autocast began just before it.
+`torch.autocast` casts a weight once and caches the result until the outermost autocast of the thread ends. Several
+forwards inside one autocast of the caller share the casts, and so the sums of their gradients in low precision, as in
+plain torch. Two things differ from plain torch. After an optimizer's step the cache is cleared
+(`zeroamp/wrapping/optimizer_hooks.py`): otherwise the next forward would read casts of the old weights. And a forward
+without gradients caches nothing: otherwise the next one would give no gradient to the weights that it cast.
 """
 
 import logging
@@ -58,13 +60,22 @@ def enter_autocast(device_type: str, dtype: torch.dtype, ops: frozenset[str] = f
     return lambda _call: config_autocast(device_type, dtype, ops)
 
 
-def forget_casts(call: ForwardCall) -> None:
-    """Clear autocast's cache before an outermost forward: see [Note: Cached casts].
+def cache_with_gradients(_call: ForwardCall) -> AbstractContextManager[None] | None:
+    """Return the context of a forward without gradients, in which autocast caches nothing: see [Note: Cached casts].
 
     For the place "outer autocast" of `RootForward`, in every mode.
     """
-    if call.is_outermost:
-        torch.clear_autocast_cache()
+    return None if torch.is_grad_enabled() else _without_cache()
+
+
+@contextmanager
+def _without_cache() -> Iterator[None]:
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def warn_of_other_autocast(device_type: str, dtype: torch.dtype) -> ForwardContext:

@@ -27,7 +27,12 @@ from zeroamp.hooks.guards import (
     refuse_autocast_off,
     refuse_sharded,
 )
-from zeroamp.hooks.precision.autocast import enter_autocast, forget_casts, refuse_autocast, warn_of_other_autocast
+from zeroamp.hooks.precision.autocast import (
+    cache_with_gradients,
+    enter_autocast,
+    refuse_autocast,
+    warn_of_other_autocast,
+)
 from zeroamp.hooks.precision.module_casts import cast_inputs, run_in_fp32
 from zeroamp.hooks.root_forward import reshard_after_no_grad
 from zeroamp.hooks.second_derivatives import SecondDerivatives
@@ -116,7 +121,7 @@ def _add_root_forward(model: nn.Module, state: WrapState, hooks: UnitHooks) -> N
     for group in state.gradients:
         group.awaits_backward = second.awaits_backward
     forward.add("reshard", reshard_after_no_grad(model, unless=second.awaits_backward))
-    forward.add("outer autocast", forget_casts)
+    forward.add("outer autocast", cache_with_gradients)
     if policy.mode == "autocast":
         forward.add("outer autocast", warn_of_other_autocast(device_type, policy.param_dtype))
         forward.add("autocast", enter_autocast(device_type, policy.param_dtype, policy.autocast_ops))

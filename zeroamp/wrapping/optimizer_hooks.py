@@ -12,6 +12,7 @@ once, because `TrainStep` checks and reshards by itself. In other loops:
 | before | its last backward did not reduce the gradients (`set_requires_gradient_sync`) | StepError |
 | before | no rank used a parameter, whose unit ran | its gradient of zeros becomes None |
 | after | a forward with gradients ran between backward and step | the old unsharded weights are released |
+| after | it steps inside `torch.autocast` | the cached casts of the old weights are released |
 
 The fourth row needs one all-reduce of a byte per parameter. The host waits for it only on a rank that did not use a
 parameter of a unit that ran. Gradients that a closure computes are not looked at.
@@ -64,6 +65,7 @@ class OwnedOptimizers:
             yield
         finally:
             cls.is_updating = False
+            torch.clear_autocast_cache()  # casts of the old weights
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,6 +152,7 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
     if OwnedOptimizers.is_updating:
         return
     for _, groups in _groups(_held(optimizer)):
+        torch.clear_autocast_cache()  # casts of the old weights
         reshard([cast(nn.Module, group.module) for group in groups])
         for group in groups:
             group.end_backward()

@@ -1,81 +1,61 @@
-"""Counts the collectives that this rank issued in an optimizer step, hashes their order, and names those that fail.
+"""Lists the collectives that this rank issued in an optimizer step, and names those that fail.
 
-`zeroamp/training/rank_agreement.py` compares the hash between ranks.
+`zeroamp/training/rank_agreement.py` compares the list between ranks.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
-from zlib import crc32
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from zeroamp.hooks.collectives.traffic import STEP, Collective, CollectiveListener, IssuedCollective, ReduceOp, notify
+from zeroamp.hooks.collectives.traffic import STEP, CollectiveListener, IssuedCollective, ReduceOp, notify
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import PeerError
 
 T = TypeVar("T")
 
-_MODULUS = 2**61 - 1  # a prime: the hash of a sequence is a polynomial in _BASE
-_BASE = 0x1F3D5B79A2C4E68
-
 _GLOO = ("gloo/", "Application timeout caused pair closure")  # gloo raises plain RuntimeErrors
 
 
-class CallKey(NamedTuple):
-    """The collective, its group, dtype, size and op. Calls with equal keys are counted together."""
-
-    collective: Collective
-    group_name: str
-    dtype: torch.dtype
-    numel: int
-    """Elements of the unsharded tensor."""
-    op: ReduceOp
-
-    def __str__(self) -> str:
-        where = "the optimizer step" if self.group_name == STEP else self.group_name
-        return f"{self.collective} of {where} ({self.numel} elements, {short_name(self.dtype)})"
+def _text(issued: IssuedCollective) -> str:
+    """Return a collective, its group, size, dtype and op as text, the same on all ranks."""
+    where = "the optimizer step" if issued.group_name == STEP else issued.group_name
+    op = "" if issued.op == dist.ReduceOp.SUM else f", {str(issued.op).rpartition('.')[2]}"
+    return f"{issued.collective} of {where} ({issued.tensor.numel()} elements, {short_name(issued.tensor.dtype)}{op})"
 
 
 @dataclass(slots=True)
 class IssuedInStep:
-    """Counts the collectives of the parameter groups. Reads sizes and dtypes, never values."""
+    """Lists the collectives of the parameter groups. Reads sizes and dtypes, never values."""
 
     step: int = 1
     """Number of the current optimizer step. The first one after this object was built is 1."""
     num_backwards: int = 0
     """Backwards begun since the last optimizer step, including those that `zero_grad` discarded."""
-    calls: dict[int, int] = field(default_factory=dict)
-    """Code of a `CallKey` -> calls since the last optimizer step. Codes are in the order of their first call."""
-    order: int = 0
-    """Hash of the calls in their order: equal on ranks that issued the same collectives."""
-    names: dict[int, CallKey] = field(default_factory=dict)
-    """Code -> `CallKey`. Codes are CRCs, because Python's hash of a string differs between processes."""
+    calls: list[str] = field(default_factory=list)
+    """The collectives since the last optimizer step as text, in their order."""
     own_units: frozenset[str] = frozenset()
     """Names of the groups of embeddings and heads that are units of their own."""
-    _codes: dict[tuple[Collective, str, torch.dtype, int, int], int] = field(default_factory=dict)
-    """Collective, group, dtype, size and id of the op -> code. Hashing the op itself would double the time of a count.
-    `names` retains the op, so that its id is not reused."""
+    _texts: dict[tuple[object, ...], tuple[str, ReduceOp]] = field(default_factory=dict)
+    """Collective, group, dtype, size and id of the op -> its text, and the op, so that its id is not reused. Hashing
+    the op itself would double the time of a call."""
 
     def on_collective(self, issued: IssuedCollective) -> None:
-        """Count one call of a parameter group's collective. `TrainStep`'s own is not counted."""
+        """Append a parameter group's collective. `TrainStep`'s own is left out."""
         collective, tensor, group_name, _, op = issued
         if group_name == STEP:
             return
-        seen = collective, group_name, tensor.dtype, tensor.numel(), id(op)
-        code = self._codes.get(seen)
-        if code is None:
-            key = CallKey(*seen[:4], op)
-            self._codes[seen] = code = crc32(f"{key} {op}".encode()) + 1
-            self.names[code] = key
-        self.calls[code] = self.calls.get(code, 0) + 1
-        self.order = (self.order * _BASE + code) % _MODULUS
+        key = collective, group_name, tensor.dtype, tensor.numel(), id(op)
+        found = self._texts.get(key)
+        if found is None:
+            self._texts[key] = found = _text(issued), op
+        self.calls.append(found[0])
 
     def end_step(self) -> None:
-        """Begin the next optimizer step. `calls` becomes a new dict, so that a caller may retain the old one."""
+        """Begin the next optimizer step. `calls` becomes a new list, so that a caller may retain the old one."""
         self.step += 1
-        self.num_backwards, self.order, self.calls = 0, 0, {}
+        self.num_backwards, self.calls = 0, []
 
 
 def issue(
@@ -107,15 +87,14 @@ def peer_lost(
         return error
     what = "collective of FSDP2"
     if issued is not None:
-        key = CallKey(issued.collective, issued.group_name, issued.tensor.dtype, issued.tensor.numel(), issued.op)
         ranks = dist.get_process_group_ranks(issued.process_group)
-        what = f"{key} over ranks {', '.join(map(str, ranks))}"
+        what = f"{_text(issued)} over ranks {', '.join(map(str, ranks))}"
     step = next((listener for listener in listeners if isinstance(listener, IssuedInStep)), None)
     place = ""
     if step is not None and issued is not None and issued.group_name == STEP:
         place = f" at the end of optimizer step {step.step - 1}"
     elif step is not None:
-        last = f" after the {step.names[list(step.calls)[-1]]}" if issued is None and step.calls else ""
+        last = f" after the {step.calls[-1]}" if issued is None and step.calls else ""
         place = f" in optimizer step {step.step}{last}, where {step.num_backwards} backwards had begun"
     own_unit = ""
     if step is not None and issued is not None and issued.group_name in step.own_units:

@@ -8,11 +8,11 @@ this rank raises. A rank does not detect the difference if its number happens to
 for this rank until the timeout.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import torch
 from torch import nn
@@ -91,7 +91,10 @@ class Done(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """What one rank did in one optimizer step, as Python values that are read without waiting for the device."""
+    """What one rank did in one optimizer step, as Python values that are read without waiting for the device.
+
+    Equal facts have the same `repr` in every process.
+    """
 
     done: Done | None
     num_backwards: int
@@ -99,14 +102,8 @@ class _Facts(NamedTuple):
     """The plain values of each param group of each optimizer."""
     is_trained: bytes
     """One byte per parameter of the model: `requires_grad`."""
-    order: int
-    calls: dict[int, int]
-    """How often each call ran, by its code. `digest` hashes `order` instead, which takes less time."""
-
-    def digest(self) -> int:
-        """Return 8 bytes of a hash that is the same in every process."""
-        text = repr((self.done, self.num_backwards, self.hyperparameters, crc32(self.is_trained), self.order))
-        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest())
+    calls: list[str]
+    """The collectives of the parameter groups."""
 
 
 class RankAgreement:
@@ -147,11 +144,11 @@ class RankAgreement:
                 for group in optimizer.param_groups
             ],
             is_trained=bytes([parameter.requires_grad for parameter in self._parameters]),
-            order=self.issued.order,
             calls=self.issued.calls,
         )
         self.issued.end_step()
-        number = facts.digest() % (2**53 // self._num_ranks)
+        digest = blake2b(repr(facts).encode(), digest_size=8).digest()
+        number = int.from_bytes(digest) % (2**53 // self._num_ranks)
         return (float(number),), partial(self._compare, facts, self._num_ranks * number, is_late)
 
     def _compare(self, facts: _Facts, expected: int, is_late: bool, sums: Sequence[float]) -> None:
@@ -174,5 +171,5 @@ class RankAgreement:
         names = {id(parameter): fqn for fqn, parameter in self._state.root.named_parameters()}
         for parameter, is_trained in zip(self._parameters, facts.is_trained, strict=True):
             found[f"requires_grad of {names.get(id(parameter), 'a removed parameter')}"] = str(bool(is_trained))
-        calls = {f"the count of {self.issued.names[code]}": str(count) for code, count in facts.calls.items()}
+        calls = {f"the count of {call}": str(count) for call, count in Counter(facts.calls).items()}
         return found | calls  # in the order of their first call

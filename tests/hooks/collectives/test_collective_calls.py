@@ -1,4 +1,4 @@
-"""`IssuedInStep`: the hash of what a rank issued, and the error for a collective that the backend ended."""
+"""`IssuedInStep`: the list of what a rank issued, and the error for a collective that the backend ended."""
 
 import torch
 import torch.distributed as dist
@@ -12,18 +12,23 @@ def _call(name="a", numel=4, dtype=torch.float32, collective="all_gather", op=di
     return IssuedCollective(collective, torch.empty(numel, dtype=dtype), name, None, op)
 
 
-def _hash(*calls):
+def _listed(*calls):
     issued = IssuedInStep()
     for call in calls:
         issued.on_collective(call)
-    return issued.order
+    return tuple(issued.calls)
 
 
-def test_the_hash_is_the_same_in_every_process():
-    assert _hash(_call(), _call("b")) == 2232652704913330768
+def test_a_call_is_listed_as_a_text_that_is_the_same_in_every_process():
+    gather, reduction = _call(), _call("b", collective="reduce_scatter", op=dist.ReduceOp.AVG)
+    assert _listed(gather, reduction, gather) == (
+        "all_gather of a (4 elements, fp32)",
+        "reduce_scatter of b (4 elements, fp32, AVG)",
+        "all_gather of a (4 elements, fp32)",
+    )
 
 
-def test_every_property_of_a_call_and_the_order_change_the_hash():
+def test_every_property_of_a_call_and_the_order_change_the_list():
     variants = [
         (),
         (_call(),),
@@ -36,19 +41,19 @@ def test_every_property_of_a_call_and_the_order_change_the_hash():
         (_call(), _call("b")),
         (_call("b"), _call()),
     ]
-    assert len({_hash(*variant) for variant in variants}) == len(variants)
+    assert len({_listed(*variant) for variant in variants}) == len(variants)
 
 
 def test_the_steps_own_collective_is_left_out_and_a_new_step_begins_empty():
     issued = IssuedInStep()
     issued.on_collective(_call(STEP))
-    assert (issued.order, issued.calls) == (0, {})
+    assert issued.calls == []
     issued.on_collective(_call())
     issued.num_backwards = 1
     calls = issued.calls
     issued.end_step()
-    assert (issued.step, issued.num_backwards, issued.order, issued.calls) == (2, 0, 0, {})
-    assert list(calls.values()) == [1], "what was issued is left to who holds it"
+    assert (issued.step, issued.num_backwards, issued.calls) == (2, 0, [])
+    assert len(calls) == 1, "what was issued is left to who holds it"
 
 
 def test_an_error_of_this_rank_itself_is_left_alone():

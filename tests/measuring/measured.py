@@ -10,9 +10,9 @@ from tests.processes.parallel_training import inputs_of, mesh_of, prepared
 from tests.processes.training import config, wrapped
 from zeroamp.dry_run.memory import memory_timeline
 from zeroamp.dry_run.optimizer_step import optimizer_costs
+from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.dry_run.timeline import KINDS
 from zeroamp.dry_run.traced_micro_batch import trace_micro_batch
-from zeroamp.ledger.planned_traffic import plan_traffic
 from zeroamp.planning.mesh import ranks_of
 from zeroamp.planning.mesh_axes import ranks_of_axes
 from zeroamp.wrapping.state import wrap_state

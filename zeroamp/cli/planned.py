@@ -14,7 +14,6 @@ from zeroamp.cli.axis_sizes import AxisSizes
 from zeroamp.cli.model_source import load_inputs, load_model, takes_mesh
 from zeroamp.hooks._torch.process_groups import fake_ranks
 from zeroamp.ledger.explain import Ledger
-from zeroamp.ledger.tables import paragraph
 from zeroamp.meshes.refused_meshes import refuse_combinations
 from zeroamp.module_dtypes.extension import overridden
 from zeroamp.planning.mesh import Ranks, current_device_type, mesh_shape
@@ -22,6 +21,7 @@ from zeroamp.planning.mesh_axes import find_axes, ranks_of_axes
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies.errors import WrapError, some_of
 from zeroamp.policies.policy import Policy
+from zeroamp.reporting.tables import paragraph
 
 TRACED_TOKENS = 2048
 """Sequence length of the inputs of a traced run: the default of `zeroamp plan`. The batch is 1."""

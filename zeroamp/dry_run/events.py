@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import torch
 
+from zeroamp.dry_run.fsdp_replay import Replay
 from zeroamp.hooks._torch.dispatch import TorchDispatchMode, count_op_flops, is_view_op, run_op, storage_key
 from zeroamp.hooks._torch.dtensor import is_wrapper, without_wrapper
 from zeroamp.hooks.tensors import tensors_in
-from zeroamp.ledger.fsdp_replay import Replay
 
 Kind = Literal["activations", "workspace", "unsharded gradients"]
 """Activations are allocated in the forward and still exist at its end. All else, except gradients, is workspace."""

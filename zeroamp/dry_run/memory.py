@@ -35,11 +35,11 @@ from collections.abc import Iterable
 import torch
 
 from zeroamp.dry_run.events import MAX_MICRO_BATCHES, Change, Event, GradientReady, Mark
+from zeroamp.dry_run.fsdp_replay import GroupListener, Replay
 from zeroamp.dry_run.optimizer_step import OptimizerCosts
 from zeroamp.dry_run.timeline import HOST_KINDS, Timeline, TimelineWriter
 from zeroamp.dry_run.traced_micro_batch import MicroBatch
 from zeroamp.hooks.collectives.tree_sum import BLOCK
-from zeroamp.ledger.fsdp_replay import GroupListener, Replay
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import Ranks

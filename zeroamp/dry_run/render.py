@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from zeroamp.dry_run.timeline import KINDS, LABELS, PHASES, Timeline
-from zeroamp.ledger.rows import SHARD_DIMS, fold, ledger_rows
-from zeroamp.ledger.tables import Row, Table, TableStyle, document, gb, gib
+from zeroamp.ledger.rows import SHARD_DIMS, ledger_rows
 from zeroamp.policies.dtypes import short_name
+from zeroamp.reporting.tables import Row, Table, TableStyle, document, fold, gb, gib
 
 if TYPE_CHECKING:
     from zeroamp.dry_run.meshes import MeshAdvice, MeshPlan
@@ -201,9 +201,8 @@ def _traffic_rows(run: RunPlan) -> list[Row]:
 
 def _group_rows(run: RunPlan, stage: StagePlan) -> list[Row]:
     rows = []
-    groups = ledger_rows(stage.plan, stage.ranks).groups
-    has_other_dims = any(dim > 0 for row in groups for dim in row[SHARD_DIMS])
-    for row, group in zip(groups, stage.plan.all_groups, strict=True):
+    ledger = ledger_rows(stage.plan, stage.ranks)
+    for row, group in zip(ledger.groups, stage.plan.all_groups, strict=True):
         kept, less = run.activations.get(group.unit, (0, 0)) if group.kind == "unit" else (None, None)
         rows.append(
             {
@@ -211,7 +210,7 @@ def _group_rows(run: RunPlan, stage: StagePlan) -> list[Row]:
                 "elements": row["elements"],
                 "param dtype": row["param"],
                 "communication dtype": row["communication"],
-                **({SHARD_DIMS: ", ".join(map(str, row[SHARD_DIMS]))} if has_other_dims else {}),
+                **({SHARD_DIMS: ", ".join(map(str, row[SHARD_DIMS]))} if ledger.has_other_dims else {}),
                 "shards": gib(row["stored_bytes_per_rank"]),
                 "unsharded": gib(row["unsharded_bytes_per_rank"]),
                 "gradients": gib(row["gradient_bytes_per_rank"]),

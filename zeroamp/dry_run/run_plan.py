@@ -28,13 +28,13 @@ from zeroamp.dry_run.memory import memory_timeline
 from zeroamp.dry_run.meshes import MeshAdvice, MeshPlan, MeshShape, advise, padding_of, shapes_to_try
 from zeroamp.dry_run.network import ITEMSIZE_OF_PARTIALS, Network, two_levels
 from zeroamp.dry_run.optimizer_step import OptimizerCosts, OptimizerFactory, optimizer_costs
+from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.dry_run.plot import plot_run
 from zeroamp.dry_run.render import render_run, run_to_dict, title
 from zeroamp.dry_run.step_time import StepTime, step_time
 from zeroamp.dry_run.timeline import Timeline
 from zeroamp.dry_run.traced_micro_batch import MicroBatch
 from zeroamp.hooks.collectives.traffic import Traffic
-from zeroamp.ledger.planned_traffic import plan_traffic
 from zeroamp.meshes.refused_meshes import refuse_combinations
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.mesh import Ranks, current_device_type

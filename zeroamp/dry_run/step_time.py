@@ -29,10 +29,10 @@ import torch
 
 from zeroamp.dry_run.efficiency import Efficiency
 from zeroamp.dry_run.events import MAX_MICRO_BATCHES, Event, Mark, Op
+from zeroamp.dry_run.fsdp_replay import GroupListener, Replay
 from zeroamp.dry_run.gpus import Gpu
 from zeroamp.dry_run.network import Network
-from zeroamp.ledger.fsdp_replay import GroupListener, Replay
-from zeroamp.ledger.planned_traffic import group_collectives
+from zeroamp.dry_run.planned_traffic import group_collectives
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 

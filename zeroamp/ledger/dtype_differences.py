@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from zeroamp.hooks.collectives.traffic import Traffic
-from zeroamp.ledger.rows import DTYPE_COLUMNS, dtype_names, fold
-from zeroamp.ledger.tables import Row, Table, TableStyle, document, paragraph
+from zeroamp.ledger.rows import DTYPE_COLUMNS, Row, dtype_names
 from zeroamp.planning.group_dtypes import PER_OP, ParamDtypes, group_dtypes
 from zeroamp.planning.groups import GroupPlan, ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import describe
+from zeroamp.policies.extensions import load
 
 REPLICAS = "replicas"
 """The boundary of the all-reduce of shards over replicas (HSDP), which has no column in the ledger."""
@@ -67,10 +67,14 @@ class Verification:
     observed: Seen
     """Parameter -> boundary -> dtype -> the op, collective or tensor that had this dtype first."""
     num_micro_batches: int
-    planned: Traffic
-    """Calls and bytes of collectives that the ledger expects in the optimizer step."""
     counted: Traffic
     """Calls and bytes of the collectives of the observed step."""
+
+    @property
+    def planned(self) -> Traffic:
+        """Calls and bytes of collectives that the ledger expects in the optimizer step."""
+        traffic: Traffic = load("Ledger.plan_traffic")(self.plan, self.ranks)
+        return traffic
 
     @property
     def is_traffic_as_planned(self) -> bool:
@@ -80,43 +84,27 @@ class Verification:
 
     def __str__(self) -> str:
         """Return a table of two rows per group: the expected and the observed dtypes."""
-        return self._document("simple")
+        text: str = load("Verification.text")(self)
+        return text
 
     def __repr__(self) -> str:
         """Return the result in one line."""
-        return f"Verification({self._title()}; collectives and their bytes are {self._traffic()})"
+        return f"Verification({self.title()}; {self.traffic_result()})"
 
     def _repr_html_(self) -> str:
         """Return the table that `print` shows, for a notebook."""
-        return self._document("html")
+        html: str = load("Verification.text")(self, "html")
+        return html
 
-    def _title(self) -> str:
+    def title(self) -> str:
+        """Return what was compared: the numbers of parameters and micro-batches."""
         total = sum(len(group.params) for group in self.plan.all_groups)
         return f"{total} parameters, {self.num_micro_batches} micro-batches: every dtype is the expected one"
 
-    def _traffic(self) -> str:
-        return "as planned" if self.is_traffic_as_planned else "not as planned: modules run in another order"
-
-    def _document(self, style: TableStyle) -> str:
-        dicts = self._group_dicts()
-        used = [
-            boundary
-            for boundary in (*DTYPE_COLUMNS, REPLICAS)
-            if boundary != REPLICAS or any(row["observed"][REPLICAS] for row in dicts)
-        ]
-        pairs = fold(
-            [{**row, "expected": _cells(row["expected"], used), "observed": _seen(row, used)} for row in dicts]
-        )
-        rows = [
-            {"group": pair["group"], "groups": pair["groups"], "dtypes": what, **pair[what]}
-            for pair in pairs
-            for what in ("expected", "observed")
-        ]
-        note = (
-            f'For "{PER_OP}" no dtype is expected. "-": nothing to observe, or a module that did not run.\n'
-            f"Collectives and their bytes are {self._traffic()}."
-        )
-        return document([Table(paragraph(f"zeroamp: {self._title()}"), rows), note], style)
+    def traffic_result(self) -> str:
+        """Return whether the collectives were the planned ones, in words."""
+        result = "as planned" if self.is_traffic_as_planned else "not as planned: modules run in another order"
+        return f"collectives and their bytes are {result}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return values that JSON can hold: micro-batches, whether traffic was as planned, groups, parameters.
@@ -213,14 +201,6 @@ def see_collectives(traffic: Traffic, plan: Plan, observed: dict[str, dict[str, 
             for param in group.params:
                 if boundary == "param" or param.is_trainable:
                     observed[param.fqn].setdefault(boundary, {}).setdefault(name, f"{collective} of {group.name}")
-
-
-def _cells(expected: Row, columns: list[str]) -> dict[str, str]:
-    return {column: expected[column] or "-" for column in columns}
-
-
-def _seen(row: Row, columns: list[str]) -> dict[str, str]:
-    return {column: ", ".join(row["observed"][column]) or "-" for column in columns}
 
 
 def _of_groups(traffic: Traffic, names: Container[str]) -> dict[Any, tuple[int, int]]:

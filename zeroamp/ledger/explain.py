@@ -1,45 +1,20 @@
 """The dtype ledger: the seven dtypes of every group and parameter, and their bytes per step and per rank."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.ledger.dtype_differences import Verification
-from zeroamp.ledger.rows import (
-    DTYPE_COLUMNS,
-    PER_RANK,
-    PER_STEP,
-    SHARD_DIM,
-    SHARD_DIMS,
-    LedgerRows,
-    cells,
-    fold,
-    ledger_rows,
-)
-from zeroamp.ledger.tables import Row, Table, TableStyle, document, gb, gib, render
+from zeroamp.ledger.rows import BYTES, DTYPE_COLUMNS, PER_STEP, SHARD_DIM, SHARD_DIMS, LedgerRows, cells, ledger_rows
 from zeroamp.ledger.verify_step import verify
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.mesh_axes import ranks_of_axes
 from zeroamp.planning.plan import Plan
-from zeroamp.policies.errors import some_of
+from zeroamp.policies.extensions import load
 from zeroamp.training.loss import LossFunction
 from zeroamp.wrapping.state import wrap_state
-
-_STEP_NOTE = (
-    "Per step: bytes of the unsharded tensors that one optimizer step moves on each rank, {padding}, as "
-    "zeroamp.traffic(model) counts them."
-)
-_RANK_NOTE = (
-    "Per rank: the stored shard, the unsharded parameters while they exist, the gradients. Not counted: optimizer "
-    "state, activations, buffers, staging of collectives."
-)
-_UNKNOWN_NOTE = (
-    "The number of ranks is not known, so bytes per rank and the all-reduce over replicas of shards are left out. Pass "
-    "Ledger(plan=..., num_shards=...), or --world-size."
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +36,8 @@ class Ledger:
 
     def __str__(self) -> str:
         """Return the summary, one row per module class and dtypes, and one per group; equal neighbours share one."""
-        return self._document(self._tables())
+        text: str = load("Ledger.text")(self)
+        return text
 
     def __repr__(self) -> str:
         """Return mode, stage, units, groups and parameters in one line."""
@@ -69,25 +45,21 @@ class Ledger:
 
     def _repr_html_(self) -> str:
         """Return the tables that `print` shows, for a notebook."""
-        return self._document(self._tables(), "html")
+        html: str = load("Ledger.text")(self, "html")
+        return html
 
-    def per_parameter(self, style: TableStyle = "simple") -> str:
+    def per_parameter(self, style: Literal["simple", "github", "html"] = "simple") -> str:
         """Return three tables of one row per parameter: dtypes; bytes; class, group and the reason for the dtypes.
 
         With the style "github", return one Markdown table, and with "html" one of HTML.
         """
-        if style != "simple":
-            return _render(self.parameter_rows(), style)
-        byte_columns = ("elements", *self._byte_columns)
-        tables = _parts(self.parameter_rows(), "parameter", (SHARD_DIM, *DTYPE_COLUMNS), byte_columns)
-        return "\n\n".join(_render(table) for table in tables)
+        text: str = load("Ledger.parameter_text")(self, style)
+        return text
 
     def to_markdown(self, *, per_parameter: bool = False) -> str:
         """Return what `print` shows, as Markdown. `per_parameter` adds a table of all parameters."""
-        tables = {**self._tables(), "Groups": fold(self.group_rows())}  # Markdown may be wide: one table of the groups
-        del tables["Bytes of the groups"]
-        tables |= {"Parameters": self.parameter_rows()} if per_parameter else {}
-        return self._document(tables, "github")
+        text: str = load("Ledger.text")(self, "github", per_parameter=per_parameter)
+        return text
 
     def summary_rows(self) -> list[dict[str, Any]]:
         """Return one dict per pair of all-gather and reduction dtype.
@@ -101,9 +73,9 @@ class Ledger:
                 "reduced in": row["communication"],
                 "params": row["params"],
                 "elements": row["elements"],
-                "GB per all-gather": gb(row["bytes_per_all_gather"]),
-                "GB all-gathered per step": gb(row[PER_STEP[0]]),
-                "GB reduced per step": gb(row[PER_STEP[1]]),
+                "GB per all-gather": row["bytes_per_all_gather"] / 1e9,
+                "GB all-gathered per step": row[PER_STEP[0]] / 1e9,
+                "GB reduced per step": row[PER_STEP[1]] / 1e9,
             }
             for row in self._rows().summary
         ]
@@ -116,20 +88,20 @@ class Ledger:
     def group_rows(self) -> list[dict[str, Any]]:
         """Return one dict per group: name, kind, numbers of parameters and elements, the seven dtypes, and bytes.
 
-        Bytes per step count all all-gathers and reductions of one optimizer step: see `ledger/planned_traffic.py`.
+        Bytes per step count all all-gathers and reductions of one optimizer step: see `dry_run/planned_traffic.py`.
         Bytes per rank need `num_shards`, and count the stored shard (padding included), the unsharded parameters, and
         the gradients (a shard; at stages 0 and 1 with accumulation, the unsharded sums too). If any parameter is
         sharded over another dimension than 0, each dict also has the sharded dimensions.
         """
         columns = ("kind", "params", "elements", *DTYPE_COLUMNS, *self._byte_columns)
-        other_dims = self._other_dims()
+        rows = self._rows()
         return [
             {
                 "group": row["group"],
-                **({SHARD_DIMS: ", ".join(map(str, row[SHARD_DIMS])) or "-"} if other_dims else {}),
+                **({SHARD_DIMS: ", ".join(map(str, row[SHARD_DIMS])) or "-"} if rows.has_other_dims else {}),
                 **cells(row, columns),
             }
-            for row in self._rows().groups
+            for row in rows.groups
         ]
 
     def parameter_rows(self) -> list[dict[str, Any]]:
@@ -137,9 +109,10 @@ class Ledger:
 
         If any parameter is sharded over another dimension than 0, each dict also has the sharded dimension.
         """
-        dim = (SHARD_DIM,) if self._other_dims() else ()
+        rows = self._rows()
+        dim = (SHARD_DIM,) if rows.has_other_dims else ()
         columns = ("parameter", "unit", "group", "class", "elements", *dim, *DTYPE_COLUMNS, *self._byte_columns, "why")
-        return [cells(row, columns) for row in self._rows().parameters]
+        return [cells(row, columns) for row in rows.parameters]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the ledger as values that JSON can hold. Later versions may add keys, but do not remove any.
@@ -185,24 +158,12 @@ class Ledger:
         """
         return verify(self.plan, model, batch, loss_fn)
 
-    def _document(self, tables: dict[str, list[Row]], style: TableStyle = "simple") -> str:
-        drawn = [Table(title, [_in_units(row) for row in rows]) for title, rows in tables.items()]
-        return document([self.title(), *drawn, self._notes()], style)
-
-    def _tables(self) -> dict[str, list[Row]]:
-        groups = fold(self.group_rows())
-        return {
-            "Dtypes between ranks": self.summary_rows(),
-            "Module classes": _without(self.class_rows(), self._byte_columns),
-            "Groups": _without(groups, self._byte_columns),
-            "Bytes of the groups": _only(groups, ("group", "groups", *self._byte_columns)),
-        }
-
     def _rows(self) -> LedgerRows:
-        return ledger_rows(self.plan, self._ranks)
+        return ledger_rows(self.plan, self.ranks)
 
     @property
-    def _ranks(self) -> Ranks:
+    def ranks(self) -> Ranks:
+        """The numbers of ranks as one value."""
         return Ranks(
             num_shards=self.num_shards,
             num_replicas=self.num_replicas,
@@ -212,7 +173,7 @@ class Ledger:
 
     @property
     def _byte_columns(self) -> tuple[str, ...]:
-        return PER_STEP if self._ranks.shards(self.plan.policy) is None else (*PER_STEP, *PER_RANK)
+        return PER_STEP if self.ranks.shards(self.plan.policy) is None else BYTES
 
     def title(self) -> str:
         """Return the sentence above the tables: mode, stage, units, groups and parameters."""
@@ -223,61 +184,6 @@ class Ledger:
             f"zeroamp: mode {policy.mode}, ZeRO stage {policy.stage}, {len(units)} units below the root, "
             f"{len(self.plan.all_groups)} groups, {numel:,} parameters{low}"
         )
-
-    def _notes(self) -> str:
-        if self._ranks.shards(self.plan.policy) is None:
-            return f"{_STEP_NOTE.format(padding='without the padding to the ranks')}\n{_UNKNOWN_NOTE}"
-        notes = [_STEP_NOTE.format(padding="padding included"), _RANK_NOTE]
-        for dim, names in self._other_dims().items():
-            notes.append(f"Sharded over dimension {dim}, where dimension 0 would be padded: {some_of(names)}.")
-        return "\n".join(notes)
-
-    def _other_dims(self) -> dict[int, list[str]]:
-        """Return the parameters that are sharded over another dimension than 0, by dimension."""
-        num_shards = self._ranks.shards(self.plan.policy)
-        found: dict[int, list[str]] = {}
-        for group in self.plan.groups:
-            for param in group.params:
-                if dim := param.shard_dim(num_shards):
-                    found.setdefault(dim, []).append(param.fqn)
-        return dict(sorted(found.items()))
-
-
-_UNITS: dict[str, tuple[str, Callable[[int], float | None]]] = {
-    PER_STEP[0]: ("GB all-gathered per step", gb),
-    PER_STEP[1]: ("GB reduced per step", gb),
-    PER_RANK[0]: ("GiB of shards per rank", gib),
-    PER_RANK[1]: ("GiB unsharded per rank", gib),
-    PER_RANK[2]: ("GiB of gradients per rank", gib),
-}
-"""Column of bytes -> its header in a table, and the function that converts bytes to the printed unit."""
-
-
-def _render(rows: list[Row], style: TableStyle = "simple") -> str:
-    return render([_in_units(row) for row in rows], style)
-
-
-def _in_units(row: Row) -> Row:
-    """Return a row with its bytes as GB or GiB."""
-    shown: Row = {}
-    for key, value in row.items():
-        header, convert = _UNITS.get(key, (key, None))
-        shown[header] = value if convert is None or not isinstance(value, int) else convert(value)
-    return shown
-
-
-def _only(rows: list[Row], columns: tuple[str, ...]) -> list[Row]:
-    return [{key: row[key] for key in columns if key in row} for row in rows]
-
-
-def _without(rows: list[Row], columns: tuple[str, ...]) -> list[Row]:
-    return [{key: value for key, value in row.items() if key not in columns} for row in rows]
-
-
-def _parts(rows: list[Row], name: str, *columns: tuple[str, ...]) -> list[list[Row]]:
-    """Split the rows into several tables: one per tuple of columns, and one of the other columns."""
-    rest = tuple(key for each in columns for key in each)
-    return [*(_only(rows, (name, *each)) for each in columns), _without(rows, rest)]
 
 
 def explain(model: nn.Module) -> Ledger:

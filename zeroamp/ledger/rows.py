@@ -1,6 +1,7 @@
 """The rows of the dtype ledger, as JSON holds them: one dict per parameter, group, class and pair of dtypes.
 
-Bytes per step come from `zeroamp.ledger.planned_traffic`, bytes per rank from its `Memory`. Unknown values are None.
+Bytes per step come from `zeroamp/dry_run/planned_traffic.py`, bytes per rank from `planning/shard_sizes.py`. Unknown
+values are None.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,18 +10,18 @@ from typing import Any
 
 import torch
 
-from zeroamp.ledger.fsdp_replay import step_schedule
-from zeroamp.ledger.planned_traffic import REPLICATED_BYTES, plan_traffic, step_collectives
 from zeroamp.planning.group_dtypes import GroupDtypes, ParamDtypes, group_dtypes
 from zeroamp.planning.groups import GroupPlan, ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.shard_sizes import param_memory
 from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.extensions import load
 
 DTYPE_COLUMNS = tuple(column.name for column in fields(ParamDtypes))
 PER_STEP = ("all_gathered_bytes_per_step", "reduced_bytes_per_step")
 PER_RANK = ("stored_bytes_per_rank", "unsharded_bytes_per_rank", "gradient_bytes_per_rank")
+BYTES = (*PER_STEP, *PER_RANK)
 
 SHARD_DIMS = "shard_dims"
 """Key of group rows: the dimensions that are sharded, each once; [] where they are not known, or nothing is sharded."""
@@ -47,6 +48,11 @@ class LedgerRows:
     traffic: list[Row]
     """One row per (collective, dtype, group): calls and bytes as `zeroamp.traffic(model)` counts them in one step."""
 
+    @property
+    def has_other_dims(self) -> bool:
+        """Whether any parameter is sharded over another dimension than 0."""
+        return any(row[SHARD_DIM] for row in self.parameters)
+
 
 def ledger_rows(plan: Plan, ranks: Ranks) -> LedgerRows:
     """Return all rows of `plan` on `ranks`. Bytes are None if they depend on a number of ranks that is not known."""
@@ -56,7 +62,7 @@ def ledger_rows(plan: Plan, ranks: Ranks) -> LedgerRows:
     on_ranks = {
         group.name: group_dtypes(group.key, plan.policy, ranks_of_group[group.name]) for group in plan.all_groups
     }
-    traffic = plan_traffic(plan, ranks)
+    traffic = load("Ledger.plan_traffic")(plan, ranks)
     return LedgerRows(
         summary=_summary(plan, on_ranks, costs),
         classes=_classes(plan, on_ranks, costs),
@@ -81,28 +87,22 @@ def ledger_rows(plan: Plan, ranks: Ranks) -> LedgerRows:
 
 def _costs(plan: Plan, ranks: Ranks) -> Costs:
     """Return the five columns of bytes of every parameter, by FQN."""
-    schedule = step_schedule(plan)
+    moved = load("Ledger.bytes_per_step")(plan, ranks)
     costs: Costs = {}
     for group in plan.all_groups:
         num_shards = ranks.of(is_expert=group.is_expert).shards(plan.policy)
-        calls = list(step_collectives(group, plan, ranks, schedule))
         for param in group.params:
             memory = None if num_shards is None else param_memory(param, plan.policy, num_shards)
             held = (None, None, None) if memory is None else (memory.stored, memory.unsharded, memory.gradient)
-            costs[param.fqn] = {
-                PER_STEP[0]: sum(call.num_bytes(param, num_shards) for call in calls if not call.is_of_gradients),
-                PER_STEP[1]: sum(call.num_bytes(param, num_shards) for call in calls if call.is_of_gradients)
-                + (REPLICATED_BYTES if param.group_key.is_replicated else 0),
-                **dict(zip(PER_RANK, held, strict=True)),
-            }
+            costs[param.fqn] = dict(zip(BYTES, (*moved[param.fqn], *held), strict=True))
     return costs
 
 
 def _totals(params: Iterable[ParamPlan], costs: Costs) -> Row:
     rows = [costs[param.fqn] for param in params]
-    known = [[row[column] for row in rows] for column in (*PER_STEP, *PER_RANK)]
+    known = [[row[column] for row in rows] for column in BYTES]
     sums = [None if None in values else sum(value or 0 for value in values) for values in known]
-    return dict(zip((*PER_STEP, *PER_RANK), sums, strict=True))
+    return dict(zip(BYTES, sums, strict=True))
 
 
 def _summary(plan: Plan, on_ranks: OnRanks, costs: Costs) -> list[Row]:
@@ -186,22 +186,3 @@ def dtype_names(dtypes: ParamDtypes) -> dict[str, str | None]:
 def cells(row: Row, columns: Sequence[str]) -> Row:
     """Return the row's columns, with "-" for None."""
     return {column: "-" if row[column] is None else row[column] for column in columns}
-
-
-def fold(rows: Sequence[Row]) -> list[Row]:
-    """Join neighbouring rows that differ only in the group, and count them in "groups": 30 equal layers are one row."""
-    folded: list[Row] = []
-    for row in rows:
-        last = folded[-1] if folded else None
-        if last and all(last[key] == row[key] for key in row if key != "group"):
-            last["last"], last["groups"] = row["group"], last["groups"] + 1
-        else:
-            folded.append({**row, "last": "", "groups": 1})
-    return [
-        {
-            "group": f"{row['group']} … {last}" if (last := row.pop("last")) else row["group"],
-            "groups": row.pop("groups"),
-            **{key: value for key, value in row.items() if key != "group"},
-        }
-        for row in folded
-    ]

@@ -9,7 +9,6 @@ from zeroamp.hooks.collectives.traffic import Traffic, listening
 from zeroamp.hooks.observers.observed_dtypes import Observations, OpObserver, UnitObserver
 from zeroamp.ledger.dtype_differences import Verification, find_differences, see_collectives
 from zeroamp.ledger.observed_step import ObservedStep, call, is_sharded, leaves_no_trace, observed_units
-from zeroamp.ledger.planned_traffic import plan_traffic
 from zeroamp.planning.mesh import device_of, ranks_of
 from zeroamp.planning.mesh_axes import refuse_model_axes
 from zeroamp.planning.plan import Plan
@@ -40,7 +39,6 @@ def verify(plan: Plan, model: nn.Module, batch: object, loss_fn: LossFunction | 
         ranks=ranks,
         observed=observations.seen,
         num_micro_batches=plan.policy.gradient_accumulation_steps,
-        planned=plan_traffic(plan, ranks),
         counted=counted,
     )
 

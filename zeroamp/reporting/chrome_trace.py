@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroamp.hooks.observers.trace_labels import LABEL_PREFIX
-from zeroamp.ledger.tables import render
+from zeroamp.reporting.tables import render
 
 Event = dict[str, Any]
 

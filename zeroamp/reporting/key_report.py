@@ -4,10 +4,10 @@ import json
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from zeroamp.ledger.tables import terminal_width
 from zeroamp.policies.json_values import flatten
 from zeroamp.policies.normalise import to_config, unread
 from zeroamp.policies.schema import Config, Honoured, Key, Native, Unsupported, iter_keys
+from zeroamp.reporting.tables import terminal_width
 
 if TYPE_CHECKING:
     from zeroamp.policies.policy import Policy

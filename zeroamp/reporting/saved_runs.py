@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from zeroamp.ledger.tables import Row, TableStyle, render
 from zeroamp.policies.errors import CheckpointError, printable
 from zeroamp.reporting.files import new_figure, save_figure
 from zeroamp.reporting.step_record import PARTS, StepRecord
+from zeroamp.reporting.tables import Row, TableStyle, render
 from zeroamp.weights.untrusted_files import open_regular
 
 logger = logging.getLogger("zeroamp")

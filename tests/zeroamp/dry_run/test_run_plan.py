@@ -13,9 +13,9 @@ from tests.models.small import Llama, Moe, hf_llama_config
 from tests.processes.training import config
 from tests.zeroamp.dry_run.plans import FULL, TOKENS, plan, tokens
 from zeroamp.dry_run.meshes import shapes_to_try
+from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.dry_run.step_time import step_time
 from zeroamp.dry_run.timeline import KINDS
-from zeroamp.ledger.planned_traffic import plan_traffic
 from zeroamp.planning.mesh import Ranks
 
 

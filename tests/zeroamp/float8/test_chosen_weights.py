@@ -10,7 +10,7 @@ import zeroamp
 from tests.models.small import build
 from tests.processes.training import config, policy
 from tests.zeroamp.dry_run.plans import plan as planned_run
-from zeroamp.ledger.planned_traffic import plan_traffic
+from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import build_plan
 

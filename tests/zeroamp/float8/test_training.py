@@ -20,10 +20,10 @@ from tests.oracles import one_process
 from tests.oracles.float8_weights import round_linears
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, policy, train, wrapped
+from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.float8 import extension
 from zeroamp.float8.conflicts import KEY
 from zeroamp.float8.extension import REFUSALS, check_float8_model
-from zeroamp.ledger.planned_traffic import plan_traffic
 from zeroamp.planning.mesh import ranks_of
 from zeroamp.policies.extensions import extensions_of
 from zeroamp.wrapping.state import wrap_state

@@ -10,7 +10,7 @@ import zeroamp
 from tests.measuring.traffic import traffic_rows
 from tests.models.small import ConvNet, Encoder, Llama, Moe
 from tests.processes.training import config, wrapped
-from zeroamp.ledger.planned_traffic import plan_traffic
+from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.ledger.rows import PER_RANK, PER_STEP
 from zeroamp.planning.mesh import Ranks
 

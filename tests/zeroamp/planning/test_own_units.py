@@ -7,7 +7,7 @@ import zeroamp
 from tests.models.small import WIDTH, build, hf_llama
 from tests.processes.training import config
 from tests.processes.training import policy as policy_of
-from zeroamp.ledger.fsdp_replay import step_schedule
+from zeroamp.dry_run.fsdp_replay import step_schedule
 from zeroamp.planning.plan import build_plan
 from zeroamp.policies.auto_wrap import OwnUnits
 

@@ -7,7 +7,7 @@ from torch import nn
 import zeroamp
 from tests.models.small import build
 from tests.processes.training import config, policy
-from zeroamp.ledger.planned_traffic import plan_traffic
+from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.shard_sizes import local_numel, may_shard_any_dim, numel_of_shards, padded_numel, shard_dim
 

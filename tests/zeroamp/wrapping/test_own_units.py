@@ -15,9 +15,9 @@ from tests.models.small import batch, build
 from tests.oracles import one_process
 from tests.processes.training import check_run, check_same_run, config, full_parameters, same_bits, train, wrapped
 from tests.selection import slow_but
+from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.hooks.collectives.collective_calls import peer_lost
 from zeroamp.hooks.collectives.traffic import IssuedCollective
-from zeroamp.ledger.planned_traffic import plan_traffic
 from zeroamp.wrapping.state import wrap_state
 
 LARGE = 1000  # elements: embeddings and heads have 2,560

@@ -21,8 +21,8 @@ from tests.processes.training import (
     wrapped,
 )
 from tests.selection import slow_but
+from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.ledger.explain import Ledger
-from zeroamp.ledger.planned_traffic import plan_traffic
 from zeroamp.planning.mesh import ranks_of
 from zeroamp.planning.shard_sizes import param_memory
 from zeroamp.wrapping.state import wrap_state

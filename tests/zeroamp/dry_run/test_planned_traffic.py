@@ -10,7 +10,7 @@ from tests.measuring.traffic import traffic_rows
 from tests.models.small import ConvNet, Llama, ThreeUnits, batch, build, loss_of
 from tests.processes.training import config, policy, wrapped
 from tests.selection import slow_but
-from zeroamp.ledger.planned_traffic import plan_traffic
+from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.planning.mesh import Ranks, ranks_of
 from zeroamp.wrapping.state import wrap_state
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from zeroamp.dry_run.fsdp_replay import Schedule, step_schedule
 from zeroamp.hooks.collectives.traffic import STEP, Collective, ReduceOp, Traffic, TrafficKey
-from zeroamp.ledger.fsdp_replay import Schedule, step_schedule
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import PARAMETERS_PER_NUMBER, GroupPlan, ParamPlan
 from zeroamp.planning.mesh import Ranks
@@ -20,7 +20,7 @@ from zeroamp.planning.plan import Plan
 from zeroamp.planning.shard_sizes import padded_numel
 from zeroamp.policies.extensions import extensions_of
 
-REPLICATED_BYTES = 2 * torch.float64.itemsize
+_REPLICATED_BYTES = 2 * torch.float64.itemsize
 """Bytes of a 0-D parameter in the step's all-reduce: its gradient, and whether there is one."""
 
 
@@ -105,6 +105,20 @@ def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
     num_numbers = _num_statistics(plan) + (has_tensor or not ranks.is_one) + 2 * has_tensor
     traffic.num_bytes[key] += num_numbers * torch.float64.itemsize
     return traffic
+
+
+def bytes_per_step(plan: Plan, ranks: Ranks) -> dict[str, tuple[int, int]]:
+    """Return parameter -> the bytes that its all-gathers and its reductions move in one optimizer step."""
+    schedule = step_schedule(plan)
+    moved: dict[str, tuple[int, int]] = {}
+    for group in plan.all_groups:
+        num_shards = ranks.of(is_expert=group.is_expert).shards(plan.policy)
+        calls = list(step_collectives(group, plan, ranks, schedule))
+        for param in group.params:
+            gathered = sum(call.num_bytes(param, num_shards) for call in calls if not call.is_of_gradients)
+            reduced = sum(call.num_bytes(param, num_shards) for call in calls if call.is_of_gradients)
+            moved[param.fqn] = gathered, reduced + (_REPLICATED_BYTES if param.group_key.is_replicated else 0)
+    return moved
 
 
 def _num_statistics(plan: Plan) -> int:

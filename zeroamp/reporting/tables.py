@@ -187,3 +187,22 @@ def _text(value: Any, decimals: int) -> str:
     if isinstance(value, float) and math.isfinite(value):
         return float_text(value, decimals)
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def fold(rows: Sequence[Row]) -> list[Row]:
+    """Join neighbouring rows that differ only in the group, and count them in "groups": 30 equal layers are one row."""
+    folded: list[Row] = []
+    for row in rows:
+        last = folded[-1] if folded else None
+        if last and all(last[key] == row[key] for key in row if key != "group"):
+            last["last"], last["groups"] = row["group"], last["groups"] + 1
+        else:
+            folded.append({**row, "last": "", "groups": 1})
+    return [
+        {
+            "group": f"{row['group']} … {last}" if (last := row.pop("last")) else row["group"],
+            "groups": row.pop("groups"),
+            **{key: value for key, value in row.items() if key != "group"},
+        }
+        for row in folded
+    ]

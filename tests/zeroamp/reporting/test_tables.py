@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroamp.ledger.tables import gb, gib, paragraph, render, terminal_width
 from zeroamp.policies.numbers import gib_text
+from zeroamp.reporting.tables import gb, gib, paragraph, render, terminal_width
 
 
 def test_keys_are_the_header_with_spaces_but_names_stay_as_they_are():

@@ -1,0 +1,129 @@
+"""Draws a `Ledger` and a `Verification`: their tables and notes as text, as Markdown and as HTML.
+
+The rows are those of `zeroamp/ledger`, which loads this module when it is printed.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from zeroamp.ledger.dtype_differences import REPLICAS, Verification
+from zeroamp.ledger.rows import BYTES, DTYPE_COLUMNS, PER_RANK, PER_STEP, SHARD_DIM, ledger_rows
+from zeroamp.planning.group_dtypes import PER_OP
+from zeroamp.policies.errors import some_of
+from zeroamp.reporting.tables import Row, Table, TableStyle, document, fold, gb, gib, paragraph, render
+
+if TYPE_CHECKING:
+    from zeroamp.ledger.explain import Ledger
+
+_STEP_NOTE = (
+    "Per step: bytes of the unsharded tensors that one optimizer step moves on each rank, {padding}, as "
+    "zeroamp.traffic(model) counts them."
+)
+_RANK_NOTE = (
+    "Per rank: the stored shard, the unsharded parameters while they exist, the gradients. Not counted: optimizer "
+    "state, activations, buffers, staging of collectives."
+)
+_UNKNOWN_NOTE = (
+    "The number of ranks is not known, so bytes per rank and the all-reduce over replicas of shards are left out. Pass "
+    "Ledger(plan=..., num_shards=...), or --world-size."
+)
+
+
+_UNITS: dict[str, tuple[str, Callable[[int], float | None]]] = {
+    PER_STEP[0]: ("GB all-gathered per step", gb),
+    PER_STEP[1]: ("GB reduced per step", gb),
+    PER_RANK[0]: ("GiB of shards per rank", gib),
+    PER_RANK[1]: ("GiB unsharded per rank", gib),
+    PER_RANK[2]: ("GiB of gradients per rank", gib),
+}
+"""Column of bytes -> its header in a table, and the function that converts bytes to the printed unit."""
+
+
+def ledger_text(ledger: "Ledger", style: TableStyle = "simple", *, per_parameter: bool = False) -> str:
+    """Return the summary, one row per module class and dtypes, and one per group; equal neighbours share one.
+
+    Markdown may be wide: it has one table of the groups. `per_parameter` adds a table of all parameters.
+    """
+    groups = fold(ledger.group_rows())
+    tables = {
+        "Dtypes between ranks": ledger.summary_rows(),
+        "Module classes": _without(ledger.class_rows(), BYTES),
+        "Groups": groups if style == "github" else _without(groups, BYTES),
+    }
+    if style != "github":
+        tables["Bytes of the groups"] = _only(groups, ("group", "groups", *BYTES))
+    if per_parameter:
+        tables["Parameters"] = ledger.parameter_rows()
+    drawn = [Table(heading, [_in_units(row) for row in rows]) for heading, rows in tables.items()]
+    return document([ledger.title(), *drawn, _notes(ledger)], style)
+
+
+def parameter_text(ledger: "Ledger", style: TableStyle = "simple") -> str:
+    """Return three tables of one row per parameter as text, or one as Markdown or HTML."""
+    rows = [_in_units(row) for row in ledger.parameter_rows()]
+    if style != "simple":
+        return render(rows, style)
+    dtypes, num_bytes = (SHARD_DIM, *DTYPE_COLUMNS), ("elements", *(header for header, _ in _UNITS.values()))
+    tables = [
+        _only(rows, ("parameter", *dtypes)),
+        _only(rows, ("parameter", *num_bytes)),
+        _without(rows, (*dtypes, *num_bytes)),
+    ]
+    return "\n\n".join(render(table) for table in tables)
+
+
+def verification_text(verification: Verification, style: TableStyle = "simple") -> str:
+    """Return a table of two rows per group: the expected and the observed dtypes."""
+    dicts = verification.to_dict()["groups"]
+    has_replicas = any(row["observed"][REPLICAS] for row in dicts)
+    used = (*DTYPE_COLUMNS, REPLICAS) if has_replicas else DTYPE_COLUMNS
+    pairs = fold(
+        [
+            {
+                "group": row["group"],
+                "expected": {column: row["expected"][column] or "-" for column in used},
+                "observed": {column: ", ".join(row["observed"][column]) or "-" for column in used},
+            }
+            for row in dicts
+        ]
+    )
+    rows = [
+        {"group": pair["group"], "groups": pair["groups"], "dtypes": what, **pair[what]}
+        for pair in pairs
+        for what in ("expected", "observed")
+    ]
+    note = (
+        f'For "{PER_OP}" no dtype is expected. "-": nothing to observe, or a module that did not run.\n'
+        f"C{verification.traffic_result()[1:]}."
+    )
+    return document([Table(paragraph(f"zeroamp: {verification.title()}"), rows), note], style)
+
+
+def _notes(ledger: "Ledger") -> str:
+    if ledger.ranks.shards(ledger.plan.policy) is None:
+        return f"{_STEP_NOTE.format(padding='without the padding to the ranks')}\n{_UNKNOWN_NOTE}"
+    notes = [_STEP_NOTE.format(padding="padding included"), _RANK_NOTE]
+    others: dict[int, list[str]] = {}
+    for row in ledger_rows(ledger.plan, ledger.ranks).parameters:
+        if dim := row[SHARD_DIM]:
+            others.setdefault(dim, []).append(row["parameter"])
+    for dim, names in sorted(others.items()):
+        notes.append(f"Sharded over dimension {dim}, where dimension 0 would be padded: {some_of(names)}.")
+    return "\n".join(notes)
+
+
+def _in_units(row: Row) -> Row:
+    """Return a row with its bytes as GB or GiB."""
+    shown: Row = {}
+    for key, value in row.items():
+        header, convert = _UNITS.get(key, (key, None))
+        shown[header] = value if convert is None or not isinstance(value, int) else convert(value)
+    return shown
+
+
+def _only(rows: list[Row], columns: tuple[str, ...]) -> list[Row]:
+    return [{key: row[key] for key in columns if key in row} for row in rows]
+
+
+def _without(rows: list[Row], columns: tuple[str, ...]) -> list[Row]:
+    return [{key: value for key, value in row.items() if key not in columns} for row in rows]

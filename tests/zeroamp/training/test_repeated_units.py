@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import zeroamp
 from tests.models.small import batch, build
@@ -90,3 +91,64 @@ def test_each_group_is_reduced_once_in_a_backward_of_several_forwards(ranks2, st
 def test_each_of_several_backwards_reduces_each_group(ranks2, stage):
     for calls, _ in ranks2.run(_reductions, stage, 2, 2):
         assert set(calls.values()) == {2}, calls
+
+
+def _of_fsdp2(name, order):
+    """FSDP2 alone, all in bf16, with reductions in fp32."""
+    model, policy = build(name), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return _train_plainly(model, name, order)
+
+
+def _trained(cfg, name, order):
+    return _train_plainly(zeroamp.wrap_model(build(name), zeroamp.policy_from_config(cfg)), name, order)
+
+
+def _train_plainly(model, name, order):
+    """The losses and parameters of a plain loop of 3 micro-batches. `order`: of their forwards and backwards."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for step in range(NUM_STEPS):
+        losses = {}
+        for kind, micro in order:
+            if kind == "F":
+                losses[micro] = model(batch(name, (step * 3 + micro) * 2 + dist.get_rank()))
+            else:
+                losses[micro].backward()
+        found.append([float(losses[micro].detach()) for micro in range(3)])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, full_parameters(model)
+
+
+ONE_BY_ONE = [("F", 0), ("B", 0), ("F", 1), ("B", 1), ("F", 2), ("B", 2)]
+ALL_FORWARDS_FIRST = [("F", 0), ("F", 1), ("F", 2), ("B", 0), ("B", 1), ("B", 2)]
+ONE_FORWARD_ONE_BACKWARD = [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)]
+LOW = {"dtype": None, "bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize("name", slow_but(["llama_tied", NAME], "llama_tied"))
+@pytest.mark.parametrize("options", [{}, LOW], ids=["autocast", "bf16"])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
+def test_forwards_may_run_before_the_backwards_of_earlier_micro_batches(ranks2, stage, options, name):
+    cfg = config(stage, **options)
+    expected = ranks2.run(_trained, cfg, name, ONE_BY_ONE)
+    for order in (ALL_FORWARDS_FIRST, ONE_FORWARD_ONE_BACKWARD):
+        for (losses, parameters), (own_losses, own) in zip(
+            expected, ranks2.run(_trained, cfg, name, order), strict=True
+        ):
+            assert own_losses == losses
+            assert same_bits(own, parameters) == []
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_bf16_has_the_bits_of_fsdp2_with_reductions_in_fp32(ranks2, stage):
+    # FSDP2's reductions in bf16 round each sum over ranks. zeroamp sends bf16 and sums in fp32.
+    theirs = ranks2.run(_of_fsdp2, "llama_tied", ALL_FORWARDS_FIRST)
+    for (losses, parameters), (own_losses, own) in zip(
+        theirs, ranks2.run(_trained, config(stage, **LOW), "llama_tied", ALL_FORWARDS_FIRST), strict=True
+    ):
+        assert own_losses == losses
+        assert same_bits(own, parameters) == []

@@ -45,6 +45,7 @@ EXTENSIONS = {
     "Policy.key_report": "zeroamp.reporting.key_report:render_report",
     "optimizer.types": "zeroamp.optimizers.optimizer_params:TYPES",
     "scheduler.types": "zeroamp.optimizers.scheduler_params:TYPES",
+    "wrap_model.round_sums": "zeroamp.accumulation.shard_accumulator:round_sums",
     "wrap_model.find_axes": "zeroamp.meshes.axes:find_axes",
     "wrap_model.refuse_combinations": "zeroamp.meshes.refused_meshes:refuse_combinations",
     "StepAllReduce.gradients_of_copies": "zeroamp.meshes.tensor_parallel_replicas:GradientsOfCopies",

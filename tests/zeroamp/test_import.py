@@ -37,6 +37,8 @@ print(json.dumps(found))
 """
 
 OUTSIDE = (
+    "accumulation",
+    "rank_group",
     "meshes",
     "two_level",
     "discovery",

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from zeroamp.accumulation.shard_accumulator import accumulate_shards
 from zeroamp.hooks.collectives.traffic import STEP, Traffic, TrafficKey
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.mesh_axes import MeshAxes
@@ -17,7 +18,6 @@ from zeroamp.reproducible.seeds import MicroBatchRandomness, micro_batch_seed
 from zeroamp.reproducible.tree_sums import TreeSum, UnshardedSums, take_shard_sum
 from zeroamp.training.micro_batches import MicroBatches
 from zeroamp.training.step import TrainStep, driver_of
-from zeroamp.wrapping.attach import accumulate_shards
 from zeroamp.wrapping.state import WrapState
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroamp.hooks.collectives.micro_batch_sums import ShardAccumulator
+from zeroamp.accumulation.shard_accumulator import ShardAccumulator
 from zeroamp.hooks.group_gradients import GroupGradients
 from zeroamp.hooks.tensors import hold_for_current_stream
 

@@ -1,8 +1,8 @@
 """Attaches zeroamp's hooks to a model that FSDP2 has sharded."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -16,7 +16,6 @@ from zeroamp.hooks._torch.fsdp import (
     separate_reductions,
     timeout_of,
 )
-from zeroamp.hooks._torch.parameter_group import after_each_reduction
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.gradient_reduction import ReceiveBuffers
 from zeroamp.hooks.group_gradients import by_module
@@ -38,19 +37,15 @@ from zeroamp.hooks.root_forward import reshard_after_no_grad
 from zeroamp.hooks.second_derivatives import SecondDerivatives
 from zeroamp.hooks.typed_groups import typed_group_hooks
 from zeroamp.hooks.unit_hooks import UnitHooks, return_no_view
-from zeroamp.planning.mesh import shard_device
 from zeroamp.planning.parameter_uses import modules_around
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import sharded_accumulation
-from zeroamp.policies.extensions import Extension
+from zeroamp.policies.extensions import Extension, load
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, resolve_safe_classes
 from zeroamp.wrapping.collectives import attach_collectives
 from zeroamp.wrapping.refused_calls import refuse_calls
 from zeroamp.wrapping.shard import attach_prefetch
 from zeroamp.wrapping.state import WrapState
-
-if TYPE_CHECKING:
-    from zeroamp.hooks.collectives.micro_batch_sums import MicroBatchSum, ShardAccumulator
 
 
 def attach_hooks(model: nn.Module, state: WrapState) -> None:
@@ -86,23 +81,11 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     output_dtype = None if policy.mode == "autocast" else policy.low_dtype
     for module in state.plan.fp32_regions.modules_of(model):
         run_in_fp32(module, state.mesh.device_type, output_dtype)
-    if (dtype := sharded_accumulation(policy)) != torch.float32:
-        from zeroamp.hooks.collectives.micro_batch_sums import RoundedSum
-
-        accumulate_shards(model, state, partial(RoundedSum, dtype))
+    if sharded_accumulation(policy) != torch.float32:
+        load("wrap_model.round_sums")(model, state)
     _add_own_units(model, state, hooks)
     hooks.register()
     refuse_calls(model)
-
-
-def accumulate_shards(model: nn.Module, state: WrapState, new_sum: "Callable[[], MicroBatchSum]") -> "ShardAccumulator":
-    """Sum the sharded gradients of micro-batches by `new_sum`, in another dtype or order than FSDP2 does."""
-    from zeroamp.hooks.collectives.micro_batch_sums import ShardAccumulator  # most models do without
-
-    state.step.shard_accumulator = accumulator = ShardAccumulator(new_sum, state.mesh.device_type)
-    if shard_device(state.plan.policy, state.mesh).type != state.mesh.device_type:
-        after_each_reduction(model, accumulator.take)
-    return accumulator
 
 
 def _separates_reductions(state: WrapState) -> bool:

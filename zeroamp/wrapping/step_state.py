@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from zeroamp.hooks.collectives.micro_batch_sums import ShardAccumulator
+    from zeroamp.accumulation.shard_accumulator import ShardAccumulator
 
 
 class Phase(Enum):

@@ -16,7 +16,7 @@ from tests.processes.launch import ROOT
 from tests.processes.ranks import RankError
 from tests.processes.training import config, wrapped
 from tests.selection import slow_but
-from zeroamp.hooks.collectives.micro_batch_sums import RoundedSum
+from zeroamp.accumulation.shard_accumulator import RoundedSum
 from zeroamp.wrapping.state import wrap_state
 
 CONFIGS = sorted((ROOT / "examples" / "configs").glob("*.json"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.oracles.one_process import tree
-from zeroamp.hooks.collectives.micro_batch_sums import RoundedSum
+from zeroamp.accumulation.shard_accumulator import RoundedSum
 from zeroamp.reproducible.tree_sums import TreeSum
 
 

@@ -23,8 +23,8 @@ from tests.processes.training import (
     wrapped,
 )
 from tests.selection import slow_but
+from zeroamp.accumulation.shard_accumulator import RoundedSum, ShardAccumulator
 from zeroamp.hooks._torch.parameter_group import after_each_reduction
-from zeroamp.hooks.collectives.micro_batch_sums import RoundedSum, ShardAccumulator
 from zeroamp.planning.mesh import shard_device
 from zeroamp.policies.policy import NO_OFFLOAD, Offload
 from zeroamp.training.norm_and_clip import local_sum_of_squares, multiply_gradients

@@ -11,12 +11,18 @@ been reduced: the host then waits for one event per group, and that event has us
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
+
+from zeroamp.hooks._torch.parameter_group import after_each_reduction
+from zeroamp.planning.mesh import shard_device
+from zeroamp.policies.accumulation import sharded_accumulation
+from zeroamp.wrapping.state import WrapState
 
 
 class MicroBatchSum(Protocol):
@@ -169,3 +175,16 @@ class ShardAccumulator:
                 stride=sharded.stride(),
             )
         self._sums.clear()
+
+
+def round_sums(model: nn.Module, state: WrapState) -> None:
+    """Sum the sharded gradients of micro-batches in `data_types.grad_accum_dtype`."""
+    accumulate_shards(model, state, partial(RoundedSum, sharded_accumulation(state.plan.policy)))
+
+
+def accumulate_shards(model: nn.Module, state: WrapState, new_sum: Callable[[], MicroBatchSum]) -> ShardAccumulator:
+    """Sum the sharded gradients of micro-batches by `new_sum`, in another dtype or order than FSDP2 does."""
+    state.step.shard_accumulator = accumulator = ShardAccumulator(new_sum, state.mesh.device_type)
+    if shard_device(state.plan.policy, state.mesh).type != state.mesh.device_type:
+        after_each_reduction(model, accumulator.take)
+    return accumulator

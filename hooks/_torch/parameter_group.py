@@ -139,16 +139,17 @@ class ParameterGroup:
         self._group._training_state = type(self._group._training_state).IDLE
 
     def lacks_new_gradient(self, *, has_sums: bool) -> bool:
-        """Return whether a trainable parameter has no gradient of this micro-batch yet.
+        """Return whether a trainable parameter has no gradient of this micro-batch yet, or may have none.
 
-        `has_sums`: whether there may be gradients of earlier micro-batches. Where autograd itself sums these, a new
-        gradient cannot be told from them; True is returned then.
+        `has_sums`: whether there may be gradients of earlier micro-batches. Where these are in `grad` too, a new gradient
+        cannot be told from them; True is returned then.
         """
-        for each in self._group.fsdp_params:
-            unsharded = getattr(each, "unsharded_param", None)
-            if unsharded is not None and unsharded.requires_grad and unsharded.grad is None:
-                return True
-        return has_sums and self.parameters[0].autograd_sums
+        for parameter in self.parameters:
+            unsharded = parameter.unsharded
+            if unsharded is not None and unsharded.requires_grad:
+                if unsharded.grad is None or (has_sums and parameter.own_sum is None):
+                    return True
+        return False
 
     def follow_requires_grad(self) -> None:
         """Copy a change of `requires_grad` between the sharded and the unsharded parameters.

@@ -13,9 +13,8 @@ backward that reduces gradients reduces a group once. The exceptions all come fr
   per step, whose result is not used.
 * A unit without a backward (frozen, and nothing trainable before it) is prefetched all the same. Between two
   micro-batches the next forward uses that copy. After the last micro-batch it is discarded.
-* A unit that runs several times in one forward is all-gathered and reduced for each run. Only one of these reductions
-  has gradients, the others reduce zeros, because autograd adds the gradients of all runs first. An embedding or head
-  that is a unit of its own is reduced once.
+* A unit that runs several times in one forward is all-gathered for each run, and reduced once, after the backward of its
+  first run: see [Note: Reducing once] in `hooks/group_gradients.py`.
 * An embedding that is a unit of its own is not all-gathered for its backward.
 * `prefetch_bucket_size` prefetches in the order of registration.
 
@@ -94,6 +93,8 @@ class _Group:
     phase: Literal["idle", "pre_backward", "post_backward"] = "idle"
     positions: list[int] = field(default_factory=list)
     """Its indices in the record of forwards."""
+    num_runs: int = 0
+    """Its forwards in this micro-batch whose backward has not ended."""
 
 
 class Replay:
@@ -154,6 +155,7 @@ class Replay:
     def begin_forward(self, unit: str) -> None:
         """Unshard a unit's groups, and start the all-gathers of the units that it prefetches."""
         for group in self._groups[unit]:
+            group.num_runs += 1
             self._unshard_and_wait(group, in_forward=True)
         for other in self._forward_ahead.get(unit, ()):
             for group in self._groups[other]:
@@ -185,8 +187,10 @@ class Replay:
         """End the backward of the root, as FSDP2's callback at the end of the backward does."""
         for group in self._ending:
             if group.phase != "post_backward":
+                group.num_runs = 0
                 self._post_backward(group, is_last)
             group.phase = "idle"
+            group.num_runs = 0
             if is_last:
                 if group.is_pending:
                     self._listener.all_gather_discarded(group.name)
@@ -229,11 +233,13 @@ class Replay:
             self._unshard_for_backward(self._record[position - 1])
 
     def _post_backward(self, group: _Group, is_last: bool) -> None:
-        group.phase = "post_backward"
+        reduces = is_last or self._stage >= 2
+        group.num_runs -= 1
+        awaits_earlier_run = group.num_runs > 0 and group.is_trainable and reduces
+        group.phase = "idle" if awaits_earlier_run else "post_backward"
         if is_last or (self._stage == 3 and group.kind != "model-wide"):
             self._reshard(group, in_forward=False)
-        if group.is_trainable:
-            reduces = is_last or self._stage >= 2
+        if group.is_trainable and not awaits_earlier_run:
             if reduces:
                 self._order.append(("last_reduction" if is_last else "reduction", group.name))
             self._listener.backward_ended(group.name, reduces=reduces)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 logger = logging.getLogger("zeroamp")
 
 _first_ranks = {0}
-"""The first rank of the job, and those of the meshes on which this process wrapped models."""
+"""The first rank of the job, and that of the mesh on which this process wrapped its last model."""
 
 
 def log_once_per_job(mesh: DeviceMesh | None = None) -> None:
@@ -21,8 +21,8 @@ def log_once_per_job(mesh: DeviceMesh | None = None) -> None:
     What the user configured is not changed: no handler is added if the logger "zeroamp" or the root logger has one, and
     no level is set if one of them has one.
     """
-    if mesh is not None:
-        _first_ranks.add(int(mesh.mesh.flatten()[0]))
+    _first_ranks.clear()
+    _first_ranks.update((0,) if mesh is None else (0, int(mesh.mesh.flatten()[0])))
     logger.addFilter(_is_on_first_rank)  # no effect if it was added before
     if not logger.hasHandlers():
         handler = _WithoutConfiguration()

@@ -13,7 +13,7 @@ import zeroamp
 from tests.models.adapters import LINEARS, Adapted, batch, quietly, train_in_one_process
 from tests.processes.adapter_training import AdapterTraining
 from tests.processes.training import config
-from tests.selection import needs_bitsandbytes, slow_but
+from tests.selection import needs_add_adapter, needs_bitsandbytes, slow_but
 from zeroamp.integrations.peft import export_adapter, export_merged
 
 peft = pytest.importorskip("peft", reason="peft is not installed: it makes the adapters")
@@ -214,6 +214,7 @@ def _of_add_adapter(folder):
 
 
 def test_a_model_with_adapters_that_is_no_peft_model(ranks2, tmp_path):
+    needs_add_adapter()
     assert all(ranks2.run(_of_add_adapter, str(tmp_path)))
 
 

@@ -1,9 +1,13 @@
 """The order in which ranks are summed: the loop and the kernel against the tree written out, bit for bit."""
 
 import importlib.util
+import math
 import os
+import re
 import subprocess
 import sys
+import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -59,18 +63,25 @@ def test_a_tree_of_blocks_of_a_power_of_two_is_the_same_tree():
 
 
 def kernel_equals_the_tree(device):
-    """Run the kernel; return how often it was launched for each number of rows."""
+    """Run the kernel; return how often it was launched for each number of rows of 4,096 elements."""
     from zeroamp.hooks.collectives import tree_kernel
 
     launches = {}
-    for num_rows in (*NUMS, 65, 130):
+    cases = [(num_rows, numel) for num_rows in (*NUMS, 65, 130) for numel in (1003, 4096)]
+    # On a GPU each kind of size is compiled, which takes up to two seconds.
+    cases += [(8, 1)] if device == "cuda" else [(num_rows, n) for num_rows in (2, 3, 8) for n in range(1, 41)]
+    for num_rows, numel in cases:
         for dtype in DTYPES:
-            for numel in (1, 1003, 4096):
-                rows, total = some_rows(num_rows, numel, dtype).to(device), torch.empty(numel, device=device)
-                for divide_by in (1, 3):
-                    launches[num_rows] = tree_kernel.tree_sum(rows, total, divide_by)
-                    assert torch.equal(total.cpu(), written_out(rows.cpu()) / divide_by), (num_rows, dtype, numel)
+            rows, total = some_rows(num_rows, numel, dtype).to(device), torch.empty(numel, device=device)
+            for divide_by in (1, 3):
+                num_launches = tree_kernel.tree_sum(rows, total, divide_by)
+                assert torch.equal(total.cpu(), written_out(rows.cpu()) / divide_by), (num_rows, dtype, numel)
+                if numel == 4096:
+                    launches[num_rows] = num_launches
     return launches
+
+
+LAUNCHES = dict.fromkeys(NUMS, 1) | {64: 2, 65: 3, 130: 3}
 
 
 NEEDS_TRITON = pytest.mark.skipif(
@@ -83,7 +94,7 @@ def _run(call, **environment):
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **environment},
         capture_output=True,
         check=False,
         text=True,
@@ -97,42 +108,64 @@ def _run(call, **environment):
 @NEEDS_TRITON
 def test_the_kernel_has_the_bits_of_the_tree_in_the_interpreter():
     found = _run("print(kernel_equals_the_tree('cpu'))", TRITON_INTERPRET="1")
-    assert found == str(dict.fromkeys(NUMS, 1) | {65: 3, 130: 3})
+    assert found == str(LAUNCHES)
 
 
-def compiled_for_an_h100(**more):
-    """Print the number of 16-byte loads and IEEE divisions of the kernel for 8 rows of bf16. Needs no GPU.
-
-    `more` are arguments that are constants too, as Triton makes them of integers that are 1.
-    """
+def compiled(arch, num_rows, numel, dtype):
+    """Return {bytes of a load: how many a thread has}, the bytes of its stack, and its IEEE divisions. Needs no GPU."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     from zeroamp.hooks.collectives import tree_kernel
 
-    constants = {"num_rows": 8, "divides": True, "width": 1024, **more}
-    types = {"rows": "*bf16", "output": "*fp32", "numel": "i32", "divide_by": "fp32"}
+    constants = {"num_rows": num_rows, "divides": True, "width": 128 * 16 // torch.empty(0, dtype=dtype).element_size()}
+    constants |= {"alignment": math.gcd(numel, 16)} | ({"numel": 1} if numel == 1 else {})  # as Triton does with a 1
+    types = {"rows": "*bf16" if dtype == torch.bfloat16 else "*fp32", "output": "*fp32", "numel": "i32"}
+    aligned = [0, 1] + [2] * (numel % 16 == 0)
     source = ASTSource(
         fn=tree_kernel._sum_rows,
-        signature=types | dict.fromkeys(constants, "constexpr"),
+        signature=types | {"divide_by": "fp32"} | dict.fromkeys(constants, "constexpr"),
         constexprs=constants,
-        attrs={(place,): [["tt.divisibility", 16]] for place in range(3) if list(types)[place] not in more},
+        attrs={(place,): [["tt.divisibility", 16]] for place in aligned},
     )
-    code = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
-    print(code.count("ld.global.v4.b32"), code.count("ld.global"), code.count("div.rn.f32"), code.count("div."))
+    made = compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4})
+    loads = Counter(
+        int(number or 1) * int(bits) // 8
+        for number, bits in re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", made.asm["ptx"])
+    )
+    tools = Path(importlib.util.find_spec("triton").origin).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(made.asm["cubin"])
+        usage = subprocess.run(
+            [tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True, timeout=60
+        ).stdout
+    return dict(loads), int(re.search(r"STACK:(\d+)", usage)[1]), made.asm["ptx"].count("div.rn.f32")
+
+
+def check_compiled():
+    """For LARGEST rows: 16-byte loads where they are possible, no stack, and IEEE divisions."""
+    from zeroamp.hooks.collectives import tree_kernel
+
+    for arch in (80, 90, 100):
+        for dtype, columns in ((torch.bfloat16, 8), (torch.float32, 4)):
+            for numel in (1600, 1608, 1604, 1602, 1601, 1):
+                is_aligned = numel % columns == 0
+                num_rows = tree_kernel.LARGEST if is_aligned else tree_kernel.LARGEST_UNALIGNED
+                loads, stack, divisions = compiled(arch, num_rows, numel, dtype)
+                assert (stack, divisions) == (0, columns), (arch, dtype, numel)
+                assert not is_aligned or loads == {16: num_rows}, (arch, dtype, numel, loads)
 
 
 @pytest.mark.slow
 @NEEDS_TRITON
-def test_the_kernel_compiles_to_16_byte_loads_and_ieee_divisions():
-    assert _run("compiled_for_an_h100()") == "8 8 8 8"  # of one thread: 8 columns of 8 rows
-    assert _run("compiled_for_an_h100(numel=1)") == "0 64 8 8", "as Triton compiles it for shards of one element"
+def test_the_kernel_compiles_to_16_byte_loads_and_ieee_divisions_without_a_stack():
+    _run("check_compiled()")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_kernel_has_the_bits_of_the_tree_on_cuda():
     launches = kernel_equals_the_tree("cuda")
-    assert all(launches[num_rows] == 1 for num_rows in NUMS)
+    assert launches == LAUNCHES
     rows = some_rows(8, 4096, torch.bfloat16).cuda()
     total, looped = torch.empty(4096, device="cuda"), torch.empty(4096, device="cuda")
     assert tree_sum(rows, total, 3) == 1  # what a reduction calls takes the kernel

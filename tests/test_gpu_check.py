@@ -207,6 +207,17 @@ def test_a_part_that_raises_fails_with_the_words_of_the_error(tmp_path, monkeypa
     assert json.loads((tmp_path / "answer").read_text())["reason"] == "ValueError: two lines"
 
 
+def test_a_part_that_runs_out_of_memory_is_not_measured(tmp_path, monkeypatch):
+    def too_large(place):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(sums, "run", too_large)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 79 * 2**30)
+    runner.answer_part("sums", SMALL, tmp_path / "answer")
+    result = json.loads((tmp_path / "answer").read_text())
+    assert (result["verdict"], result["reason"]) == ("not measured", "out of memory: it needs more than 79 GiB")
+
+
 def _main(monkeypatch, results, *arguments):
     """Run the runner on made-up parts; return its exit code."""
     monkeypatch.setattr(runner, "run_part", lambda name, place, limit_s: results[name])

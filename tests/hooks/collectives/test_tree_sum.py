@@ -71,7 +71,7 @@ def kernel_equals_the_tree(device):
     # On a GPU each kind of size is compiled, which takes up to two seconds.
     cases += [(8, 1)] if device == "cuda" else [(num_rows, n) for num_rows in (2, 3, 8) for n in range(1, 41)]
     for num_rows, numel in cases:
-        for dtype in DTYPES:
+        for dtype in DTYPES[:: 2 if device == "cuda" else 1]:
             rows, total = some_rows(num_rows, numel, dtype).to(device), torch.empty(numel, device=device)
             for divide_by in (1, 3):
                 num_launches = tree_kernel.tree_sum(rows, total, divide_by)

@@ -66,8 +66,7 @@ def _save_pretrained(method: Callable[..., Any]) -> Callable[..., Any]:
             raise WrapError(
                 "save_pretrained was called on a wrapped model, whose parameters are sharded. Call "
                 "zeroamp.export_hf(model, folder) on all ranks; from_pretrained can read the folder. For a model with "
-                "adapters, zeroamp.integrations.peft.export_adapter(model, folder) writes an adapter, and "
-                "export_merged(model, folder) writes the base model with the adapter merged."
+                "adapters, zeroamp.integrations.peft.export_adapter(model, folder) writes an adapter."
             )
         return method(*args, **kwargs)
 

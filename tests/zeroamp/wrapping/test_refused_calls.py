@@ -223,5 +223,4 @@ def test_an_export_of_adapters_is_refused_before_anything_is_written(ranks2, tmp
     for text in ranks2.run(_with_adapters, tmp_path / "out"):
         assert "blocks.0.out is a peft module" in text
         assert "export_adapter(model, folder)" in text
-        assert "export_merged(model, folder)" in text
     assert not (tmp_path / "out").exists()

@@ -19,23 +19,20 @@ from accelerate.utils import (
 )
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 
+from zeroamp.integrations.config_values import PRECISIONS, ConfigOrPolicy, Precision, fill_precision, flat_config
 from zeroamp.optimizers.from_config import optimizer_from_config
 from zeroamp.optimizers.schedulers import CurveLR
-from zeroamp.policies.auto_values import open_auto_keys, rename_keys
+from zeroamp.policies.auto_values import open_auto_keys
 from zeroamp.policies.errors import ConfigError
-from zeroamp.policies.json_values import flatten, load_config, nest
+from zeroamp.policies.json_values import nest
 from zeroamp.policies.numbers import WORLD_SIZE, size_from_launcher
 from zeroamp.policies.policy import Policy, policy_from_config
 
 CONFIG_VARIABLE = "ZEROAMP_CONFIG"
 """The environment variable with the path of the config, if a script does not pass `zeroamp=`."""
 
-ConfigLike = str | os.PathLike[str] | Mapping[str, Any] | Policy
-
 _BATCH = ("train_micro_batch_size_per_gpu", "train_batch_size")
 _STEPS = "gradient_accumulation_steps"
-_PRECISIONS = {None: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
-"""Low dtype of a policy -> accelerate's name of that precision."""
 _REMEDY = {
     "no": 'remove the blocks torch_autocast, bf16 and fp16, or set their "enabled" to false',
     "bf16": 'set torch_autocast.enabled to true and torch_autocast.dtype to "bfloat16", or bf16.enabled to true',
@@ -62,7 +59,7 @@ def bound_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[st
     return {name: value for name, value in bound.arguments.items() if name != "self"}
 
 
-def config_or_environment(config: ConfigLike | None) -> ConfigLike:
+def config_or_environment(config: ConfigOrPolicy | None) -> ConfigOrPolicy:
     """Return the config that was passed, or the path in `ZEROAMP_CONFIG`.
 
     Raises:
@@ -137,37 +134,32 @@ def _refuse_handler(handler: object) -> None:
         raise ConfigError(f"kwargs_handlers has {name}, but zeroamp does not compute in fp8. Remove it.")
 
 
-def asked_precision(given: Mapping[str, Any]) -> str | None:
+def asked_precision(given: Mapping[str, Any]) -> Precision | None:
     """Return accelerate's mixed precision: the argument, else the environment variable. None: neither is set.
 
     "no" in the environment counts as not set, since `accelerate launch` always sets the variable.
 
     Raises:
-        ConfigError: the precision is fp8.
+        ConfigError: zeroamp does not have the precision.
     """
     argument = given.get("mixed_precision")
-    precision = str(argument) if argument is not None else os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if precision == "fp8":
-        raise ConfigError(
-            f'mixed_precision is "fp8", but zeroamp does not compute in fp8. Choose "bf16": {_REMEDY["bf16"]}.'
-        )
+    asked = str(argument) if argument is not None else os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    precision = next((name for name in PRECISIONS.values() if name == asked), None)
+    if precision is None:
+        raise ConfigError(f'mixed_precision must be "no", "bf16" or "fp16" with zeroamp, but is "{asked}".')
     return None if argument is None and precision == "no" else precision
 
 
 class OpenConfig:
     """A config whose "auto" values are filled later: some from accelerate's arguments, some in `prepare`."""
 
-    def __init__(self, config: ConfigLike, precision: str | None) -> None:
+    def __init__(self, config: ConfigOrPolicy, precision: Precision | None) -> None:
         """`precision`: the result of `asked_precision`."""
         self._policy = config if isinstance(config, Policy) else None
-        self._flat = rename_keys(flatten(config.to_config() if isinstance(config, Policy) else load_config(config)))
+        self._flat = {} if isinstance(config, Policy) else flat_config(config)
         self._known: dict[str, Any] = {"gradient_clipping": 0.0}  # clip_grad_norm_ has the norm as an argument
-        asked = precision or "no"
-        self._known |= {"bf16.enabled": asked == "bf16", "fp16.enabled": asked == "fp16"}
-        self._known["torch_autocast.enabled"] = asked != "no"
-        if asked != "no":
-            self._known["torch_autocast.dtype"] = {"bf16": "bfloat16", "fp16": "float16"}[asked]
         self._precision = precision
+        fill_precision(self._flat, precision or "no")
 
     @property
     def accumulation_steps(self) -> int | None:
@@ -246,7 +238,7 @@ class OpenConfig:
         )
 
     def _refuse_other_precision(self, policy: Policy) -> None:
-        ours = _PRECISIONS[policy.low_dtype]
+        ours = PRECISIONS[policy.low_dtype]
         if self._precision is not None and self._precision != ours:
             raise ConfigError(
                 f'mixed_precision is "{self._precision}" in accelerate\'s arguments, but the config of zeroamp= has '

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,15 +12,8 @@ from zeroamp.integrations.accelerate import ZeroampAccelerator
 from zeroamp.integrations.transformers.pretrained import fill_deferred, refuse_unfilled
 from zeroamp.policies.policy import Policy
 
-
-class WrappingTrainer(Protocol):
-    """The methods of the Trainer that the accelerator calls."""
-
-    def policy_of(self, model: nn.Module) -> Policy:
-        """Return the policy for a model, with every "auto" filled."""
-
-    def prepare_wrap(self, model: nn.Module, policy: Policy) -> Mapping[str, Any]:
-        """Change a model just before it is wrapped. Returns more arguments of `wrap_model`."""
+if TYPE_CHECKING:
+    from zeroamp.integrations.transformers.trainer import ZeroampMixin
 
 
 class TrainerAccelerator(ZeroampAccelerator):
@@ -28,7 +21,7 @@ class TrainerAccelerator(ZeroampAccelerator):
 
     _divides_losses = False
 
-    def __init__(self, trainer: WrappingTrainer, config: Mapping[str, Any], **kwargs: Any) -> None:
+    def __init__(self, trainer: "ZeroampMixin", config: Mapping[str, Any], **kwargs: Any) -> None:
         """`config`: filled as far as possible without a model. `kwargs`: of `Accelerator`."""
         self._trainer = trainer
         super().__init__(zeroamp=config, **kwargs)

@@ -18,9 +18,10 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
 from zeroamp.hooks.random_state import preserved_random_state
+from zeroamp.integrations.config_values import Config
 from zeroamp.integrations.peft import export_adapter, load_adapter
 from zeroamp.integrations.transformers.accelerator import TrainerAccelerator
-from zeroamp.integrations.transformers.arguments import ZeroampConfig, fill_auto
+from zeroamp.integrations.transformers.arguments import fill_auto
 from zeroamp.integrations.transformers.refusals import refuse_arguments, refuse_model
 from zeroamp.optimizers.from_config import optimizer_from_config
 from zeroamp.optimizers.schedulers import scheduler_from_config
@@ -48,7 +49,7 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
     replace its `forward` after `Trainer.__init__`. All ranks must call `save_model`.
     """
 
-    def __init__(self, *args: Any, zeroamp: ZeroampConfig | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, zeroamp: Config | None = None, **kwargs: Any) -> None:
         """Construct the Trainer.
 
         Args:
@@ -78,8 +79,8 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
                 "zeroamp.integrations.trl.ZeroampMixin before it instead."
             )
 
-    def _config(self) -> ZeroampConfig:
-        of_args: ZeroampConfig | None = getattr(self.args, "zeroamp", None)
+    def _config(self) -> Config:
+        of_args: Config | None = getattr(self.args, "zeroamp", None)
         if of_args is not None and self._zeroamp_config is not None:
             raise ConfigError("zeroamp is given twice, in the arguments and to the Trainer. Remove one of them.")
         found = self._zeroamp_config if of_args is None else of_args

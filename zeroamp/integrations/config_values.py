@@ -1,6 +1,5 @@
 """Fills a config from the arguments of a library's trainer, by the rules of transformers for DeepSpeed's configs."""
 
-import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -10,11 +9,9 @@ from zeroamp.policies.auto_values import AUTO, rename_keys
 from zeroamp.policies.dtypes import DTYPE_BY_NAME
 from zeroamp.policies.errors import ConfigError, shown
 from zeroamp.policies.json_values import flatten, load_config
-from zeroamp.policies.policy import Policy
+from zeroamp.policies.policy import ConfigLike, Policy
 
-Config = str | os.PathLike[str] | Mapping[str, Any]
-"""The path of a JSON file, or a mapping with its content."""
-ConfigOrPolicy = Config | Policy
+ConfigOrPolicy = ConfigLike | Policy
 Precision = Literal["no", "bf16", "fp16"]
 """A precision by accelerate's names."""
 
@@ -24,7 +21,7 @@ _ENABLED, _DTYPE = "torch_autocast.enabled", "torch_autocast.dtype"
 _BLOCKS = ("bf16", "fp16")
 
 
-def flat_config(config: Config) -> dict[str, Any]:
+def flat_config(config: ConfigLike) -> dict[str, Any]:
     """Return {path of a key: value} of a config, with today's names of the keys."""
     return rename_keys(flatten(load_config(config)))
 

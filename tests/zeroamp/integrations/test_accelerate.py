@@ -578,9 +578,17 @@ def _filled():
     return early, policy.mode, policy.param_dtype, sizes, policy.gradient_clipping
 
 
-def test_auto_values_are_filled_from_the_arguments_and_the_dataloaders(ranks2):
+def test_auto_values_are_filled_from_the_arguments_and_batch_sizes_are_left_out(ranks2):
     for found in ranks2.run(_filled):
-        assert found == ("bf16", "autocast", torch.bfloat16, (4, 3, 24), 0.0)
+        assert found == ("bf16", "autocast", torch.bfloat16, (None, 3, None), 0.0)
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_mixed_precision_of_the_arguments_is_autocast_where_the_config_has_no_precision():
+    from zeroamp.integrations.accelerate import ZeroampAccelerator
+
+    accelerator = ZeroampAccelerator(zeroamp={"zero_optimization": {"stage": 2}}, mixed_precision="fp16", cpu=True)
+    assert (accelerator.mixed_precision, accelerator.policy.mode) == ("fp16", "autocast")
 
 
 @pytest.fixture
@@ -703,13 +711,6 @@ def test_the_config_comes_from_the_environment_where_a_script_passes_none(monkey
     (tmp_path / "config.json").write_text('{"fp16": {"enabled": true}}')
     monkeypatch.setenv("ZEROAMP_CONFIG", str(tmp_path / "config.json"))
     assert ZeroampAccelerator(cpu=True).mixed_precision == "fp16"
-
-
-@pytest.mark.usefixtures("_fresh")
-def test_a_batch_size_that_nobody_knows_is_refused():
-    accelerator = accelerator_of(3, {"train_micro_batch_size_per_gpu": "auto"})
-    with pytest.raises(zeroamp.ConfigError, match="train_micro_batch_size_per_gpu.*dataloader"):
-        accelerator.prepare(Classifier())
 
 
 @pytest.mark.usefixtures("_fresh")

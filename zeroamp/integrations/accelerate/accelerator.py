@@ -17,7 +17,6 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import AutocastKwargs, DynamoBackend, convert_file_size_to_int, convert_to_fp32
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.utils.data import DataLoader
 
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
@@ -98,7 +97,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             zeroamp: path of a config, a mapping or a Policy. None: the path in the environment variable
                 `ZEROAMP_CONFIG`. "auto" values are filled: `gradient_accumulation_steps` and the precision from
                 accelerate's arguments, `gradient_clipping` with 0 (the norm is an argument of `clip_grad_norm_`), and
-                in `prepare` batch sizes from the dataloaders and sizes that depend on the model's `hidden_size`.
+                in `prepare` sizes that depend on the model's `hidden_size`. Batch sizes are left out.
             wrap_arguments: more arguments of `zeroamp.wrap_model`: mesh, auto_wrap_policy, example_inputs.
             kwargs: see `accelerate.Accelerator`. `mixed_precision` may be left out: the config decides.
 
@@ -172,27 +171,16 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         """
         self._config.fill_steps(self.gradient_accumulation_steps)
 
-    def fill_policy(self, model: nn.Module, loaders: Iterable[DataLoader[Any]] = ()) -> Policy:
-        """Fill "auto" values from the first model and dataloaders, and return the policy.
+    def fill_policy(self, model: nn.Module) -> Policy:
+        """Fill "auto" values from the first model, and return the policy.
 
         Raises:
             ConfigError: an "auto" cannot be filled.
         """
         if self._policy is None:
-            sizes = [*map(self._batch_size, loaders), *(loader.total_batch_size for loader in self._dataloaders)]
-            known = [size for size in sizes if size is not None]
-            config = getattr(model, "config", None)
-            self._policy = self._config.policy(
-                batch_size=min(known, default=None),
-                world_size=self.num_processes,
-                hidden_size=getattr(config, "hidden_size", None),
-            )
+            width = getattr(getattr(model, "config", None), "hidden_size", None)
+            self._policy = self._config.policy(world_size=self.num_processes, hidden_size=width)
         return self._policy
-
-    def _batch_size(self, loader: DataLoader[Any]) -> int | None:
-        """Return the samples of one batch on one rank; None if unknown."""
-        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-        return size // self.num_processes if size is not None and self.split_batches else size
 
     # -- prepare -------------------------------------------------------------------------------------------------------
 
@@ -208,9 +196,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             StepError: the optimizers hold parameters of several models, or `zeroamp.TrainStep` raises it.
         """
         refuse_dummies(args)
-        loaders = [each for each in args if isinstance(each, DataLoader) and each not in self._dataloaders]
         for model in (each for each in args if isinstance(each, nn.Module)):
-            self.fill_policy(model, loaders)
             self.prepare_model(model)  # all of them before the first optimizer
         prepared = super().prepare(*args, device_placement=device_placement)
         if any(isinstance(each, torch.optim.Optimizer) for each in args) and self._models:

@@ -22,7 +22,7 @@ from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from zeroamp.integrations.config_values import PRECISIONS, ConfigOrPolicy, Precision, fill_precision, flat_config
 from zeroamp.optimizers.from_config import optimizer_from_config
 from zeroamp.optimizers.schedulers import CurveLR
-from zeroamp.policies.auto_values import open_auto_keys
+from zeroamp.policies.auto_values import AUTO, open_auto_keys
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.json_values import nest
 from zeroamp.policies.numbers import WORLD_SIZE, size_from_launcher
@@ -31,7 +31,7 @@ from zeroamp.policies.policy import Policy, policy_from_config
 CONFIG_VARIABLE = "ZEROAMP_CONFIG"
 """The environment variable with the path of the config, if a script does not pass `zeroamp=`."""
 
-_BATCH = ("train_micro_batch_size_per_gpu", "train_batch_size")
+_BATCH_SIZES = ("train_micro_batch_size_per_gpu", "train_batch_size")
 _STEPS = "gradient_accumulation_steps"
 _REMEDY = {
     "no": 'remove the blocks torch_autocast, bf16 and fp16, or set their "enabled" to false',
@@ -151,15 +151,19 @@ def asked_precision(given: Mapping[str, Any]) -> Precision | None:
 
 
 class OpenConfig:
-    """A config whose "auto" values are filled later: some from accelerate's arguments, some in `prepare`."""
+    """A config whose "auto" values are filled from accelerate's arguments, and sizes in `prepare` from the model."""
 
     def __init__(self, config: ConfigOrPolicy, precision: Precision | None) -> None:
         """`precision`: the result of `asked_precision`."""
         self._policy = config if isinstance(config, Policy) else None
         self._flat = {} if isinstance(config, Policy) else flat_config(config)
-        self._known: dict[str, Any] = {"gradient_clipping": 0.0}  # clip_grad_norm_ has the norm as an argument
         self._precision = precision
         fill_precision(self._flat, precision or "no")
+        for path in _BATCH_SIZES:  # dataloaders decide them; given values are only checked
+            if self._flat.get(path) == AUTO:
+                del self._flat[path]
+        if self._flat.get("gradient_clipping") == AUTO:
+            self._flat["gradient_clipping"] = 0.0  # clip_grad_norm_ has the norm as an argument
 
     @property
     def accumulation_steps(self) -> int | None:
@@ -181,61 +185,37 @@ class OpenConfig:
                 f"gradient_accumulation_steps is {own} in the config, but {steps} in accelerate's arguments. Remove "
                 'one of them, or write "auto" in the config.'
             )
-        self._known[_STEPS] = steps
-        self._flat.setdefault(_STEPS, "auto")
+        self._flat[_STEPS] = steps
 
     def early_policy(self) -> Policy:
-        """Return a policy without the keys that `prepare` fills, so that its errors and precision are known at once.
+        """Return a policy without the keys that are still "auto", so that its errors and precision are known at once.
 
         Raises:
             ConfigError: the config is wrong, or contradicts accelerate's mixed precision.
         """
-        if self._policy is not None:
-            policy = self._policy
-        else:
-            left = [path for path in open_auto_keys(nest(self._flat)) if path not in self._known]
-            blocks = tuple(
-                f"{path.partition('.')[0]}." for path in left if path.startswith(("optimizer.", "scheduler."))
+        policy = self._policy
+        if policy is None:
+            left = open_auto_keys(nest(self._flat))
+            blocks = tuple(f"{path.split('.')[0]}." for path in left if path.startswith(("optimizer.", "scheduler.")))
+            known = {path: value for path, value in self._flat.items() if path not in left}
+            policy = policy_from_config(
+                nest({path: value for path, value in known.items() if not path.startswith(blocks)})
             )
-            early = {path: value for path, value in self._flat.items() if path not in left}
-            policy = self._filled({path: value for path, value in early.items() if not path.startswith(blocks)})
         self._refuse_other_precision(policy)
         return policy
 
-    def policy(self, *, batch_size: int | None, world_size: int, hidden_size: int | None) -> Policy:
-        """Return the complete policy, with the values that are known in `prepare`.
-
-        Args:
-            batch_size: samples of one batch on one rank. None: unknown.
-            world_size: number of ranks.
-            hidden_size: the width of the model. None: unknown.
+    def policy(self, *, world_size: int, hidden_size: int | None) -> Policy:
+        """Return the complete policy. `hidden_size`: the width of the model; None: unknown.
 
         Raises:
             ConfigError: an "auto" cannot be filled, or the config is wrong.
         """
         if self._policy is not None:
             return self._policy
-        micro = self._flat.get(_BATCH[0], "auto")
-        micro = batch_size if micro == "auto" else micro
-        opened = open_auto_keys(nest(self._flat))
-        if micro is None and any(key in opened for key in _BATCH):
-            key = next(key for key in _BATCH if key in opened)
-            raise ConfigError(
-                f'{key} is "auto", but no dataloader with a batch size was prepared. Pass the training dataloader to '
-                "the same accelerator.prepare() as the model, set the key, or remove it."
-            )
-        if micro is not None:
-            self._known |= {_BATCH[0]: micro, _BATCH[1]: micro * self._known[_STEPS] * world_size}
-        if hidden_size is not None:
-            self._known["hidden_size"] = hidden_size
-        return self._filled(self._flat, world_size)
-
-    def _filled(self, flat: Mapping[str, Any], world_size: int | None = None) -> Policy:
-        config = nest(flat)
-        names = {name for found in open_auto_keys(config).values() for name in found}
-        return policy_from_config(
-            config, world_size=world_size, **{name: value for name, value in self._known.items() if name in names}
-        )
+        config = nest(self._flat)
+        is_needed = any("hidden_size" in names for names in open_auto_keys(config).values())
+        known = {"hidden_size": hidden_size} if is_needed and hidden_size is not None else {}
+        return policy_from_config(config, world_size=world_size, **known)
 
     def _refuse_other_precision(self, policy: Policy) -> None:
         ours = PRECISIONS[policy.low_dtype]

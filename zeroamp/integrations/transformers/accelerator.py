@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from zeroamp.integrations.accelerate import ZeroampAccelerator
 from zeroamp.integrations.transformers.pretrained import fill_deferred, refuse_unfilled
@@ -29,9 +28,8 @@ class TrainerAccelerator(ZeroampAccelerator):
     def fill_accumulation_steps(self) -> None:
         """Do nothing: in a Trainer, accelerate's number is 1 and the config has the Trainer's number."""
 
-    def fill_policy(self, model: nn.Module, loaders: Iterable[DataLoader[Any]] = ()) -> Policy:
+    def fill_policy(self, model: nn.Module) -> Policy:
         """Return the Trainer's policy for a model."""
-        del loaders
         self._policy = self._trainer.policy_of(model)
         return self._policy
 

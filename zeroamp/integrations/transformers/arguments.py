@@ -8,10 +8,11 @@ from torch import nn
 from transformers import TrainingArguments
 
 from zeroamp.integrations.accelerate.arguments import asked_precision
-from zeroamp.integrations.config_values import Config, fill_precision, flat_config, mismatches_of, refuse_mismatches
+from zeroamp.integrations.config_values import fill_precision, flat_config, mismatches_of, refuse_mismatches
 from zeroamp.policies.auto_values import DERIVED, open_auto_keys
 from zeroamp.policies.errors import ConfigError, some_of
 from zeroamp.policies.json_values import nest
+from zeroamp.policies.policy import ConfigLike
 
 _OF_STEPS = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
 
@@ -59,7 +60,7 @@ def load_config_text(text: str) -> dict[str, Any]:
 
 
 def fill_auto(
-    config: Config,
+    config: ConfigLike,
     args: TrainingArguments,
     model: nn.Module | None = None,
     num_training_steps: int | None = None,

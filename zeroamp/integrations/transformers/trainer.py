@@ -18,7 +18,6 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
 from zeroamp.hooks.random_state import preserved_random_state
-from zeroamp.integrations.config_values import Config
 from zeroamp.integrations.peft import export_adapter, load_adapter
 from zeroamp.integrations.transformers.accelerator import TrainerAccelerator
 from zeroamp.integrations.transformers.arguments import fill_auto
@@ -27,7 +26,7 @@ from zeroamp.optimizers.from_config import optimizer_from_config
 from zeroamp.optimizers.schedulers import scheduler_from_config
 from zeroamp.policies.auto_wrap import find_units
 from zeroamp.policies.errors import CheckpointError, ConfigError
-from zeroamp.policies.policy import Policy, policy_from_config
+from zeroamp.policies.policy import ConfigLike, Policy, policy_from_config
 from zeroamp.training.step import TrainStep
 from zeroamp.weights.export import export_hf
 from zeroamp.weights.files import ADAPTER_STEM, INDEX, SINGLE_FILE
@@ -49,7 +48,7 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
     replace its `forward` after `Trainer.__init__`. All ranks must call `save_model`.
     """
 
-    def __init__(self, *args: Any, zeroamp: Config | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, zeroamp: ConfigLike | None = None, **kwargs: Any) -> None:
         """Construct the Trainer.
 
         Args:
@@ -79,8 +78,8 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
                 "zeroamp.integrations.trl.ZeroampMixin before it instead."
             )
 
-    def _config(self) -> Config:
-        of_args: Config | None = getattr(self.args, "zeroamp", None)
+    def _config(self) -> ConfigLike:
+        of_args: ConfigLike | None = getattr(self.args, "zeroamp", None)
         if of_args is not None and self._zeroamp_config is not None:
             raise ConfigError("zeroamp is given twice, in the arguments and to the Trainer. Remove one of them.")
         found = self._zeroamp_config if of_args is None else of_args

@@ -6,8 +6,7 @@ operations, so that the results are the same bits.
 
 [Note: first steps]
 In a warm-up, steps 0 and 1 have the same learning rate: that of iteration 0. The exception is WarmupCosineLR, which is
-0 at step 0 with any warmup_min_ratio. OneCycle's momentum is the minimum at step 0. From step 1 on it falls from the
-maximum.
+0 at step 0 with any warmup_min_ratio.
 """
 
 import math
@@ -15,9 +14,6 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 WarmupType = Literal["log", "linear"]
-
-ONE_CYCLE_BETA2 = 0.99
-"""The second beta that OneCycle sets. The optimizer's own second beta is not used."""
 
 
 class Curve(Protocol):
@@ -98,92 +94,3 @@ class WarmupCosineLR:
         progress = min(1.0, (iteration - num_steps + 1) / max(1, self.total_num_steps - num_steps))
         height = (1 + math.cos(math.pi * progress)) / 2
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * height)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LRRangeTest:
-    """Rises from `lr_range_test_min_lr` without end."""
-
-    lr_range_test_min_lr: float
-    lr_range_test_step_size: int
-    lr_range_test_step_rate: float
-    lr_range_test_staircase: bool
-
-    def lr(self, step: int, initial_lr: float) -> float:  # noqa: ARG002  # the initial learning rate is not used
-        """Return min * (1 + rate * units), of `lr_range_test_step_size` steps each. A staircase counts whole units."""
-        units = step / self.lr_range_test_step_size
-        if self.lr_range_test_staircase:
-            units = math.floor(units)
-        return self.lr_range_test_min_lr * (1 + self.lr_range_test_step_rate * units)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OneCycle:
-    """Rises and falls once between `cycle_min_lr` and `cycle_max_lr`, then decays. The momentum moves inversely."""
-
-    cycle_min_lr: float
-    cycle_max_lr: float
-    decay_lr_rate: float
-    cycle_first_step_size: float
-    cycle_second_step_size: float | None
-    cycle_first_stair_count: int
-    cycle_second_stair_count: int | None
-    decay_step_size: float
-    cycle_momentum: bool
-    cycle_min_mom: float
-    cycle_max_mom: float
-    decay_mom_rate: float
-
-    def lr(self, step: int, initial_lr: float) -> float:  # noqa: ARG002  # the initial learning rate is not used
-        """Return min + (max - min) * height in the cycle, and min / (1 + rate * units) after the cycle."""
-        if self._is_in_cycle(step):
-            return self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * self._height(step)
-        return self.cycle_min_lr / (1 + self.decay_lr_rate * self._decay_units(step))
-
-    def momentum(self, step: int) -> float | None:
-        """Return max - (max - min) * height in the cycle, and max * (1 + rate * units) after it.
-
-        So a positive `decay_mom_rate` raises the momentum, as in DeepSpeed. None if `cycle_momentum` is false.
-        """
-        if not self.cycle_momentum:
-            return None
-        if step == 0:
-            return self.cycle_min_mom  # [Note: first steps]
-        if self._is_in_cycle(step):
-            return self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * self._height(step)
-        return self.cycle_max_mom * (1 + self.decay_mom_rate * self._decay_units(step))
-
-    @property
-    def _second(self) -> float:
-        return self.cycle_first_step_size if self.cycle_second_step_size is None else self.cycle_second_step_size
-
-    @property
-    def _total(self) -> float:
-        return self.cycle_first_step_size + self._second
-
-    def _is_in_cycle(self, step: int) -> bool:
-        return step - 1 < self._total
-
-    def _decay_units(self, step: int) -> float:
-        return (step - self._total) / self.decay_step_size if self.decay_step_size else 0.0
-
-    def _height(self, step: int) -> float:
-        """Return the height of the cycle at `step`: 0 at both ends, 1 at the top."""
-        first, total = self.cycle_first_step_size, self._total
-        turning_point = first / total
-        position = 1.0 + step / total - math.floor(1 + step / total)
-        is_rising = position <= turning_point
-        stairs = self.cycle_first_stair_count
-        if not is_rising and self.cycle_second_stair_count is not None:
-            stairs = self.cycle_second_stair_count
-        if stairs > 0:
-            return self._stair(step % total, stairs)
-        return position / turning_point if is_rising else (position - 1) / (turning_point - 1)
-
-    def _stair(self, steps: float, stairs: int) -> float:
-        # Computed from the number of steps, because a height that is rounded to just below a stair would lose it.
-        is_rising = steps <= self.cycle_first_step_size
-        position = steps * stairs / self.cycle_first_step_size
-        if not is_rising:
-            position = (self._total - steps) * stairs / self._second
-        return math.floor(position) / stairs

@@ -2,37 +2,19 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from zeroamp.optimizers.typed_params import NotNegative, PerGroup, TypedParams
+from zeroamp.policies.schema.keys import Block, Honoured, PositiveInt, Unsupported
 
-from zeroamp.optimizers.typed_params import LARGEST, MomentumPerGroup, NotNegative, PerGroup, TypedParams
-from zeroamp.policies.schema.keys import Block, Honoured, Number, PositiveInt, Unsupported
-
-_PASS_IT = "Build the scheduler yourself and pass it to TrainStep(scheduler=)."
-
-OF_TORCH = (
-    *("ChainedScheduler", "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR"),
-    *("ExponentialLR", "LambdaLR", "LinearLR", "MultiStepLR", "MultiplicativeLR", "OneCycleLR", "PolynomialLR"),
-    *("ReduceLROnPlateau", "SequentialLR", "StepLR"),
+_PASS_IT = (
+    "Build the scheduler yourself and pass it to TrainStep(scheduler=). torch.optim.lr_scheduler has CyclicLR in place "
+    "of OneCycle, and LambdaLR in place of LRRangeTest."
 )
-"""The schedulers of torch 2.13."""
 
 WarmupSteps = Annotated[PositiveInt, Honoured("optimizer steps of the warm-up; 1 counts as 2")]
 TotalSteps = Annotated[PositiveInt, Honoured("optimizer steps of the run, warm-up included")]
 WarmupType = Annotated[
     Literal["log", "linear"], Honoured("shape of the warm-up: the logarithm of the step, or the step")
 ]
-Stairs = Annotated[int, Field(ge=-1)]
-_SHORTEST = 1e-6
-
-
-def _not_tiny(value: float | None) -> float | None:
-    if value is not None and 0 < value < _SHORTEST:  # steps divided by it may be infinite
-        raise ValueError(f"0, or from {_SHORTEST} on")
-    return value
-
-
-PartSteps = Annotated[NotNegative, AfterValidator(_not_tiny)]
-"""A number of optimizer steps, which may be a fraction, as in DeepSpeed. 0 stands for none."""
 
 
 class _DeepSpeedParams(Block):
@@ -76,58 +58,12 @@ class WarmupCosineLRParams(_DeepSpeedParams):
     warmup_type: WarmupType = "log"
 
 
-class OneCycleParams(_DeepSpeedParams):
-    """`scheduler.params` of OneCycle: rises and falls once, then decays. The momentum moves inversely."""
-
-    cycle_min_lr: Annotated[PerGroup, Honoured("learning rate at both ends of the cycle")]
-    cycle_max_lr: Annotated[PerGroup, Honoured("learning rate at the top of the cycle")]
-    decay_lr_rate: Annotated[
-        NotNegative, Honoured("after the cycle: the learning rate is divided by 1 + this per decay_step_size steps")
-    ] = 0.0
-    cycle_first_step_size: Annotated[Number, Field(ge=_SHORTEST, le=LARGEST), Honoured("steps of the rise")] = 2000.0
-    cycle_second_step_size: Annotated[PartSteps | None, Honoured("steps of the fall. Default: as many as rising")] = (
-        None
-    )
-    cycle_first_stair_count: Annotated[Stairs, Honoured("stairs of the rise; 0 or -1: none")] = 0
-    cycle_second_stair_count: Annotated[
-        Stairs | None, Honoured("stairs of the fall; 0 or -1: none. Default: as many as rising")
-    ] = None
-    decay_step_size: Annotated[PartSteps, Honoured("number of steps after which the decay counts one; 0: no decay")] = (
-        0.0
-    )
-    cycle_momentum: Annotated[
-        bool, Honoured("set betas to (momentum, 0.99) in each step; write false for an optimizer without betas")
-    ] = True
-    cycle_min_mom: Annotated[MomentumPerGroup, Honoured("momentum at the top of the cycle, and at step 0")] = 0.8
-    cycle_max_mom: Annotated[MomentumPerGroup, Honoured("momentum at both ends of the cycle")] = 0.9
-    decay_mom_rate: Annotated[
-        Number,
-        Field(ge=-LARGEST, le=LARGEST),
-        Honoured("after the cycle: the momentum is multiplied by 1 + this per decay_step_size steps"),
-    ] = 0.0
-
-
-class LRRangeTestParams(_DeepSpeedParams):
-    """`scheduler.params` of LRRangeTest: rises without end, to find the learning rate at which training diverges."""
-
-    lr_range_test_min_lr: Annotated[PerGroup, Honoured("learning rate at the start")] = 1e-3
-    lr_range_test_step_size: Annotated[PositiveInt, Honoured("steps in which the learning rate grows once")] = 2000
-    lr_range_test_step_rate: Annotated[
-        NotNegative, Honoured("growth per `lr_range_test_step_size` steps, as a part of the learning rate at the start")
-    ] = 1.0
-    lr_range_test_staircase: Annotated[
-        bool, Honoured("grow once per `lr_range_test_step_size` steps, instead of a little in each step")
-    ] = False
-
-
 SCHEDULER_PARAMS: dict[str, type[Block]] = {
-    "LRRangeTest": LRRangeTestParams,
-    "OneCycle": OneCycleParams,
     "WarmupCosineLR": WarmupCosineLRParams,
     "WarmupDecayLR": WarmupDecayLRParams,
     "WarmupLR": WarmupLRParams,
 }
 """The block of `scheduler.params`, by `scheduler.type`."""
 
-TYPES = TypedParams(blocks=SCHEDULER_PARAMS, others=frozenset(OF_TORCH), build_it=_PASS_IT)
+TYPES = TypedParams(blocks=SCHEDULER_PARAMS, build_it=_PASS_IT)
 """Loaded by the schema for a config with a `scheduler`."""

@@ -11,8 +11,6 @@ from zeroamp.policies.errors import ConfigError, StepError
 from zeroamp.policies.schema import SchedulerBlock
 
 CURVES: dict[str, Callable[..., learning_rate.Curve]] = {
-    "LRRangeTest": learning_rate.LRRangeTest,
-    "OneCycle": learning_rate.OneCycle,
     "WarmupCosineLR": learning_rate.WarmupCosineLR,
     "WarmupDecayLR": learning_rate.WarmupDecayLR,
     "WarmupLR": learning_rate.WarmupLR,
@@ -21,7 +19,7 @@ CURVES: dict[str, Callable[..., learning_rate.Curve]] = {
 
 
 class CurveLR(torch.optim.lr_scheduler.LRScheduler):
-    """Sets the learning rate of every param group from a curve. OneCycle with `cycle_momentum` sets betas too.
+    """Sets the learning rate of every param group from a curve.
 
     `last_epoch` is the number of the next optimizer step, from 0 on. `step()` increments it: `TrainStep` calls `step()`
     after each update; a plain loop calls it after each `optimizer.step()`.
@@ -67,15 +65,12 @@ class CurveLR(torch.optim.lr_scheduler.LRScheduler):
 
     def _apply(self) -> None:
         values = self.get_lr()
-        for group, curve, lr in zip(self.optimizer.param_groups, self.curves, values, strict=True):
+        for group, lr in zip(self.optimizer.param_groups, values, strict=True):
             # A tensor (capturable, compiled) is updated in place: compiled code reads this tensor.
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
-            momentum = curve.momentum(self.last_epoch) if isinstance(curve, learning_rate.OneCycle) else None
-            if momentum is not None:
-                group["betas"] = (momentum, learning_rate.ONE_CYCLE_BETA2)
         self._last_lr = values
 
 
@@ -122,8 +117,3 @@ def _check_fits(block: SchedulerBlock, optimizer: torch.optim.Optimizer) -> None
                 f"scheduler.params.{key} has {len(value)} values, but the optimizer has {num_groups} param groups. "
                 "Write one number, or one per param group in their order."
             )
-    if getattr(block.params, "cycle_momentum", False) and "betas" not in optimizer.defaults:
-        raise ConfigError(
-            f"scheduler.params.cycle_momentum is true, but {type(optimizer).__name__} has no betas. Write false, or "
-            "use an optimizer with betas such as AdamW. DeepSpeed does not change such an optimizer's momentum either."
-        )

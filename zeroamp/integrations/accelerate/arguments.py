@@ -114,24 +114,20 @@ def refuse_uncounted_ranks(counted: int, counter: str, argument: str) -> None:
 
 
 def _refuse_handler(handler: object) -> None:
-    name = type(handler).__name__
+    """Raise ConfigError for a handler of kwargs that would change what the config decides."""
+    name, reason = type(handler).__name__, None
     if isinstance(handler, GradScalerKwargs):
-        raise ConfigError(
-            f"kwargs_handlers has {name}, but TrainStep scales the loss. Set fp16.initial_scale_power, "
-            "fp16.loss_scale_window and fp16.min_loss_scale in the config of zeroamp=."
+        reason = "TrainStep scales the loss. Set fp16.initial_scale_power and its like in the config."
+    elif isinstance(handler, AutocastKwargs):
+        reason = (
+            "the config decides autocast. For a block in fp32, pass it to accelerator.autocast(autocast_handler=...)."
         )
-    if isinstance(handler, AutocastKwargs):
-        raise ConfigError(
-            f"kwargs_handlers has {name}, but the config configures autocast. Remove it. For a block in fp32, pass it "
-            "to accelerator.autocast(autocast_handler=...)."
-        )
-    if isinstance(handler, DistributedDataParallelKwargs) and handler.comm_hook != DDPCommunicationHookType.NO:
-        raise ConfigError(
-            f"kwargs_handlers has {name}(comm_hook={handler.comm_hook}), but gradients are not reduced by DDP. Set "
-            "communication_data_type in the config of zeroamp=."
-        )
-    if "Recipe" in name or "FP8" in name:
-        raise ConfigError(f"kwargs_handlers has {name}, but zeroamp does not compute in fp8. Remove it.")
+    elif isinstance(handler, DistributedDataParallelKwargs) and handler.comm_hook != DDPCommunicationHookType.NO:
+        reason = "gradients are not reduced by DDP. Set communication_data_type in the config."
+    elif "Recipe" in name or "FP8" in name:
+        reason = "zeroamp does not compute in fp8. Remove it."
+    if reason is not None:
+        raise ConfigError(f"kwargs_handlers has {name}, but {reason}")
 
 
 def asked_precision(given: Mapping[str, Any]) -> Precision | None:

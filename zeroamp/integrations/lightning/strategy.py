@@ -199,21 +199,11 @@ def mixed_precision_of(plugin: FabricPrecision | None) -> Mixed | None:
         _refuse_own_scaler(plugin)
         mixed: Mixed = "bf16-mixed" if plugin.precision == "bf16-mixed" else "16-mixed"
         return mixed
-    asked = str(getattr(plugin, "precision", "?"))
-    if asked in ("bf16-true", "16-true"):
-        block = "bf16" if asked == "bf16-true" else "fp16"
-        raise ConfigError(
-            f'precision="{asked}" would store the parameters in low precision, but zeroamp stores fp32 shards (master '
-            f'weights). Leave precision out, and write "{block}": {{"enabled": true}} in the config: parameters are '
-            "then all-gathered and used in low precision."
-        )
     raise ConfigError(
-        describe(
-            "The precision of a zeroamp strategy",
-            f"{type(plugin).__name__} ({asked})",
-            '"32-true" (the config decides), "bf16-mixed" or "16-mixed"',
-            "Set the precision in the config: torch_autocast, bf16 or fp16.",
-        )
+        f"The precision of a zeroamp strategy must be 32-true (the config decides), bf16-mixed or 16-mixed, but is "
+        f"{getattr(plugin, 'precision', '?')} ({type(plugin).__name__}). Parameters are stored as fp32 shards (master "
+        'weights). Leave precision out, and write "bf16": {"enabled": true} in the config: parameters are then '
+        "all-gathered and used in low precision."
     )
 
 

@@ -1,6 +1,5 @@
 """`ZeroampTrainingArguments`, and `fill_auto`, which fills a config's "auto" values from a Trainer's arguments."""
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,32 +30,10 @@ class ZeroampArguments:
         metadata={"help": "The zeroamp config: the path of a JSON file, or a dict. Its auto values are filled."},
     )
 
-    def __post_init__(self) -> None:
-        """Parse a dict that the command line passes as text, then call the next class's `__post_init__`."""
-        if isinstance(self.zeroamp, str) and self.zeroamp.lstrip().startswith("{"):
-            self.zeroamp = load_config_text(self.zeroamp)
-        following: Any = super()
-        following.__post_init__()
-
 
 @dataclass
 class ZeroampTrainingArguments(ZeroampArguments, TrainingArguments):  # type: ignore[misc]
     """`TrainingArguments` with the field `zeroamp`."""
-
-
-def load_config_text(text: str) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Raises:
-        ConfigError: the text is not a JSON object.
-    """
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"zeroamp begins with a brace, but is not a JSON object: {error}. Write a path, or JSON."
-        ) from None
-    return dict(value)
 
 
 def fill_auto(

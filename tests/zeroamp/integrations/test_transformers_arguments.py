@@ -169,11 +169,13 @@ def test_arguments_that_a_wrapped_model_cannot_honour(tmp_path, name, value, say
     assert name.split(".")[0] in str(raised.value)
 
 
+def _wrap_without_cpu(folder):
+    trainer_of(3, folder, use_cpu=False, bf16=False).wrap()
+
+
 def test_ranks_that_the_arguments_do_not_count(ranks2, tmp_path):
-    says = "torchrun started 2 ranks, but TrainingArguments counts 1, .* pass use_cpu=True"
-    with pytest.raises(AssertionError, match=f"ConfigError: {says}"):
-        ranks2.run(trainer_of, 3, tmp_path, use_cpu=False, bf16=False)
-    trainer_of(3, tmp_path, use_cpu=False, bf16=False)  # one process
+    with pytest.raises(AssertionError, match="WrapError: accelerate deals samples to 1 of the 2 ranks .*use_cpu=True"):
+        ranks2.run(_wrap_without_cpu, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["fsdp", "deepspeed", "parallelism_config", "fp16_full_eval"])

@@ -31,7 +31,6 @@ from zeroamp.integrations.accelerate.arguments import (
     refuse_dummies,
     refuse_other_optimizers,
     refuse_other_scheduler,
-    refuse_uncounted_ranks,
 )
 from zeroamp.integrations.accelerate.optimizer import ZeroampOptimizer
 from zeroamp.integrations.config_values import PRECISIONS, ConfigOrPolicy
@@ -103,7 +102,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
 
         Raises:
             ConfigError: the config is wrong or contradicts an argument, or an argument (a plugin of another way to
-                shard, fp8, a compiler) cannot be honoured, or more ranks were started than accelerate counts.
+                shard, fp8, a compiler) cannot be honoured.
         """
         given = bound_arguments(args, kwargs)
         refuse_arguments(given)
@@ -131,8 +130,6 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
 
     def _refuse_state(self) -> None:
         """Raise ConfigError for settings from arguments and environment that zeroamp cannot honour."""
-        if "mesh" not in self.wrap_arguments:  # a mesh may have fewer ranks than were started
-            refuse_uncounted_ranks(self.num_processes, "accelerate", "cpu=True to ZeroampAccelerator")
         if self.distributed_type not in _KINDS:
             raise ConfigError(
                 f"accelerate's distributed_type must be NO, MULTI_CPU or MULTI_GPU, but is "
@@ -215,7 +212,8 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
 
         Raises:
             ConfigError: an "auto" of the config cannot be filled.
-            WrapError: the model cannot be wrapped, or its mesh has a tensor or context axis.
+            WrapError: the model cannot be wrapped, its mesh has a tensor or context axis, or more ranks were started
+                than accelerate counts.
         """
         del device_placement, evaluation_mode
         if any(model is known for known in self._models):
@@ -226,7 +224,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             model = self.wrap(model)
             before.wrapped(model)
             self._before.append(before)
-        refuse_shared_samples(model, "accelerate")
+        refuse_shared_samples(model, "accelerate", self.num_processes)
         if _outputs_to_fp32 not in model._forward_hooks.values():  # another training may have prepared the model
             model.register_forward_hook(_outputs_to_fp32)
         # Scripts for DDP call it on the model.

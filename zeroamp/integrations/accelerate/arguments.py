@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import (
     AutocastKwargs,
@@ -25,7 +24,6 @@ from zeroamp.optimizers.schedulers import CurveLR
 from zeroamp.policies.auto_values import AUTO, open_auto_keys
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.json_values import nest
-from zeroamp.policies.numbers import WORLD_SIZE, size_from_launcher
 from zeroamp.policies.policy import Policy, policy_from_config
 
 CONFIG_VARIABLE = "ZEROAMP_CONFIG"
@@ -87,30 +85,6 @@ def refuse_arguments(given: Mapping[str, Any]) -> None:
             )
     for handler in given.get("kwargs_handlers") or ():
         _refuse_handler(handler)
-
-
-def refuse_uncounted_ranks(counted: int, counter: str, argument: str) -> None:
-    """Raise ConfigError if more ranks train the model than accelerate counts: each would then get all of the data.
-
-    accelerate counts one rank if it finds no accelerator and was not told to use the CPU.
-
-    Args:
-        counted: ranks, as accelerate counts them.
-        counter: the name of the object that counts them, for the text.
-        argument: what tells accelerate to use the CPU: "use_cpu=True".
-    """
-    launched = (size_from_launcher(WORLD_SIZE) or 1) if "RANK" in os.environ else 1
-    # Without a process group, wrap_model initialises one of all ranks.
-    started = dist.get_world_size() if dist.is_initialized() else launched
-    if started <= counted:
-        return
-    what = "torchrun started" if started == launched else "The process group has"
-    remedy = f"Without a GPU, pass {argument}."
-    if "LOCAL_RANK" not in os.environ:
-        remedy = f"Start the script with torchrun, which sets LOCAL_RANK. {remedy}"
-    raise ConfigError(
-        f"{what} {started} ranks, but {counter} counts {counted}, so every rank would train on all data. {remedy}"
-    )
 
 
 def _refuse_handler(handler: object) -> None:

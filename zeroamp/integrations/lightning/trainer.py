@@ -140,7 +140,7 @@ class ZeroampStrategy(SharedStrategy, DDPStrategy):
         self._policy = self._policy_for(trainer)
         if not isinstance(module, FSDPModule):
             wrap_model(module, self._policy, **self._wrap_arguments)
-        refuse_shared_samples(module, "Lightning's Trainer")
+        refuse_shared_samples(module, "Lightning's Trainer", self.num_nodes * self.num_processes)
         if self._driver is None or self._driver.root is not module:
             self._driver = driver_for(module, _HOW_TO_ACCUMULATE)
         if wrap_state(module).plan.policy != self._policy:

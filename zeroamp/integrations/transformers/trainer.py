@@ -57,8 +57,7 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
             kwargs: of the Trainer.
 
         Raises:
-            ConfigError: there is no config, an argument is set that a wrapped model cannot honour, or more ranks were
-                started than the training arguments count.
+            ConfigError: there is no config, or an argument is set that a wrapped model cannot honour.
             WrapError: the model is distributed already.
         """
         self.refuse_trainer()

@@ -10,7 +10,7 @@
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -112,12 +112,6 @@ class ZeroampStrategy(SharedStrategy, DDPStrategy):
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Build modules on the meta device if `empty_init`, else on the CPU. `wrap_model` moves the shards."""
         return torch.device("meta") if empty_init else nullcontext()
-
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Create tensors on the device."""
-        stack = ExitStack()
-        stack.enter_context(self.root_device)
-        return stack
 
     def module_to_device(self, module: nn.Module) -> None:
         """Do nothing: `wrap_model` moves shards, so that no device holds the whole model."""

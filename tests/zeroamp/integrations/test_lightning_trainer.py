@@ -265,7 +265,7 @@ def _refused(folder):
         checkpoint["state_dict"].popitem()
 
     clipped, counted = {**AUTOCAST, "gradient_clipping": 1.0}, {**AUTOCAST, "gradient_accumulation_steps": 2}
-    note("sync_batchnorm", lambda: trainer_of(folder, _strategy(), sync_batchnorm=True))
+    note("sync_batchnorm", lambda: fit(module_of(), folder, _strategy(), sync_batchnorm=True))
     note("bf16-true", lambda: trainer_of(folder, _strategy(), "bf16-true"))
     note("backward", lambda: fit(module_of(backward=backward), folder, _strategy()))
     note("clipping", lambda: fit(module_of(), folder, _strategy(clipped), gradient_clip_val=2.0))

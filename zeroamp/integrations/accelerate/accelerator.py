@@ -259,7 +259,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         if self._loop is not None:  # it is built again, with one more optimizer
             self._loop.train.state_dict()  # raises inside an optimizer step
             self._loop = None
-        prepared = ZeroampOptimizer(optimizer, lambda: self.loop)
+        prepared = ZeroampOptimizer(optimizer, lambda: self.loop_driver)
         self._optimizers.append(prepared)
         return prepared
 
@@ -282,10 +282,10 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         Raises:
             StepError: no model or no optimizer is prepared, or the optimizers hold parameters of several models.
         """
-        return self.loop.train
+        return self.loop_driver.train
 
     @property
-    def loop(self) -> LoopDriver:
+    def loop_driver(self) -> LoopDriver:
         """What runs the steps of the trained model. Raises StepError as `train_step` does."""
         if self._loop is None:
             optimizers = [prepared.optimizer for prepared in self._optimizers]
@@ -334,7 +334,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             raise StepError(
                 f"accelerator.backward was given {', '.join(named)}, which TrainStep does not have. Leave it out."
             )
-        loop, steps = self.loop, self.gradient_accumulation_steps
+        loop, steps = self.loop_driver, self.gradient_accumulation_steps
         # Reproducible gradients are divided once, after the sum over all micro-batches.
         divide = self.policy.reproducible and self._divides_losses and steps == self.policy.gradient_accumulation_steps
         if isinstance(loss, torch.Tensor) and not divide:  # TrainStep refuses other losses
@@ -373,7 +373,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
                 f"clip_grad_norm_ must get norm_type=2, but got {norm_type}: zeroamp has the 2-norm. Leave it out."
             )
         self._refuse_part(parameters)
-        return self.loop.clip_norm(max_norm)
+        return self.loop_driver.clip_norm(max_norm)
 
     def _refuse_part(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> None:
         train = self.train_step
@@ -399,7 +399,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             StepError: it is not the end of an optimizer step, gradients were clipped before, or the config has a
                 `gradient_clipping`, which is a norm.
         """
-        self.loop.clip_value(
+        self.loop_driver.clip_value(
             clip_value, parameters=[parameters] if isinstance(parameters, torch.Tensor) else parameters
         )
 

@@ -20,7 +20,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
@@ -94,19 +93,6 @@ class ZeroampStrategy(SharedStrategy, DDPStrategy):
         if precision_plugin is not None:
             self.policy_of(world_size=None)  # raises in the Trainer's constructor
 
-    @property
-    def _layer_sync(self) -> LayerSync | None:
-        return None
-
-    @_layer_sync.setter
-    def _layer_sync(self, layer_sync: LayerSync | None) -> None:
-        if layer_sync is not None:
-            raise ConfigError(
-                f"sync_batchnorm ({type(layer_sync).__name__}) is not supported: zeroamp wraps the modules without "
-                "replacing any. Leave it out, and call torch.nn.SyncBatchNorm.convert_sync_batchnorm in "
-                "configure_model."
-            )
-
     # For users to read
 
     @property
@@ -136,6 +122,11 @@ class ZeroampStrategy(SharedStrategy, DDPStrategy):
             raise AssertionError("expected a strategy that is connected to a Trainer and a model")
         self.accelerator.setup(trainer)
         module = self.lightning_module
+        if self._layer_sync is not None:
+            raise ConfigError(
+                "sync_batchnorm=True is not supported: zeroamp wraps the modules without replacing any. Leave it out, "
+                "and call torch.nn.SyncBatchNorm.convert_sync_batchnorm in configure_model."
+            )
         _refuse_unsupported(module, trainer)
         self._policy = self._policy_for(trainer)
         if not isinstance(module, FSDPModule):

@@ -1,8 +1,9 @@
 """`ZeroampMixin`: runs any subclass of transformers' Trainer on zeroamp."""
 
 import logging
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,10 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
 from zeroamp.hooks.random_state import preserved_random_state
+from zeroamp.integrations.accelerate import ZeroampAccelerator
 from zeroamp.integrations.peft import export_adapter, load_adapter
-from zeroamp.integrations.transformers.accelerator import TrainerAccelerator
 from zeroamp.integrations.transformers.arguments import fill_auto
+from zeroamp.integrations.transformers.pretrained import fill_deferred, refuse_unfilled
 from zeroamp.integrations.transformers.refusals import refuse_arguments, refuse_model
 from zeroamp.optimizers.from_config import optimizer_from_config
 from zeroamp.optimizers.schedulers import scheduler_from_config
@@ -287,6 +289,49 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
             return
         for name in self.model.peft_config:
             load_adapter(self.model, folder if name == "default" else folder / name, name)
+
+
+class TrainerAccelerator(ZeroampAccelerator):
+    """A `ZeroampAccelerator` inside a Trainer. The Trainer counts micro-batches and divides losses."""
+
+    _divides_losses = False
+
+    def __init__(self, trainer: ZeroampMixin, config: Mapping[str, Any], **kwargs: Any) -> None:
+        """`config`: filled as far as possible without a model. `kwargs`: of `Accelerator`."""
+        self._trainer = trainer
+        super().__init__(zeroamp=config, **kwargs)
+
+    def fill_accumulation_steps(self) -> None:
+        """Do nothing: in a Trainer, accelerate's number is 1 and the config has the Trainer's number."""
+
+    def fill_policy(self, model: nn.Module) -> Policy:
+        """Return the Trainer's policy for a model."""
+        self._policy = self._trainer.policy_of(model)
+        return self._policy
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Wrap `model` in place, fill it if `from_pretrained` left that to the Trainer, and return it."""
+        refuse_unfilled(model)
+        given, self.wrap_arguments = self.wrap_arguments, dict(self._trainer.prepare_wrap(model, self.policy))
+        try:
+            wrapped = super().wrap(model)
+        finally:
+            self.wrap_arguments = given
+        fill_deferred(wrapped)
+        return wrapped
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """See `ZeroampAccelerator`. A Trainer passes infinity for a norm without clipping."""
+        return super().clip_grad_norm_(parameters, 0.0 if math.isinf(max_norm) else max_norm, norm_type)
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Release what the last training prepared. A Trainer calls this before each training."""
+        before = self._before  # for an optimizer that was built before an evaluation wrapped the model
+        freed = super().free_memory(*objects)
+        self._before = before
+        return freed
 
 
 class ZeroampTrainer(ZeroampMixin, Trainer):  # type: ignore[misc]

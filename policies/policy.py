@@ -20,7 +20,7 @@ import torch
 from zeroamp.policies.batch_sizes import BATCH_SIZES, data_parallel_ranks
 from zeroamp.policies.conflicts import check_policy
 from zeroamp.policies.dtypes import FLOAT8_BY_NAME
-from zeroamp.policies.errors import ConfigError, WrapError
+from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.extensions import load
 from zeroamp.policies.json_values import flatten, json_value, load_config, nest
 from zeroamp.policies.key_names import path_of_key, rename_keys
@@ -286,17 +286,16 @@ Policy.__setattr__ = _refuse_change  # type: ignore[method-assign, assignment]
 Policy.__delattr__ = _refuse_change  # type: ignore[method-assign, assignment]
 
 
-def refuse_other_than_policy(policy: object) -> None:
-    """Raise WrapError if `policy` is not a `Policy`, such as a config or its path."""
-    if not isinstance(policy, Policy):
-        raise WrapError(
-            f"policy must be a Policy, but is a {type(policy).__name__}. Pass zeroamp.policy_from_config(config)."
-        )
+ConfigLike = Mapping[str, Any] | str | os.PathLike[str]
+"""A config, or the path of a JSON file."""
 
 
-def policy_from_config(
-    cfg: Mapping[str, Any] | str | os.PathLike[str], *, world_size: int | None = None, **auto: Any
-) -> Policy:
+def as_policy(policy: Policy | ConfigLike) -> Policy:
+    """Return `policy`, or the policy of a config. Raises ConfigError as `policy_from_config` does."""
+    return policy if isinstance(policy, Policy) else policy_from_config(policy)
+
+
+def policy_from_config(cfg: ConfigLike, *, world_size: int | None = None, **auto: Any) -> Policy:
     """Read a DeepSpeed-style config and return its `Policy`.
 
     Every key is honoured, native (accepted, without effect), or raises an error: docs/config.md lists the keys.

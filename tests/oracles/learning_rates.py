@@ -40,50 +40,5 @@ def _risen(iteration, steps, kind):
     return iteration / steps if kind == "linear" else 1.0 / math.log(steps) * math.log(iteration + 1)
 
 
-def lr_range_test(initial, *, lo=1e-3, size=2000, rate=1.0, staircase=False):
-    yield lo
-    for iteration in itertools.count():
-        interval = float(iteration + 1) / size
-        yield lo * (1 + rate * (math.floor(interval) if staircase else interval))
-
-
-def one_cycle(lo, hi, *, rate=0.0, first=2000, second=None, stairs=0, second_stairs=None, decay_size=0):
-    second = first if second is None else second
-    yield lo
-    for iteration in itertools.count():
-        if iteration < first + second:
-            yield lo + (hi - lo) * _cycle_height(iteration, first, second, stairs, second_stairs)
-        elif decay_size == 0 or rate == 0:
-            yield lo
-        else:
-            yield lo / (1 + rate * ((iteration - (first + second) + 1) / decay_size))
-
-
-def one_cycle_momentum(lo, hi, *, rate=0.0, first=2000, second=None, stairs=0, second_stairs=None, decay_size=0):
-    second = first if second is None else second
-    yield lo
-    for iteration in itertools.count():
-        if iteration < first + second:
-            yield hi - (hi - lo) * _cycle_height(iteration, first, second, stairs, second_stairs)
-        elif decay_size == 0 or rate == 0:
-            yield hi
-        else:
-            yield hi * (1 + rate * ((iteration - (first + second) + 1) / decay_size))
-
-
-def _cycle_height(iteration, first, second, stairs, second_stairs):
-    at, total = iteration + 1, first + second
-    ratio = first / total
-    x = 1.0 + at / total - math.floor(1 + at / total)
-    height, count = (x / ratio, stairs)
-    if x > ratio:
-        height, count = (x - 1) / (ratio - 1), stairs if second_stairs is None else second_stairs
-    if count <= 0:
-        return height
-    inside = at % total
-    position = inside * count / first if inside <= first else (total - inside) * count / second
-    return math.floor(position) / count
-
-
 def take(values, num_steps=1000):
     return list(itertools.islice(values, num_steps))

@@ -26,7 +26,7 @@ POOL = [
 ]  # fmt: skip
 BLOCKS = [
     {}, {}, {}, {"optimizer.type": "AdamW"}, {"optimizer.type": "adam", "optimizer.params.betas": [0.9, 0.95]},
-    {"optimizer.type": "SGD", "optimizer.params": None, "scheduler.type": "OneCycle"}, {"optimizer.type": "Lamb"},
+    {"optimizer.type": "SGD", "optimizer.params": None, "scheduler.type": "WarmupLR"}, {"optimizer.type": "Lamb"},
     {"scheduler.type": "WarmupLR", "scheduler.params.warmup_max_lr": 3e-4}, {"scheduler": None},
     {"scheduler.type": "WarmupCosineLR", "scheduler.params.total_num_steps": 10},
     {"scheduler.type": "WarmupDecayLR", "scheduler.params.total_steps": 10},

@@ -101,7 +101,7 @@ BAD = [
     ),
     ({"fp16": {"enabled": True, "loss_scale": 0.5}}, "fp16.loss_scale", "is 0.5", "Leave it out: small gradients are"),
     ({"optimizer": {"type": "AdamW", "lr": 0.001}}, "optimizer.lr", "is a key of neither", "optimizer.params.lr"),
-    ({"scheduler": {"type": "OneCycle"}}, "scheduler.params.cycle_min_lr", "is missing", "Add it"),
+    ({"scheduler": {"type": "WarmupDecayLR"}}, "scheduler.params.total_num_steps", "is missing", "Add it"),
     (
         {"zero_optimization": {"max_live_parameters": 5, "stage3_max_live_parameters": 6}},
         "zero_optimization.max_live_parameters",
@@ -335,9 +335,9 @@ def test_bad_arguments_are_refused_with_key_value_and_remedy(cfg, arguments, key
 
 def test_every_bad_key_has_a_line():
     with pytest.raises(ConfigError) as caught:
-        policy_from_config({"scheduler": {"type": "OneCycle"}, "gradient_clipping": -1})
+        policy_from_config({"scheduler": {"type": "WarmupDecayLR"}, "gradient_clipping": -1})
     keys = [line.split()[0] for line in str(caught.value).splitlines()]
-    assert keys == ["gradient_clipping", "scheduler.params.cycle_min_lr", "scheduler.params.cycle_max_lr"]
+    assert keys == ["gradient_clipping", "scheduler.params.total_num_steps"]
 
 
 @pytest.mark.parametrize(

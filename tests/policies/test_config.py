@@ -289,7 +289,7 @@ ENABLED_BY = {
     "zeroamp.param_gather_dtype": {"fp16.enabled": False, "bf16.enabled": True},
     "bf16": {"fp16.enabled": False, "bf16.enabled": True},
     "optimizer": {"optimizer.type": "Adam"},
-    "scheduler": {"scheduler.type": "LRRangeTest"},
+    "scheduler": {"scheduler.type": "WarmupLR"},
     "zero_optimization.offload_optimizer": {"zero_optimization.offload_optimizer.device": "cpu"},
     "zero_optimization.offload_param": {"zero_optimization.offload_param.device": "cpu"},
     **{name: {f"{name}.enabled": True} for name in ("tensorboard", "csv_monitor", "wandb")},
@@ -301,7 +301,7 @@ def _another(path, default):
     if path in OTHER_VALUES:
         return OTHER_VALUES[path]
     if path.endswith("params"):
-        return {"lr": 0.5} if path.startswith("optimizer") else {"lr_range_test_min_lr": 0.5}
+        return {"lr": 0.5} if path.startswith("optimizer") else {"warmup_min_lr": 0.5}
     if "dtype" in path or path == "communication_data_type":
         return "bf16"
     if isinstance(default, bool) or path.endswith("count_traffic") or path == "comms_logger.enabled":

@@ -136,8 +136,8 @@ class _Saved:
             raise CheckpointError(
                 f"{path} has no {WEIGHTS}, because the model's state held more than parameters and buffers, which "
                 "safetensors cannot hold, or adapters of peft, which from_pretrained cannot load. Build the model, "
-                "load the checkpoint, and export from there: by zeroamp.integrations.peft.export_adapter or "
-                "export_merged, or from the model's own state_dict()."
+                "load the checkpoint, and export from there: by zeroamp.integrations.peft.export_adapter, or from the "
+                "model's own state_dict()."
             )
         self._path = path
         self._config_names = [name for name in manifest.files if name in ("config.json", "generation_config.json")]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 
 from zeroamp.checkpoint.background import saving_of
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint, is_checkpoint_name
@@ -20,7 +21,14 @@ from zeroamp.checkpoint.manifest import (
     rank_file,
     read_manifest,
 )
-from zeroamp.checkpoint.model_state import MODEL, check_model_fits, load_extra_states, model_tensors, shard_dims
+from zeroamp.checkpoint.model_state import (
+    MODEL,
+    callback_tensors,
+    check_model_fits,
+    load_extra_states,
+    model_tensors,
+    shard_dims,
+)
 from zeroamp.checkpoint.optimizer_state import (
     OPTIMIZER,
     check_optimizer_fits,
@@ -199,6 +207,17 @@ class _Load:
             for description in self.values["optimizer"]:
                 check_sharding_fits(description, parameters, metadata, own, str(self.path))
                 self.tensors |= optimizer_targets(description, parameters, metadata, own)
+            self.tensors |= self._of_callbacks(self.train, metadata)
+
+    def _of_callbacks(self, train: TrainStep, metadata: Metadata) -> dict[str, torch.Tensor]:
+        """Return the tensors of the callbacks, into which the load writes."""
+        found = callback_tensors(train.callbacks)
+        if missing := found.keys() - metadata.state_dict_metadata.keys():
+            raise CheckpointError(
+                f"{self.path} has no {min(missing)}: a callback of TrainStep, such as zeroamp.EMA, was not there at "
+                "the save. Append it after the load."
+            )
+        return found
 
     def _check_own(self) -> None:
         """Refuse this rank's buffers if shape or dtype differs from the model's: a copy would broadcast or cast."""

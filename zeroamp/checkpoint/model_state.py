@@ -64,6 +64,12 @@ def model_tensors(root: nn.Module, excluded: Container[str] = ()) -> dict[str, t
     return {MODEL + name: value.detach() for name, value in tensors.items() if name not in excluded}
 
 
+def callback_tensors(callbacks: Iterable[object]) -> dict[str, torch.Tensor]:
+    """Return the tensors of the callbacks that have a method `tensors`, by name in the checkpoint."""
+    found = [callback.tensors() for callback in callbacks if hasattr(callback, "tensors")]
+    return {f"callback.{index}.{name}": each for index, named in enumerate(found) for name, each in named.items()}
+
+
 def shard_dims(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Return FQN -> sharded dimension, of the tensors of a model that are sharded over another dimension than 0."""
     return {

@@ -29,7 +29,7 @@ from zeroamp.checkpoint.background import saving_of
 from zeroamp.checkpoint.export import export_files
 from zeroamp.checkpoint.folder import Draft, is_checkpoint_name, open_draft
 from zeroamp.checkpoint.manifest import VALUES, FileRecord, Manifest, rank_file, record_content, refuse_other_size
-from zeroamp.checkpoint.model_state import extra_states, frozen_names, model_tensors, shard_dims
+from zeroamp.checkpoint.model_state import callback_tensors, extra_states, frozen_names, model_tensors, shard_dims
 from zeroamp.checkpoint.optimizer_state import OPTIMIZER, optimizer_state
 from zeroamp.checkpoint.replicas import ShardSums, checksums, refuse_different_replicas, refuse_different_scalars
 from zeroamp.checkpoint.tensors import PlanCache, save_tensors
@@ -210,6 +210,7 @@ def take_snapshot(
         refuse_unsharded(state.root)
         snapshot.tensors = model_tensors(state.root, excluded)
         dims = shard_dims(snapshot.tensors)
+        snapshot.tensors |= callback_tensors(train.callbacks)
         descriptions = []
         for optimizer in train.optimizers:
             tensors, description = optimizer_state(optimizer, state.root)

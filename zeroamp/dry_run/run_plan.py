@@ -44,7 +44,7 @@ from zeroamp.planning.schedule import live_units, reshards_after_forward
 from zeroamp.planning.shard_sizes import local_numel
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.errors import ConfigError, WrapError, ZeroAmpError
-from zeroamp.policies.policy import Policy, Stage, refuse_other_than_policy
+from zeroamp.policies.policy import ConfigLike, Policy, Stage, as_policy
 from zeroamp.training.loss import LossFunction
 
 MAX_BATCH = 2**20
@@ -134,7 +134,7 @@ class RunPlan:
 
 def plan_run(
     model: nn.Module,
-    policy: Policy,
+    policy: Policy | ConfigLike,
     *,
     world_size: int,
     mesh: tuple[int, int] | DeviceMesh | None = None,
@@ -160,7 +160,7 @@ def plan_run(
 
     Args:
         model: a plain model, on the meta device or any other. It is not changed.
-        policy: from `policy_from_config`. Its stage is compared with the others.
+        policy: see `wrap_model`. Its stage is compared with the others.
         world_size: ranks of the run.
         mesh: (replicas, shards) of stages 1 to 3. None: the mesh that `wrap_model` makes. For a model that is
             distributed over a tensor or expert axis, the named mesh of all ranks.
@@ -181,7 +181,7 @@ def plan_run(
 
     Raises:
         ConfigError: config, mesh, GPU, inputs or a number are wrong, or the model's control flow depends on values.
-        WrapError: the model cannot be wrapped, or `policy` is a config.
+        WrapError: the model cannot be wrapped.
 
     Examples:
         >>> with torch.device("meta"):
@@ -195,7 +195,7 @@ def plan_run(
         >>> plan.fits(plan.stages[3])
         True
     """
-    refuse_other_than_policy(policy)
+    policy = as_policy(policy)
     gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
     check_counts(world_size=world_size, batch=batch, seq=seq, gpus_per_node=gpus_per_node)
     axes = find_axes(model, mesh) if isinstance(mesh, DeviceMesh) else None

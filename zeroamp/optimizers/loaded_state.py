@@ -81,7 +81,7 @@ def _described(tensor: torch.Tensor) -> str:
 
 def _shard_like(parameter: DTensor, whole: torch.Tensor) -> DTensor:
     return DTensor.from_local(
-        whole[local_slices(parameter)].clone(),  # not a view, which would retain the whole tensor
+        whole[local_slices(parameter)].to(parameter.device, copy=True),  # not a view, which would retain the whole
         parameter.device_mesh,
         parameter.placements,
         run_check=False,

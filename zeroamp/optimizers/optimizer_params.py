@@ -8,15 +8,6 @@ from zeroamp.optimizers.typed_params import NotNegative, TypedParams
 from zeroamp.policies.schema.keys import Block, Honoured, Number, Unsupported, as_tuple, refused
 
 _BUILD_IT = "Build the optimizer yourself, after wrap_model, and pass it to TrainStep."
-_OF_DEEPSPEED = (
-    *("Adagrad", "CPUAdam", "FusedAdam", "Lamb", "Lion", "MuAdam", "MuAdamW", "MuSGD", "Muon"),
-    *("OneBitAdam", "OneBitLamb", "ZeroOneAdam"),
-)
-OF_TORCH = (
-    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam"),
-    *("RMSprop", "Rprop", "SGD", "SparseAdam"),
-)
-"""The optimizers of torch 2.13."""
 
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple)]
@@ -107,5 +98,5 @@ class SGDParams(_TorchParams):
 OPTIMIZER_PARAMS: dict[str, type[Block]] = {"Adam": AdamParams, "AdamW": AdamWParams, "SGD": SGDParams}
 """The block of `optimizer.params`, by `optimizer.type`."""
 
-TYPES = TypedParams(blocks=OPTIMIZER_PARAMS, others=frozenset((*_OF_DEEPSPEED, *OF_TORCH)), build_it=_BUILD_IT)
+TYPES = TypedParams(blocks=OPTIMIZER_PARAMS, build_it=_BUILD_IT)
 """Loaded by the schema for a config with an `optimizer`."""

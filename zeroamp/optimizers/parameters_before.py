@@ -9,9 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from zeroamp.policies.errors import StepError
 from zeroamp.wrapping.state import reshard
 
 
@@ -48,11 +46,8 @@ class ParametersBefore:
     def repoint(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Replace old parameters in the optimizers by the sharded ones: in param groups, and as keys of the state.
 
-        Param groups stay the same objects, so schedulers that were built on the optimizer keep working. State tensors
-        of the parameter's shape are sharded like the parameter. State of one element stays as it is.
-
-        Raises:
-            StepError: a state tensor has neither its parameter's shape nor one element.
+        Param groups stay the same objects, so schedulers that were built on the optimizer keep working. `TrainStep`
+        shards the state.
         """
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -60,20 +55,4 @@ class ParametersBefore:
             for old in list(optimizer.state):
                 new = self.sharded(old)
                 if new is not old:
-                    state = optimizer.state.pop(old)
-                    optimizer.state[new] = {key: _sharded_like(new, key, value) for key, value in state.items()}
-
-
-def _sharded_like(parameter: torch.Tensor, key: str, value: object) -> object:
-    if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor):
-        return value
-    if value.shape != parameter.shape and value.numel() == 1:
-        return value
-    if value.shape != parameter.shape:
-        raise StepError(
-            f'The optimizer has state "{key}" of shape {tuple(value.shape)} for a parameter of shape '
-            f"{tuple(parameter.shape)}, which cannot be sharded. Load the optimizer's state after the model is wrapped."
-        )
-    value = value.to(parameter.device)
-    # Every rank holds the whole value, so `src_data_rank=None` sends nothing.
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                    optimizer.state[new] = optimizer.state.pop(old)

@@ -1,49 +1,48 @@
-"""The keys of `scheduler.params`: learning rates. Meanings and defaults are DeepSpeed's (0.19.8)."""
+"""The keys of `scheduler.params`, and the learning rates that they give: those of DeepSpeed (0.19.8).
 
+Steps are numbered k = 0, 1, 2, … DeepSpeed advances a scheduler after each step, and counts from the first advance:
+its iteration is k - 1. Step 0 has the values that DeepSpeed's constructors set. Formulas have DeepSpeed's order of
+operations, so that the results are the same bits.
+
+[Note: first steps]
+In a warm-up, steps 0 and 1 have the same learning rate: that of iteration 0. The exception is WarmupCosineLR, which is
+0 at step 0 with any warmup_min_ratio.
+"""
+
+import math
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from zeroamp.optimizers.typed_params import NotNegative, PerGroup, TypedParams
+from zeroamp.policies.schema.keys import Block, Honoured, PositiveInt, Unsupported
 
-from zeroamp.optimizers.typed_params import LARGEST, MomentumPerGroup, NotNegative, PerGroup, TypedParams
-from zeroamp.policies.schema.keys import Block, Honoured, Number, PositiveInt, Unsupported
-
-_PASS_IT = "Build the scheduler yourself and pass it to TrainStep(scheduler=)."
-
-OF_TORCH = (
-    *("ChainedScheduler", "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR"),
-    *("ExponentialLR", "LambdaLR", "LinearLR", "MultiStepLR", "MultiplicativeLR", "OneCycleLR", "PolynomialLR"),
-    *("ReduceLROnPlateau", "SequentialLR", "StepLR"),
+_PASS_IT = (
+    "Build the scheduler yourself and pass it to TrainStep(scheduler=). torch.optim.lr_scheduler has CyclicLR in place "
+    "of OneCycle, and LambdaLR in place of LRRangeTest."
 )
-"""The schedulers of torch 2.13."""
 
 WarmupSteps = Annotated[PositiveInt, Honoured("optimizer steps of the warm-up; 1 counts as 2")]
 TotalSteps = Annotated[PositiveInt, Honoured("optimizer steps of the run, warm-up included")]
 WarmupType = Annotated[
     Literal["log", "linear"], Honoured("shape of the warm-up: the logarithm of the step, or the step")
 ]
-Stairs = Annotated[int, Field(ge=-1)]
-_SHORTEST = 1e-6
 
 
-def _not_tiny(value: float | None) -> float | None:
-    if value is not None and 0 < value < _SHORTEST:  # steps divided by it may be infinite
-        raise ValueError(f"0, or from {_SHORTEST} on")
-    return value
-
-
-PartSteps = Annotated[NotNegative, AfterValidator(_not_tiny)]
-"""A number of optimizer steps, which may be a fraction, as in DeepSpeed. 0 stands for none."""
-
-
-class _DeepSpeedParams(Block):
-    """The key that `scheduler.params` has for every type."""
+class Curve(Block):
+    """The key that `scheduler.params` has for every type, and the learning rate as a function of the step."""
 
     last_batch_iteration: Annotated[
         int, Unsupported("Remove it, and pass the saved state to the scheduler's load_state_dict.", (-1,))
     ] = -1
 
+    def lr(self, step: int, initial_lr: float, group: int) -> float:
+        """Return the learning rate of a param group at `step`, from 0 on.
 
-class WarmupLRParams(_DeepSpeedParams):
+        `initial_lr`: the one that the optimizer was built with. `group`: the number of the param group.
+        """
+        raise NotImplementedError
+
+
+class WarmupLRParams(Curve):
     """`scheduler.params` of WarmupLR: rises to a maximum, and is constant then."""
 
     warmup_min_lr: Annotated[PerGroup, Honoured("learning rate at the start")] = 0.0
@@ -53,8 +52,16 @@ class WarmupLRParams(_DeepSpeedParams):
     warmup_num_steps: WarmupSteps = 1000
     warmup_type: WarmupType = "log"
 
+    def lr(self, step: int, initial_lr: float, group: int) -> float:
+        """Return min + (max - min) * gamma, where gamma rises from 0 to 1 in the warm-up."""
+        num_steps, iteration = _num_warmup_steps(self.warmup_num_steps), max(0, step - 1)
+        low = _of_group(self.warmup_min_lr, group)
+        top = initial_lr if self.warmup_max_lr is None else _of_group(self.warmup_max_lr, group)
+        gamma = _warmup(iteration, num_steps, self.warmup_type) if iteration < num_steps else 1.0
+        return low + (top - low) * gamma
 
-class WarmupDecayLRParams(_DeepSpeedParams):
+
+class WarmupDecayLRParams(Curve):
     """`scheduler.params` of WarmupDecayLR: rises to a maximum, then falls linearly to the minimum."""
 
     total_num_steps: TotalSteps
@@ -63,8 +70,18 @@ class WarmupDecayLRParams(_DeepSpeedParams):
     warmup_num_steps: WarmupSteps = 1000
     warmup_type: WarmupType = "log"
 
+    def lr(self, step: int, initial_lr: float, group: int) -> float:  # noqa: ARG002
+        """Return min + (max - min) * gamma, where gamma rises from 0 to 1 and falls back to 0."""
+        num_steps, iteration = _num_warmup_steps(self.warmup_num_steps), max(0, step - 1)
+        if iteration < num_steps:
+            gamma = _warmup(iteration, num_steps, self.warmup_type)
+        else:
+            gamma = max(0.0, (self.total_num_steps - iteration) / max(1, self.total_num_steps - num_steps))
+        low = _of_group(self.warmup_min_lr, group)
+        return low + (_of_group(self.warmup_max_lr, group) - low) * gamma
 
-class WarmupCosineLRParams(_DeepSpeedParams):
+
+class WarmupCosineLRParams(Curve):
     """`scheduler.params` of WarmupCosineLR: ratios to the optimizer's own learning rate, per param group."""
 
     total_num_steps: TotalSteps
@@ -75,59 +92,42 @@ class WarmupCosineLRParams(_DeepSpeedParams):
     cos_min_ratio: Annotated[NotNegative, Honoured("ratio to the learning rate at the last step and after it")] = 0.0001
     warmup_type: WarmupType = "log"
 
+    def lr(self, step: int, initial_lr: float, group: int) -> float:  # noqa: ARG002
+        """Return the initial learning rate times the ratio; 0 at step 0 ([Note: first steps])."""
+        return initial_lr * (self._ratio(step - 1) if step > 0 else 0.0)
 
-class OneCycleParams(_DeepSpeedParams):
-    """`scheduler.params` of OneCycle: rises and falls once, then decays. The momentum moves inversely."""
-
-    cycle_min_lr: Annotated[PerGroup, Honoured("learning rate at both ends of the cycle")]
-    cycle_max_lr: Annotated[PerGroup, Honoured("learning rate at the top of the cycle")]
-    decay_lr_rate: Annotated[
-        NotNegative, Honoured("after the cycle: the learning rate is divided by 1 + this per decay_step_size steps")
-    ] = 0.0
-    cycle_first_step_size: Annotated[Number, Field(ge=_SHORTEST, le=LARGEST), Honoured("steps of the rise")] = 2000.0
-    cycle_second_step_size: Annotated[PartSteps | None, Honoured("steps of the fall. Default: as many as rising")] = (
-        None
-    )
-    cycle_first_stair_count: Annotated[Stairs, Honoured("stairs of the rise; 0 or -1: none")] = 0
-    cycle_second_stair_count: Annotated[
-        Stairs | None, Honoured("stairs of the fall; 0 or -1: none. Default: as many as rising")
-    ] = None
-    decay_step_size: Annotated[PartSteps, Honoured("number of steps after which the decay counts one; 0: no decay")] = (
-        0.0
-    )
-    cycle_momentum: Annotated[
-        bool, Honoured("set betas to (momentum, 0.99) in each step; write false for an optimizer without betas")
-    ] = True
-    cycle_min_mom: Annotated[MomentumPerGroup, Honoured("momentum at the top of the cycle, and at step 0")] = 0.8
-    cycle_max_mom: Annotated[MomentumPerGroup, Honoured("momentum at both ends of the cycle")] = 0.9
-    decay_mom_rate: Annotated[
-        Number,
-        Field(ge=-LARGEST, le=LARGEST),
-        Honoured("after the cycle: the momentum is multiplied by 1 + this per decay_step_size steps"),
-    ] = 0.0
+    def _ratio(self, iteration: int) -> float:
+        num_steps = _num_warmup_steps(self.warmup_num_steps)
+        if iteration < num_steps:
+            risen = _warmup(iteration, num_steps, self.warmup_type)
+            return self.warmup_min_ratio + risen * (1.0 - self.warmup_min_ratio)
+        # The first iteration after the warm-up is already one step down. After the last step the ratio is constant.
+        progress = min(1.0, (iteration - num_steps + 1) / max(1, self.total_num_steps - num_steps))
+        height = (1 + math.cos(math.pi * progress)) / 2
+        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * height)
 
 
-class LRRangeTestParams(_DeepSpeedParams):
-    """`scheduler.params` of LRRangeTest: rises without end, to find the learning rate at which training diverges."""
-
-    lr_range_test_min_lr: Annotated[PerGroup, Honoured("learning rate at the start")] = 1e-3
-    lr_range_test_step_size: Annotated[PositiveInt, Honoured("steps in which the learning rate grows once")] = 2000
-    lr_range_test_step_rate: Annotated[
-        NotNegative, Honoured("growth per `lr_range_test_step_size` steps, as a part of the learning rate at the start")
-    ] = 1.0
-    lr_range_test_staircase: Annotated[
-        bool, Honoured("grow once per `lr_range_test_step_size` steps, instead of a little in each step")
-    ] = False
+def _of_group(value: float | tuple[float, ...], group: int) -> float:
+    return value[group] if isinstance(value, tuple) else value
 
 
-SCHEDULER_PARAMS: dict[str, type[Block]] = {
-    "LRRangeTest": LRRangeTestParams,
-    "OneCycle": OneCycleParams,
+def _warmup(iteration: int, num_steps: int, kind: str) -> float:
+    """Return the progress of the warm-up at an iteration below `num_steps`: from 0 to 1 (log), to below 1 (linear)."""
+    if kind == "linear":
+        return iteration / num_steps
+    return (1.0 / math.log(num_steps)) * math.log(iteration + 1)
+
+
+def _num_warmup_steps(asked: int) -> int:
+    return max(2, asked)  # the formula divides by the logarithm, which is 0 for 1
+
+
+SCHEDULER_PARAMS: dict[str, type[Curve]] = {
     "WarmupCosineLR": WarmupCosineLRParams,
     "WarmupDecayLR": WarmupDecayLRParams,
     "WarmupLR": WarmupLRParams,
 }
 """The block of `scheduler.params`, by `scheduler.type`."""
 
-TYPES = TypedParams(blocks=SCHEDULER_PARAMS, others=frozenset(OF_TORCH), build_it=_PASS_IT)
+TYPES = TypedParams(blocks=SCHEDULER_PARAMS, build_it=_PASS_IT)
 """Loaded by the schema for a config with a `scheduler`."""

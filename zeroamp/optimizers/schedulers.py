@@ -1,41 +1,29 @@
 """Builds the learning-rate scheduler of the config's `scheduler` block."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from zeroamp.optimizers import learning_rate
 from zeroamp.optimizers.from_config import PolicyLike, policy_of
+from zeroamp.optimizers.scheduler_params import Curve
 from zeroamp.policies.errors import ConfigError, StepError
-from zeroamp.policies.schema import SchedulerBlock
-
-CURVES: dict[str, Callable[..., learning_rate.Curve]] = {
-    "LRRangeTest": learning_rate.LRRangeTest,
-    "OneCycle": learning_rate.OneCycle,
-    "WarmupCosineLR": learning_rate.WarmupCosineLR,
-    "WarmupDecayLR": learning_rate.WarmupDecayLR,
-    "WarmupLR": learning_rate.WarmupLR,
-}
-"""The curve of each `scheduler.type`. Its fields are the keys of `scheduler.params`, for one param group."""
 
 
 class CurveLR(torch.optim.lr_scheduler.LRScheduler):
-    """Sets the learning rate of every param group from a curve. OneCycle with `cycle_momentum` sets betas too.
+    """Sets the learning rate of every param group from a curve.
 
     `last_epoch` is the number of the next optimizer step, from 0 on. `step()` increments it: `TrainStep` calls `step()`
     after each update; a plain loop calls it after each `optimizer.step()`.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, curves: list[learning_rate.Curve]) -> None:
-        """Set the learning rates of step 0. `curves` has one curve per param group."""
-        self.curves = curves
+    def __init__(self, optimizer: torch.optim.Optimizer, curve: Curve) -> None:
+        """Set the learning rates of step 0."""
+        self.curve = curve
         super().__init__(optimizer)  # ends with step(), from -1 to 0
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """Return the learning rate of the next optimizer step, one per param group."""
-        pairs = zip(self.curves, self.base_lrs, strict=True)
-        return [curve.lr(self.last_epoch, float(base_lr)) for curve, base_lr in pairs]
+        return [self.curve.lr(self.last_epoch, float(base), group) for group, base in enumerate(self.base_lrs)]
 
     def step(self, epoch: int | None = None) -> None:
         """Go to the next step, or to step `epoch`.
@@ -56,7 +44,7 @@ class CurveLR(torch.optim.lr_scheduler.LRScheduler):
         Raises:
             StepError: the state is not from `state_dict`, or has another number of param groups.
         """
-        num_groups = len(self.curves)
+        num_groups = len(self.optimizer.param_groups)
         if set(state_dict) != {"last_epoch", "base_lrs"} or len(state_dict["base_lrs"]) != num_groups:
             raise StepError(
                 f"scheduler.load_state_dict got {state_dict!r}, but needs last_epoch, and base_lrs for {num_groups} "
@@ -67,15 +55,12 @@ class CurveLR(torch.optim.lr_scheduler.LRScheduler):
 
     def _apply(self) -> None:
         values = self.get_lr()
-        for group, curve, lr in zip(self.optimizer.param_groups, self.curves, values, strict=True):
+        for group, lr in zip(self.optimizer.param_groups, values, strict=True):
             # A tensor (capturable, compiled) is updated in place: compiled code reads this tensor.
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
-            momentum = curve.momentum(self.last_epoch) if isinstance(curve, learning_rate.OneCycle) else None
-            if momentum is not None:
-                group["betas"] = (momentum, learning_rate.ONE_CYCLE_BETA2)
         self._last_lr = values
 
 
@@ -100,30 +85,17 @@ def scheduler_from_config(cfg: PolicyLike, optimizer: torch.optim.Optimizer, /, 
             'The config has no "scheduler". Add it, such as {"type": "WarmupLR", "params": {"warmup_num_steps": '
             "100}}, or build the scheduler yourself."
         )
-    _check_fits(block, optimizer)
-    return CurveLR(optimizer, [_curve(block, index) for index in range(len(optimizer.param_groups))])
+    if not isinstance(block.params, Curve):
+        raise AssertionError(f"expected the params of a curve, got {block.params!r}")
+    _check_fits(block.params, optimizer)
+    return CurveLR(optimizer, block.params)
 
 
-def _curve(block: SchedulerBlock, index: int) -> learning_rate.Curve:
-    """Return the curve of param group `index`. A key with one value per group uses the value at `index`."""
-    keys = block.params.model_dump(exclude={"last_batch_iteration"})
-    return CURVES[block.type](**{key: _of_group(value, index) for key, value in keys.items()})
-
-
-def _of_group(value: Any, index: int) -> Any:
-    return value[index] if isinstance(value, tuple) else value
-
-
-def _check_fits(block: SchedulerBlock, optimizer: torch.optim.Optimizer) -> None:
+def _check_fits(curve: Curve, optimizer: torch.optim.Optimizer) -> None:
     num_groups = len(optimizer.param_groups)
-    for key, value in block.params:
+    for key, value in curve:
         if isinstance(value, tuple) and len(value) != num_groups:
             raise ConfigError(
                 f"scheduler.params.{key} has {len(value)} values, but the optimizer has {num_groups} param groups. "
                 "Write one number, or one per param group in their order."
             )
-    if getattr(block.params, "cycle_momentum", False) and "betas" not in optimizer.defaults:
-        raise ConfigError(
-            f"scheduler.params.cycle_momentum is true, but {type(optimizer).__name__} has no betas. Write false, or "
-            "use an optimizer with betas such as AdamW. DeepSpeed does not change such an optimizer's momentum either."
-        )

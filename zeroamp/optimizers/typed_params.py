@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from zeroamp.policies.errors import shown
@@ -21,10 +21,8 @@ class TypedParams:
 
     blocks: Mapping[str, type[Block]]
     """Type that zeroamp builds -> its block of `params`."""
-    others: frozenset[str]
-    """Types of DeepSpeed or torch that zeroamp does not build."""
     build_it: str
-    """What to do for such a type, as a sentence."""
+    """What to do for other types, as a sentence."""
 
     def known_type(self, value: object) -> str:
         """Return a `type` in the spelling of `blocks`. Upper and lower case are not distinguished.
@@ -38,9 +36,8 @@ class TypedParams:
             raise refused(f"{valid}. Name one of them.")
         if value.lower() in by_lower:
             return by_lower[value.lower()]
-        if value.lower() in {name.lower() for name in self.others}:
-            raise refused(f"{valid}, which zeroamp does not build. {self.build_it}")
-        raise refused(f"{valid}. {nearest(value, self.blocks) or self.build_it}")
+        hint = nearest(value, self.blocks)
+        raise refused(f"{valid}. {hint} {self.build_it}" if hint else f"{valid}. {self.build_it}")
 
     def params_of(self, name: str, value: object) -> Block:
         """Return `value` as the block of the type `name`. None stands for an empty block.
@@ -78,17 +75,8 @@ def _per_group(value: object) -> float | tuple[float, ...]:
     return numbers if items is value else numbers[0]
 
 
-def _fractions(value: float | tuple[float, ...]) -> float | tuple[float, ...]:
-    if any(item >= 1 for item in (value if isinstance(value, tuple) else (value,))):
-        raise ValueError("a number from 0 to below 1, or a list with one such number per param group")
-    return value
-
-
 NotNegative = Annotated[Number, Field(ge=0, le=LARGEST)]
 """A number from 0 to `LARGEST`."""
 
 PerGroup = Annotated[float | tuple[float, ...], BeforeValidator(_per_group)]
 """A number from 0 to `LARGEST`, or a JSON list with one such number per param group of the optimizer."""
-
-MomentumPerGroup = Annotated[PerGroup, AfterValidator(_fractions)]
-"""A number from 0 to below 1, or a JSON list with one such number per param group of the optimizer."""

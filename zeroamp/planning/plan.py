@@ -31,7 +31,7 @@ from zeroamp.policies.auto_wrap import AutoWrapPolicy, OwnUnits, find_own_units,
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import WrapError
 from zeroamp.policies.extensions import Extension, extensions_of
-from zeroamp.policies.policy import Policy, refuse_other_than_policy
+from zeroamp.policies.policy import ConfigLike, Policy, as_policy
 
 logger = logging.getLogger("zeroamp")
 
@@ -122,7 +122,7 @@ class Plan:
 
 def build_plan(
     model: nn.Module,
-    policy: Policy,
+    policy: Policy | ConfigLike,
     auto_wrap_policy: AutoWrapPolicy = None,
     example_inputs: Any = None,
     device_type: str | None = None,
@@ -132,7 +132,7 @@ def build_plan(
 
     Args:
         model: a plain model, on any device, the meta device included.
-        policy: from `policy_from_config`.
+        policy: see `wrap_model`.
         auto_wrap_policy: the modules that become units, see `zeroamp.policies.find_units`.
         example_inputs: for `lower_precision_safe_modules` "auto" and `zeroamp.autocast_ops`: a tuple of positional
             arguments, a mapping of keyword arguments, or a tensor. None stands for a transformers model's
@@ -142,13 +142,13 @@ def build_plan(
         ignored_params: parameters of the model that are not sharded, see `wrap_model`.
 
     Raises:
-        WrapError: `policy` is a config, the wrap policy matches nothing, a parameter cannot be handled, or an ignored
-            parameter is not one of the model's.
-        ConfigError: a safe module class is unknown, or the model has none of them; `leaf_modules`,
-            `keep_in_fp32_modules` or `overrides` match nothing; one of the last two matches some owners of a tied
-            parameter and not others; or a model that must be traced cannot be traced.
+        WrapError: the wrap policy matches nothing, a parameter cannot be handled, or an ignored parameter is not one of
+            the model's.
+        ConfigError: the config is not valid; a safe module class is unknown, or the model has none of them;
+            `leaf_modules`, `keep_in_fp32_modules` or `overrides` match nothing; one of the last two matches some owners
+            of a tied parameter and not others; or a model that must be traced cannot be traced.
     """
-    refuse_other_than_policy(policy)
+    policy = as_policy(policy)
     units = _find_units(model, policy, auto_wrap_policy)
     ignored_params = _listed(ignored_params)
     own_units = OwnUnits()

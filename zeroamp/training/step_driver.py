@@ -112,7 +112,7 @@ class StepDriver:
         self.scheduler_steps = SchedulerSteps()
         self._is_in_no_sync = False
         self._has_warned = False  # about a loss in low precision
-        self._clipped: Clipped | None = None  # between clip and update
+        self.clipped: Clipped | None = None  # between clip and update
 
     def _checked(self) -> tuple[None, Description]:
         self.micro_batches.refuse_low_shards()
@@ -180,7 +180,7 @@ class StepDriver:
         """Check what the caller may have changed since the last optimizer step."""
         self.micro_batches.refuse_other_gradients()
         self.micro_batches.refuse_low_shards()
-        self._clipped = None  # of a step that another TrainStep's zero_grad discarded
+        self.clipped = None  # of a step that another TrainStep's zero_grad discarded
         if self._num_held != (num_held := _num_held(self.optimizers)):
             refuse_foreign(self.optimizers, self.micro_batches.parameters)
             self._num_held = num_held
@@ -266,7 +266,7 @@ class StepDriver:
                 return None
             self._refuse_incomplete("step")
         with self.callbacks.phase("optimizer"):
-            if self._clipped is None:
+            if self.clipped is None:
                 self._reduce_and_clip(self._policy.gradient_clipping)
             report = self._update(self.optimizers)
         return self._end(report)
@@ -313,7 +313,7 @@ class StepDriver:
         except BaseException:  # after any error, the next backward begins a new optimizer step
             self._finish()
             raise
-        self._clipped, step.phase = clipped, Phase.CLIPPED
+        self.clipped, step.phase = clipped, Phase.CLIPPED
         return clipped
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer] | None = None) -> StepReport:
@@ -357,16 +357,16 @@ class StepDriver:
             callback.before_update()
         if optimizers:  # a forward since the backward, or one of a callback, may have left the old weights unsharded
             reshard(self.micro_batches.units)
-        if self._clipped is None:
+        if self.clipped is None:
             raise AssertionError("expected the results of clip")
-        if not self._clipped.skipped:
+        if not self.clipped.skipped:
             for update in self._updates:
                 if any(update.optimizer is optimizer for optimizer in optimizers):
                     with label("optimizer", type(update.optimizer).__name__):
                         update.step()
 
     def _update(self, optimizers: Sequence[torch.optim.Optimizer]) -> StepReport:
-        clipped = self._clipped
+        clipped = self.clipped
         if clipped is None:
             raise AssertionError("expected the results of clip")
         try:
@@ -408,13 +408,13 @@ class StepDriver:
 
     def _finish(self) -> None:
         self.micro_batches.end()
-        self._clipped = None
+        self.clipped = None
 
     def discard(self) -> None:
         """Discard the current optimizer step and all gradients of the model. See `TrainStep.zero_grad`."""
         self.micro_batches.refuse_after_failure("TrainStep.zero_grad")
         self.micro_batches.discard()
-        self._clipped = None
+        self.clipped = None
         for callback in self.callbacks.all():
             callback.on_step_discarded()
 

@@ -119,7 +119,7 @@ def _refuse_adapters(root: nn.Module) -> None:
         raise CheckpointError(
             f"export_hf cannot write {type(root).__name__}: {fqn or 'the model'} is a peft module, and from_pretrained "
             "cannot load the names of adapters and of the layers that they wrap. Call zeroamp.integrations.peft: "
-            "export_adapter(model, folder) writes an adapter alone, export_merged(model, folder) merged weights."
+            "export_adapter(model, folder) writes an adapter, which peft merges in one process (docs/peft.md)."
         )
 
 
@@ -129,8 +129,8 @@ def _refuse_quantized(root: nn.Module) -> None:
         if getattr(module, "quant_state", None) is not None:
             raise CheckpointError(
                 f"export_hf cannot write {fqn}.weight: it is quantized by bitsandbytes. Pass "
-                "exclude_frozen_parameters=True to write the trainable parameters. With adapters, "
-                "zeroamp.integrations.peft.export_merged writes the dequantized model."
+                "exclude_frozen_parameters=True to write the trainable parameters. "
+                "zeroamp.integrations.peft.export_adapter writes adapters."
             )
 
 

@@ -20,8 +20,7 @@ from zeroamp.policies.errors import WrapError
 _REFUSED = {
     "__deepcopy__": (
         "copy.deepcopy cannot copy a wrapped model, and torch.optim.swa_utils.AveragedModel calls it. For an average "
-        "of the weights (EMA), average the shards: docs/recipes.md has an example. For a second model, build and wrap "
-        "one."
+        "of the weights, append zeroamp.EMA(model, decay) to TrainStep.callbacks. For a second model, wrap another one."
     ),
     "resize_token_embeddings": (
         "resize_token_embeddings was called on a wrapped model, whose embeddings are sharded. Call it before "
@@ -66,8 +65,7 @@ def _save_pretrained(method: Callable[..., Any]) -> Callable[..., Any]:
             raise WrapError(
                 "save_pretrained was called on a wrapped model, whose parameters are sharded. Call "
                 "zeroamp.export_hf(model, folder) on all ranks; from_pretrained can read the folder. For a model with "
-                "adapters, zeroamp.integrations.peft.export_adapter(model, folder) writes an adapter, and "
-                "export_merged(model, folder) writes the base model with the adapter merged."
+                "adapters, zeroamp.integrations.peft.export_adapter(model, folder) writes an adapter."
             )
         return method(*args, **kwargs)
 

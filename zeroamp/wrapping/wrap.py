@@ -34,7 +34,7 @@ from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.batch_sizes import check_batch_sizes
 from zeroamp.policies.errors import WrapError, describe
 from zeroamp.policies.extensions import load
-from zeroamp.policies.policy import Policy, refuse_other_than_policy
+from zeroamp.policies.policy import ConfigLike, Policy, as_policy
 from zeroamp.wrapping.attach import attach_hooks
 from zeroamp.wrapping.collectives import compile_sums
 from zeroamp.wrapping.job_log import log_once_per_job
@@ -62,7 +62,7 @@ M = TypeVar("M", bound=nn.Module)
 
 def wrap_model(
     model: M,
-    policy: Policy,
+    policy: Policy | ConfigLike,
     mesh: DeviceMesh | None = None,
     auto_wrap_policy: AutoWrapPolicy = None,
     example_inputs: Any = None,
@@ -80,7 +80,7 @@ def wrap_model(
     Args:
         model: on any device; parameters on the meta device are materialised and initialised without a full copy.
             Trainable parameters in bf16 or fp16 are sharded in fp32 (master weights). Frozen ones keep their dtype.
-        policy: from `policy_from_config`.
+        policy: from `policy_from_config`; or a config or the path of one, without "auto" values.
         mesh: 1-D (shard) or 2-D (replicate, shard) for HSDP. None: all ranks in one axis, or in two with
             `zeroamp.dp_replicate_size`. With context, tensor or expert parallelism, the whole named mesh, such as
             ("dp", "cp", "tp"), or the slice of it over which FSDP2 shards: `mesh["dp"]`. See docs/meshes.md.
@@ -99,9 +99,9 @@ def wrap_model(
             gets sharded DTensors, or by `load_hf`. No effect on a model that is not on the meta device.
 
     Raises:
-        WrapError: the model, the mesh or the wrap policy is not supported, `policy` is a config, or ranks differ in
-            their arguments or parameters.
-        ConfigError: the policy does not fit the model, the ranks or the device.
+        WrapError: the model, the mesh or the wrap policy is not supported, or ranks differ in their arguments or
+            parameters.
+        ConfigError: the config is not valid, or does not fit the model, the ranks or the device.
         PeerError: another rank ended, or did not call `wrap_model`.
 
     Examples:
@@ -116,7 +116,7 @@ def wrap_model(
     log_once_per_job()
     if mesh is None and not dist.is_initialized():
         _refuse_unusable(model)
-        refuse_other_than_policy(policy)
+        as_policy(policy)  # raises before there is a process group
         start_process_group()
     device_type = current_device_type() if mesh is None else mesh.device_type
     choose_device(device_type)  # before the first collective
@@ -128,10 +128,10 @@ def wrap_model(
 
     def planned() -> tuple[Plan, Description]:
         _refuse_unusable(model)
-        refuse_other_than_policy(policy)
-        check_torch(policy)
-        check_device(policy, device_type)
-        plan = build_plan(model, policy, auto_wrap_policy, example_inputs, device_type, ignored_params)
+        asked = as_policy(policy)
+        check_torch(asked)
+        check_device(asked, device_type)
+        plan = build_plan(model, asked, auto_wrap_policy, example_inputs, device_type, ignored_params)
         for extension in plan.extensions:
             extension.check_model(model, plan)
         if axes is not None and not axes.is_data_only:
@@ -147,7 +147,7 @@ def wrap_model(
         group=world,
         device=device_of_type(device_type),
     )
-    before = parameters_before(model)
+    policy, before = plan.policy, parameters_before(model)
     mesh = mesh_for_stage(policy.stage, mesh, policy.dp_replicate_size)
     axes = plain_axes(mesh) if axes is None else axes.with_fsdp(mesh)
     _check_fits(policy, axes)

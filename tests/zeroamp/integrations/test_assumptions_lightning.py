@@ -26,11 +26,11 @@ def _cases():
             fabric.Fabric.__init__,
             "self._precision: Precision = self._strategy.precision",
         ),
-        "_FabricModule redirects methods if the forward module is not the model (driver.py: ForwardModule)": (
+        "_FabricModule redirects methods if the forward module is not the model (strategy.py: ForwardModule)": (
             wrappers._FabricModule.__getattr__,
             "self._forward_module != self._original_module",
         ),
-        "_FabricOptimizer is a subclass of the optimizer's class (driver.py: view_of)": (
+        "_FabricOptimizer is a subclass of the optimizer's class (strategy.py: view_of)": (
             wrappers._FabricOptimizer.__init__,
             "(self.__class__, optimizer.__class__)",
         ),
@@ -46,11 +46,11 @@ def _cases():
             fabric_strategy._validate_keys_for_strict_loading,
             "raise KeyError",
         ),
-        "Fabric's DDPStrategy starts processes by start_method (fabric.py: ZeroampStrategy.__init__)": (
+        "Fabric's DDPStrategy starts processes by start_method (strategy.py: _STARTING)": (
             fabric_ddp.DDPStrategy._configure_launcher,
             "self._start_method",
         ),
-        "LightningOptimizer is a subclass of the optimizer's class (driver.py: view_of)": (
+        "LightningOptimizer is a subclass of the optimizer's class (strategy.py: view_of)": (
             LightningOptimizer.__init__,
             "(self.__class__, optimizer.__class__)",
         ),
@@ -62,7 +62,7 @@ def _cases():
             Precision._after_closure,
             "self._clip_gradients(",
         ),
-        "GradScaler of 16-mixed has torch's defaults (precision.py: _LOSS_SCALE)": (
+        "GradScaler of 16-mixed has torch's defaults (strategy.py: _LOSS_SCALE)": (
             amp.MixedPrecision.__init__,
             "torch.amp.GradScaler(device=device)",
         ),

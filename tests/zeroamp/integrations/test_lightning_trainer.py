@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zeroamp
 from tests.processes.lightning_loops import (
     fit,
     fitted,
@@ -146,8 +147,7 @@ def _resumed(folder, strategy_of, arguments, how):
             {"stage": 3},
             {"stage": 0, "accumulate_grad_batches": 5},
             {"stage": 2, "is_meta": True},
-            {"stage": 3, "is_distributed": False},
-            {"stage": 1, "is_distributed": False},
+            {"stage": 1},
         ],
         {"stage": 3},
     ),
@@ -163,14 +163,9 @@ def test_a_resumed_fit_is_the_uninterrupted_one(ranks2, tmp_path, case):
     assert len(set(found["steps"])) == len(set(found["best"])) == len(set(found["train steps"])) == 1
 
 
-def _resume_body(folder, stage, *, is_distributed=True, is_meta=False, **arguments):
+def _resume_body(folder, stage, *, is_meta=False, **arguments):
     config = {**AUTOCAST, "zero_optimization": {"stage": stage}}
-
-    def strategy():
-        return _strategy(config, save_distributed_checkpoint=is_distributed)
-
-    # A file, as of DDP, has no random states.
-    return _resumed(folder, strategy, arguments, {"is_meta": is_meta, "dropout": 0.1 if is_distributed else 0.0})
+    return _resumed(folder, lambda: _strategy(config), arguments, {"is_meta": is_meta, "dropout": 0.1})
 
 
 def _resumed_within_an_epoch(folder, *, is_ddp):
@@ -266,16 +261,23 @@ def _refused(folder):
     def backward(self, loss):
         loss.backward()
 
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["state_dict"].popitem()
+
     clipped, counted = {**AUTOCAST, "gradient_clipping": 1.0}, {**AUTOCAST, "gradient_accumulation_steps": 2}
-    note("sync_batchnorm", lambda: trainer_of(folder, _strategy(), sync_batchnorm=True))
+    note("sync_batchnorm", lambda: fit(module_of(), folder, _strategy(), sync_batchnorm=True))
     note("bf16-true", lambda: trainer_of(folder, _strategy(), "bf16-true"))
     note("backward", lambda: fit(module_of(backward=backward), folder, _strategy()))
     note("clipping", lambda: fit(module_of(), folder, _strategy(clipped), gradient_clip_val=2.0))
     note("accumulation", lambda: fit(module_of(), folder, _strategy(counted), accumulate_grad_batches=3))
+    policy = zeroamp.policy_from_config(counted)
+    note("policy", lambda: fit(module_of(), folder, _strategy(policy), accumulate_grad_batches=3))
     note("compiled", lambda: fit(torch.compile(module_of(), backend="eager"), folder, _strategy()))
     averaging = StochasticWeightAveraging(1e-3)
     note("averaging", lambda: fit(module_of(), folder, _strategy(), callbacks=[averaging]))
     own = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(folder, monitor="val")]}
+    note("hook", lambda: fit(module_of(on_save_checkpoint=on_save_checkpoint), folder, _strategy(), **own))
+    own["callbacks"] = [ModelCheckpoint(folder, monitor="val")]
     uneven = {"accumulate_grad_batches": 2, "val_check_interval": 3}
     note("accumulating", lambda: fit(module_of(), folder, _strategy(), **own, **uneven))
     note("no checkpoint", lambda: fit(module_of(), folder, _strategy(), ckpt_path=str(folder / "none.ckpt")))
@@ -290,9 +292,11 @@ def test_what_does_not_go_is_refused_by_name(ranks2, tmp_path):
         "backward": ["ConfigError", "LightningModule.backward"],
         "clipping": ["ConfigError", "gradient_clipping", "gradient_clip_val"],
         "accumulation": ["ConfigError", "gradient_accumulation_steps", "accumulate_grad_batches"],
+        "policy": ["ConfigError", "gradient_accumulation_steps", "accumulate_grad_batches"],
         "compiled": ["ConfigError", "torch.compile"],
         "averaging": ["ConfigError", "StochasticWeightAveraging"],
         "accumulating": ["CheckpointError", "after 1 micro-batch(es)", "val_check_interval"],
+        "hook": ["CheckpointError", 'checkpoint["state_dict"]', "save_weights_only"],
         "no checkpoint": ["CheckpointError", "none.ckpt"],
     }.items():
         assert all(word in texts.get(name, "") for word in words), (name, texts.get(name))

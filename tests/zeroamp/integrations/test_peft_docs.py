@@ -16,7 +16,7 @@ from tests.selection import needs_bitsandbytes
 
 peft = pytest.importorskip("peft", reason="peft is not installed: it makes the adapters")
 
-TRAIN, QUANTIZED, EXPORT, CHECKPOINT, IGNORED, REDUCE = range(6)
+TRAIN, QUANTIZED, EXPORT, MERGE, CHECKPOINT, IGNORED, REDUCE = range(7)
 
 
 def _blocks():
@@ -60,15 +60,29 @@ def _adapters(folder):
     dist.barrier()
     again = quietly(_reload)(folder)
     ours = {name: zeroamp.full_parameter(p) for name, p in trained(names["model"]).items()}
+    if dist.get_rank() == 0:
+        quietly(_check_merged)(folder, names["model"])
     return [name for name, value in ours.items() if not torch.equal(again[name], value)]
 
 
 def _reload(folder):
     from transformers import AutoModelForCausalLM
 
-    assert AutoModelForCausalLM.from_pretrained(folder / "out/merged").dtype == torch.bfloat16
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
     return peft.PeftModel.from_pretrained(base, folder / "out/adapter").state_dict()
+
+
+def _check_merged(folder, trained_model):
+    """Merge on one rank. The result is the base where no adapter is, and loads without peft."""
+    from transformers import AutoModelForCausalLM
+
+    blocks = _blocks()
+    exec(f"{_imports()}\n{blocks[MERGE]}".replace("out/", f"{folder}/out/"), {"base": folder / "base"})
+    merged = AutoModelForCausalLM.from_pretrained(folder / "out/merged").state_dict()
+    base = AutoModelForCausalLM.from_pretrained(folder / "base").state_dict()
+    adapted = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in trained(trained_model)}
+    changed = {name.removesuffix(".weight") for name in merged if not torch.equal(merged[name], base[name])}
+    assert changed == adapted
 
 
 def test_training_export_and_checkpoint(ranks2, tmp_path):
@@ -91,7 +105,7 @@ def test_a_base_that_from_pretrained_quantizes(ranks2, tmp_path):
     for name, dtype, shape in ranks2.run(_quantized, tmp_path):
         assert (name, dtype) == ("Linear4bit", torch.uint8)
         assert shape == (64 * 64 // 2 // 2, 1)  # two numbers a byte, half of the rows
-    assert (tmp_path / "out/merged/config.json").exists()
+    assert (tmp_path / "out/adapter/adapter_config.json").exists()
 
 
 @quietly

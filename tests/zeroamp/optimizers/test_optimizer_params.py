@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zeroamp import ConfigError, policy_from_config
-from zeroamp.optimizers.optimizer_params import OF_TORCH, OPTIMIZER_PARAMS
+from zeroamp.optimizers.optimizer_params import OPTIMIZER_PARAMS
 from zeroamp.policies.schema import OptimizerBlock
 from zeroamp.policies.schema.keys import Honoured, Unsupported, iter_keys
 
@@ -21,11 +21,6 @@ def test_without_the_block_the_policy_has_none():
 
 def test_the_type_is_written_as_deepspeed_writes_it_whatever_the_case():
     assert [optimizer(type=name).type for name in ("adam", "ADAMW", "sgd")] == ["Adam", "AdamW", "SGD"]
-
-
-def test_every_optimizer_of_torch_is_known_by_name():
-    found = {name for name, each in vars(torch.optim).items() if isinstance(each, type)}
-    assert found - {"Optimizer"} <= set(OF_TORCH)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +52,7 @@ BAD = [
     ({"type": "Lamb"}, "type", 'is "Lamb"', "Build the optimizer yourself"),
     ({"type": "onebitadam"}, "type", 'is "onebitadam"', "Build the optimizer yourself"),
     ({"type": "RMSprop"}, "type", 'is "RMSprop"', "Build the optimizer yourself"),
-    ({"type": "AdmaW"}, "type", 'is "AdmaW"', "AdamW"),
+    ({"type": "AdmaW"}, "type", 'is "AdmaW"', "Did you mean 'AdamW'?"),
     ({"type": "zzz"}, "type", 'is "zzz"', "Build the optimizer yourself"),
     ({"type": "SGD", "legacy": True}, "legacy", "is a key of neither", "legacy_fusion"),
     ({"type": "AdamW", "params": {"weight_decy": 0.1}}, "params.weight_decy", "is not supported", "weight_decay"),

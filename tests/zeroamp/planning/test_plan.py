@@ -1,5 +1,6 @@
 """Units, dtypes and groups, on the meta device: nothing here runs."""
 
+import json
 import warnings
 
 import pytest
@@ -173,13 +174,15 @@ def test_a_trainable_parameter_in_fp64_is_refused():
         plan(model)
 
 
-@pytest.mark.parametrize("given", [config(), "config.json"])
-def test_a_config_in_place_of_a_policy_is_refused(given):
-    words = f"policy must be a Policy, but is a {type(given).__name__}. Pass zeroamp.policy_from_config"
-    with pytest.raises(zeroamp.WrapError, match=words):
-        zeroamp.build_plan(meta(Llama, tied=True), given)
-    with pytest.raises(zeroamp.WrapError, match=words):
-        zeroamp.plan_run(meta(Llama, tied=True), given, world_size=2)
+def test_a_config_or_its_path_is_taken_for_its_policy(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config()))
+    expected = plan(meta(Llama, tied=True))
+    for given in (config(), path, str(path)):
+        built = zeroamp.build_plan(meta(Llama, tied=True), given)
+        assert (built.policy, built.groups) == (expected.policy, expected.groups)
+    with pytest.raises(zeroamp.ConfigError, match="config must be .*NoneType"):
+        zeroamp.build_plan(meta(Llama, tied=True), None)
 
 
 def test_safe_modules_that_own_nothing_are_refused():

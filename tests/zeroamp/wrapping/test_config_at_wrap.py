@@ -1,5 +1,6 @@
 """What of a config only shows when a model, a mesh and a device are there."""
 
+import json
 import logging
 import re
 
@@ -41,6 +42,21 @@ def _total_of_another_world(cfg):
     with pytest.raises(zeroamp.ConfigError) as caught:
         zeroamp.wrap_model(build(NAME), policy)
     return str(caught.value)
+
+
+def _by_config(path):
+    model = zeroamp.wrap_model(build(NAME), path)
+    assert zeroamp.explain(model).to_dict() == zeroamp.explain(wrapped(NAME, config(3))).to_dict()
+    broken = {"zero_optimisation": {}} if dist.get_rank() == 1 else config(3)
+    with pytest.raises(zeroamp.ZeroAmpError) as caught:
+        zeroamp.wrap_model(build(NAME), broken)
+    return str(caught.value)
+
+
+def test_a_config_or_its_path_is_taken_for_its_policy_and_one_ranks_error_is_raised_on_all(ranks2, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config(3)))
+    assert all("zero_optimisation" in text for text in ranks2.run(_by_config, path))
 
 
 def _replicas(cfg):

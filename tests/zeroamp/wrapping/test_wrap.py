@@ -65,8 +65,6 @@ def _refuse(how):
         fully_shard(model.blocks[1], mesh=init_device_mesh("cpu", (2,)))
     if how == "no module":
         model = model.state_dict()
-    if how == "config":
-        policy = config(3)
     if how == "mesh":
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     if how == "half meta":
@@ -85,7 +83,6 @@ def _refuse(how):
         ("twice", "The root is sharded already.*build it anew"),
         ("fully_shard", "blocks.1 is sharded already.*build it anew"),
         ("no module", "model must be a torch.nn.Module"),
-        ("config", "policy must be a Policy, but is a dict. Pass zeroamp.policy_from_config"),
         ("mesh", "mesh .*shape \\(1, 2\\) at stage 0"),
         ("half meta", "head.weight is on the meta device.* such as embed.*to_empty"),
         ("inference", "wrap_model .*torch.inference_mode\\(\\)"),

@@ -17,14 +17,12 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import AutocastKwargs, DynamoBackend, convert_file_size_to_int, convert_to_fp32
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.utils.data import DataLoader
 
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
 from zeroamp.hooks._torch.fsdp import parameter_pairs
 from zeroamp.hooks.precision.autocast import config_autocast
 from zeroamp.integrations.accelerate.arguments import (
-    ConfigLike,
     OpenConfig,
     asked_precision,
     bound_arguments,
@@ -33,14 +31,13 @@ from zeroamp.integrations.accelerate.arguments import (
     refuse_dummies,
     refuse_other_optimizers,
     refuse_other_scheduler,
-    refuse_uncounted_ranks,
 )
 from zeroamp.integrations.accelerate.optimizer import ZeroampOptimizer
+from zeroamp.integrations.config_values import PRECISIONS, ConfigOrPolicy
 from zeroamp.integrations.data_ranks import refuse_shared_samples
-from zeroamp.optimizers.kinds import is_of_bitsandbytes
+from zeroamp.integrations.loop_driver import LoopDriver
 from zeroamp.optimizers.parameters_before import ParametersBefore
 from zeroamp.optimizers.schedulers import CurveLR
-from zeroamp.planning.mesh import local_part
 from zeroamp.policies.errors import CheckpointError, ConfigError, StepError
 from zeroamp.policies.policy import Policy
 from zeroamp.training.step import TrainStep, driver_of
@@ -57,7 +54,10 @@ _EVALUATED = "evaluated_model"
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 """Options for a whole state dict on the first rank."""
 _KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-_PRECISIONS = {None: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_HOW_TO_ACCUMULATE = (
+    "every backward but the last inside accelerator.accumulate(model) or no_sync, and clip and step after the last, "
+    "under `if accelerator.sync_gradients:`. LocalSGD, which steps inside no_sync, is not supported."
+)
 
 
 class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
@@ -85,7 +85,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
     def __init__(
         self,
         *args: Any,
-        zeroamp: ConfigLike | None = None,
+        zeroamp: ConfigOrPolicy | None = None,
         wrap_arguments: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -96,13 +96,13 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             zeroamp: path of a config, a mapping or a Policy. None: the path in the environment variable
                 `ZEROAMP_CONFIG`. "auto" values are filled: `gradient_accumulation_steps` and the precision from
                 accelerate's arguments, `gradient_clipping` with 0 (the norm is an argument of `clip_grad_norm_`), and
-                in `prepare` batch sizes from the dataloaders and sizes that depend on the model's `hidden_size`.
+                in `prepare` sizes that depend on the model's `hidden_size`. Batch sizes are left out.
             wrap_arguments: more arguments of `zeroamp.wrap_model`: mesh, auto_wrap_policy, example_inputs.
             kwargs: see `accelerate.Accelerator`. `mixed_precision` may be left out: the config decides.
 
         Raises:
             ConfigError: the config is wrong or contradicts an argument, or an argument (a plugin of another way to
-                shard, fp8, a compiler) cannot be honoured, or more ranks were started than accelerate counts.
+                shard, fp8, a compiler) cannot be honoured.
         """
         given = bound_arguments(args, kwargs)
         refuse_arguments(given)
@@ -112,16 +112,12 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         self.wrap_arguments = dict(wrap_arguments or {})
         """More arguments of `zeroamp.wrap_model`, for `wrap`."""
         self._before: list[ParametersBefore] = []
-        self._train_step: TrainStep | None = None
-        self._awaited: list[ZeroampOptimizer] = []  # updated by another optimizer's step(), own step() not called yet
-        self._discarded: list[ZeroampOptimizer] = []  # those of several whose zero_grad() was called
+        self._loop: LoopDriver | None = None
         self._is_in_no_sync = self._is_saving = False
         self._save_arguments: dict[str, Any] = {}
         self._load_arguments: dict[str, Any] = {}
         self._models: list[nn.Module]
         self._optimizers: list[ZeroampOptimizer]
-        self.last_report: StepReport | None = None
-        """The report of the last optimizer step."""
         steps = self._config.accumulation_steps
         if steps is not None and given.get("gradient_accumulation_plugin") is None:
             given.setdefault("gradient_accumulation_steps", steps)
@@ -134,8 +130,6 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
 
     def _refuse_state(self) -> None:
         """Raise ConfigError for settings from arguments and environment that zeroamp cannot honour."""
-        if "mesh" not in self.wrap_arguments:  # a mesh may have fewer ranks than were started
-            refuse_uncounted_ranks(self.num_processes, "accelerate", "cpu=True to ZeroampAccelerator")
         if self.distributed_type not in _KINDS:
             raise ConfigError(
                 f"accelerate's distributed_type must be NO, MULTI_CPU or MULTI_GPU, but is "
@@ -164,7 +158,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
     @property
     def mixed_precision(self) -> str:
         """The config's precision by accelerate's names: "no", "bf16" or "fp16". Scripts choose dtypes by it."""
-        return _PRECISIONS[self.policy.low_dtype]
+        return PRECISIONS[self.policy.low_dtype]
 
     def fill_accumulation_steps(self) -> None:
         """Fill `gradient_accumulation_steps` of the config with accelerate's number, or check that they agree.
@@ -174,27 +168,16 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         """
         self._config.fill_steps(self.gradient_accumulation_steps)
 
-    def fill_policy(self, model: nn.Module, loaders: Iterable[DataLoader[Any]] = ()) -> Policy:
-        """Fill "auto" values from the first model and dataloaders, and return the policy.
+    def fill_policy(self, model: nn.Module) -> Policy:
+        """Fill "auto" values from the first model, and return the policy.
 
         Raises:
             ConfigError: an "auto" cannot be filled.
         """
         if self._policy is None:
-            sizes = [*map(self._batch_size, loaders), *(loader.total_batch_size for loader in self._dataloaders)]
-            known = [size for size in sizes if size is not None]
-            config = getattr(model, "config", None)
-            self._policy = self._config.policy(
-                batch_size=min(known, default=None),
-                world_size=self.num_processes,
-                hidden_size=getattr(config, "hidden_size", None),
-            )
+            width = getattr(getattr(model, "config", None), "hidden_size", None)
+            self._policy = self._config.policy(world_size=self.num_processes, hidden_size=width)
         return self._policy
-
-    def _batch_size(self, loader: DataLoader[Any]) -> int | None:
-        """Return the samples of one batch on one rank; None if unknown."""
-        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-        return size // self.num_processes if size is not None and self.split_batches else size
 
     # -- prepare -------------------------------------------------------------------------------------------------------
 
@@ -210,9 +193,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             StepError: the optimizers hold parameters of several models, or `zeroamp.TrainStep` raises it.
         """
         refuse_dummies(args)
-        loaders = [each for each in args if isinstance(each, DataLoader) and each not in self._dataloaders]
         for model in (each for each in args if isinstance(each, nn.Module)):
-            self.fill_policy(model, loaders)
             self.prepare_model(model)  # all of them before the first optimizer
         prepared = super().prepare(*args, device_placement=device_placement)
         if any(isinstance(each, torch.optim.Optimizer) for each in args) and self._models:
@@ -231,7 +212,8 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
 
         Raises:
             ConfigError: an "auto" of the config cannot be filled.
-            WrapError: the model cannot be wrapped, or its mesh has a tensor or context axis.
+            WrapError: the model cannot be wrapped, its mesh has a tensor or context axis, or more ranks were started
+                than accelerate counts.
         """
         del device_placement, evaluation_mode
         if any(model is known for known in self._models):
@@ -242,7 +224,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             model = self.wrap(model)
             before.wrapped(model)
             self._before.append(before)
-        refuse_shared_samples(model, "accelerate")
+        refuse_shared_samples(model, "accelerate", self.num_processes)
         if _outputs_to_fp32 not in model._forward_hooks.values():  # another training may have prepared the model
             model.register_forward_hook(_outputs_to_fp32)
         # Scripts for DDP call it on the model.
@@ -260,7 +242,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> ZeroampOptimizer:
-        """Return accelerate's wrapper of an optimizer, whose `step` ends the `TrainStep`'s optimizer step.
+        """Return accelerate's wrapper of an optimizer, whose `step` updates the parameters by the `TrainStep`.
 
         Args:
             optimizer: built before or after the model was prepared.
@@ -274,10 +256,10 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             if optimizer not in self._optimizers:
                 self._optimizers.append(optimizer)
             return optimizer
-        if self._train_step is not None:  # it is built again, with one more optimizer
-            self._train_step.state_dict()  # raises inside an optimizer step
-            self._train_step = None
-        prepared = ZeroampOptimizer(optimizer, self)
+        if self._loop is not None:  # it is built again, with one more optimizer
+            self._loop.train.state_dict()  # raises inside an optimizer step
+            self._loop = None
+        prepared = ZeroampOptimizer(optimizer, lambda: self.loop_driver)
         self._optimizers.append(prepared)
         return prepared
 
@@ -300,19 +282,26 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         Raises:
             StepError: no model or no optimizer is prepared, or the optimizers hold parameters of several models.
         """
-        if self._train_step is None:
-            self._train_step = self.build_train_step()
-        return self._train_step
+        return self.loop_driver.train
 
-    def build_train_step(self) -> TrainStep:
-        """Return a new `TrainStep` of the prepared model and optimizers. `train_step` calls it once."""
-        optimizers = [prepared.optimizer for prepared in self._optimizers]
-        for before in self._before:
-            before.repoint(optimizers)
-        refuse_other_optimizers(self.policy, optimizers)
-        # A Trainer or a script cannot pass `on_shards` itself. LAMB and LARS are refused even so.
-        on_shards = [is_of_bitsandbytes(optimizer) for optimizer in optimizers]
-        return TrainStep(self._trained_model(optimizers), optimizers, on_shards=on_shards)
+    @property
+    def loop_driver(self) -> LoopDriver:
+        """What runs the steps of the trained model. Raises StepError as `train_step` does."""
+        if self._loop is None:
+            optimizers = [prepared.optimizer for prepared in self._optimizers]
+            for before in self._before:
+                before.repoint(optimizers)
+            refuse_other_optimizers(self.policy, optimizers)
+            loop = LoopDriver(self._trained_model(optimizers), _HOW_TO_ACCUMULATE, reopens=True)
+            loop.add(optimizers)
+            _ = loop.train  # raises its errors here
+            self._loop = loop
+        return self._loop
+
+    @property
+    def last_report(self) -> StepReport | None:
+        """The report of the last optimizer step."""
+        return None if self._loop is None else self._loop.report
 
     def _trained_model(self, optimizers: list[torch.optim.Optimizer]) -> nn.Module:
         if not self._models or not optimizers:
@@ -345,20 +334,13 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             raise StepError(
                 f"accelerator.backward was given {', '.join(named)}, which TrainStep does not have. Leave it out."
             )
-        if self._awaited:
-            count = len(self._awaited)
-            raise StepError(
-                f"optimizer.step() was not called on {count} of {len(self._optimizers)} optimizers, but the first "
-                "step() has updated all of them. Call step() on each of them, or prepare only those that step together."
-            )
-        train = self.train_step
-        driver_of(train).reopen()  # for a loop that calls step() after several backwards, each of which syncs
-        steps = self.gradient_accumulation_steps
+        loop, steps = self.loop_driver, self.gradient_accumulation_steps
         # Reproducible gradients are divided once, after the sum over all micro-batches.
         divide = self.policy.reproducible and self._divides_losses and steps == self.policy.gradient_accumulation_steps
         if isinstance(loss, torch.Tensor) and not divide:  # TrainStep refuses other losses
             loss = loss / steps
-        train.backward(loss, is_last=self.sync_gradients and not self._is_in_no_sync, divide=divide)
+        with loop.accumulating(self._is_in_no_sync or not self.sync_gradients):
+            loop.backward(loss, divide=divide)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -386,20 +368,15 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         Raises:
             StepError: another norm or only some parameters are given, or it is not the end of an optimizer step.
         """
-        train = self.train_step
         if norm_type != 2:
             raise StepError(
                 f"clip_grad_norm_ must get norm_type=2, but got {norm_type}: zeroamp has the 2-norm. Leave it out."
             )
-        if not driver_of(train).is_reduced:
-            raise StepError(
-                "clip_grad_norm_ was called before the last micro-batch of an optimizer step, when gradients are not "
-                "complete. Call it under `if accelerator.sync_gradients:`, after accelerator.backward."
-            )
-        self._refuse_part(parameters, train)
-        return train.clip_grad_norm(max_norm)
+        self._refuse_part(parameters)
+        return self.loop_driver.clip_norm(max_norm)
 
-    def _refuse_part(self, parameters: torch.Tensor | Iterable[torch.Tensor], train: TrainStep) -> None:
+    def _refuse_part(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> None:
+        train = self.train_step
         given = {id(p) for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         # After a forward since the backward, parameters are unsharded, and model.parameters() yields these.
         given |= {
@@ -416,16 +393,15 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             )
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clamp each element of the reduced gradients to [-clip_value, clip_value]. The config's norm clips them first.
+        """Clamp each element of the reduced gradients to [-clip_value, clip_value].
 
         Raises:
-            StepError: it is not the end of an optimizer step, or `clip_grad_norm_` was called before.
+            StepError: it is not the end of an optimizer step, gradients were clipped before, or the config has a
+                `gradient_clipping`, which is a norm.
         """
-        train = self.train_step
-        train.clip_grad_norm()  # averages and unscales the gradients
-        for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
-            if parameter.grad is not None:
-                local_part(parameter.grad).clamp_(-clip_value, clip_value)
+        self.loop_driver.clip_value(
+            clip_value, parameters=[parameters] if isinstance(parameters, torch.Tensor) else parameters
+        )
 
     def unscale_gradients(self, optimizer: object = None) -> None:
         """Do nothing: `clip_grad_norm_` unscales gradients.
@@ -439,36 +415,6 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
                 "unscale_gradients was called, but TrainStep unscales gradients when it clips them. Call "
                 "accelerator.clip_grad_norm_ and read gradients after it."
             )
-
-    def update(self, optimizer: ZeroampOptimizer) -> None:
-        """End the optimizer step. The first `step()` updates all optimizers, and those of the others do nothing."""
-        if optimizer in self._awaited:
-            self._awaited = [each for each in self._awaited if each is not optimizer]
-            return
-        if self._is_in_no_sync:
-            raise StepError(
-                "optimizer.step was called inside no_sync, where gradients are not averaged over the ranks. Call it "
-                "after the block. LocalSGD uses no_sync and averages whole parameters: remove it."
-            )
-        report = self.train_step.step()
-        if report is None:
-            raise AssertionError("expected a report of an optimizer step that its caller ends, got None")
-        self.last_report = report
-        self._awaited = [each for each in self._optimizers if each is not optimizer]
-        self._discarded = []
-        for each in self._optimizers:
-            each.updated(skipped=report.skipped)
-
-    def discard(self, optimizer: ZeroampOptimizer) -> None:
-        """Discard gradients that no update has used, once `zero_grad()` was called on all optimizers."""
-        train = self.train_step
-        driver = driver_of(train)
-        if driver.is_between_steps and all(p.grad is None for p in driver.micro_batches.parameters):
-            return
-        self._discarded = [*(each for each in self._discarded if each is not optimizer), optimizer]
-        if len(self._discarded) == len(self._optimizers):
-            self._discarded = []
-            train.zero_grad()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -501,8 +447,8 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
 
     def _save_checkpoint(self, _models: list[nn.Module], weights: list[Any], folder: str) -> None:
         weights.clear()
-        train = self._train_step
-        if train is not None:
+        if self._loop is not None:
+            train = self._loop.train
             save_checkpoint(Path(folder) / _CHECKPOINT, train.model, train, keep=1, **self._save_arguments)
         for path, model in self._evaluated(folder):
             export_hf(model, path, "fp32")  # even if the config exports in the low dtype
@@ -515,7 +461,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
 
     def _evaluated(self, folder: str) -> list[tuple[Path, nn.Module]]:
         """Return the models that are only evaluated, each with its path in a checkpoint."""
-        trained = None if self._train_step is None else self._train_step.model
+        trained = None if self._loop is None else self._loop.root
         models = [model for model in self._models if model is not trained]
         return [(Path(folder) / f"{_EVALUATED}_{index}", model) for index, model in enumerate(models)]
 
@@ -543,8 +489,8 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
 
     def _load_checkpoint(self, models: list[nn.Module], folder: str) -> None:
         models.clear()
-        train = self._train_step
-        if train is not None:
+        if self._loop is not None:
+            train = self._loop.train
             load_checkpoint(Path(folder) / _CHECKPOINT, train.model, train, **self._load_arguments)
         for path, model in self._evaluated(folder):
             load_hf(model, path)
@@ -614,21 +560,9 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             return torch.autocast(device, enabled=False)
         return config_autocast(device, policy.param_dtype, policy.autocast_ops)
 
-    @contextmanager
-    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Raise StepError if ranks may run different numbers of batches: all-gathers of a unit need every rank."""
-        if not (self.even_batches if even_batches is None else even_batches):
-            raise StepError(
-                "join_uneven_inputs was called with even_batches=False, but all ranks must run the same number of "
-                "batches. Leave even_batches true, or use drop_last in the DataLoader."
-            )
-        with super().join_uneven_inputs(joinables, even_batches):
-            yield
-
     def free_memory(self, *objects: Any) -> list[Any]:
         """Release models, optimizers and the `TrainStep`, for another training with the same accelerator."""
-        self._train_step, self._policy, self.last_report = None, None, None
-        self._before, self._awaited, self._discarded = [], [], []
+        self._loop, self._policy, self._before = None, None, []
         freed: list[Any] = super().free_memory(*objects)
         return freed
 

@@ -1,37 +1,29 @@
 """`ZeroampOptimizer`: the optimizer wrapper that `ZeroampAccelerator.prepare` returns."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
+from zeroamp.integrations.loop_driver import LoopDriver
 from zeroamp.policies.errors import StepError
 
 
-class OptimizerDriver(Protocol):
-    """The methods of the accelerator that a `ZeroampOptimizer` calls."""
-
-    def update(self, optimizer: "ZeroampOptimizer") -> None:
-        """End the optimizer step."""
-
-    def discard(self, optimizer: "ZeroampOptimizer") -> None:
-        """Discard gradients that no update has used."""
-
-
 class ZeroampOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """accelerate's wrapper of an optimizer. Its `step` ends the optimizer step of the `TrainStep`."""
+    """accelerate's wrapper of an optimizer. Its `step` updates the parameters by the `TrainStep`."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, driver: OptimizerDriver) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, loop: Callable[[], LoopDriver]) -> None:
+        """`loop`: returns the driver of the trained model and all its optimizers."""
         # device_placement=False: True would load the state again, which is sharded already.
         super().__init__(optimizer, device_placement=False, scaler=None)
-        self._driver = driver
+        self._loop = loop
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Update the parameters, if this is the end of an optimizer step (`accelerator.sync_gradients`).
 
         Raises:
-            StepError: `closure` is given, or see `zeroamp.TrainStep.step`.
+            StepError: `closure` is given, no last backward has run, or `zeroamp.TrainStep` raises it.
         """
         if closure is not None:
             raise StepError(
@@ -39,7 +31,9 @@ class ZeroampOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
                 "accelerator.backward(loss), then optimizer.step() without a closure."
             )
         if self.gradient_state.sync_gradients:
-            self._driver.update(self)
+            loop = self._loop()
+            loop.step(self.optimizer)
+            self._is_overflow = loop.was_skipped
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Discard gradients that no update has used. An update releases its gradients itself.
@@ -55,8 +49,4 @@ class ZeroampOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
                 "it out."
             )
         if self.gradient_state.sync_gradients:
-            self._driver.discard(self)
-
-    def updated(self, *, skipped: bool) -> None:
-        """Set what `step_was_skipped` returns: whether the last update was skipped."""
-        self._is_overflow = skipped
+            self._loop().zero_grad(self.optimizer)

@@ -3,7 +3,7 @@
 | form | what | written by | read by |
 |---|---|---|---|
 | sharded | a folder of `save_checkpoint`, with Lightning's own values as `extra` | all ranks | these strategies |
-| full | a file with whole tensors, as DDP's | the first rank | all strategies, and `load_from_checkpoint` |
+| full | a file with the model's whole tensors, as DDP's | the first rank | all strategies, and `load_from_checkpoint` |
 """
 
 import io
@@ -15,8 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
+from torch.distributed.tensor import DTensor
 
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint
 from zeroamp.checkpoint.load import load_checkpoint
@@ -27,10 +26,10 @@ from zeroamp.rank_group import RankGroup
 from zeroamp.training.step import TrainStep
 from zeroamp.wrapping.state import reshard, wrap_state
 
-_REST, _TRAIN = "lightning", "zeroamp"
+_REST = "lightning"
 
 
-def checkpoint_path(path: Any) -> Path:
+def local_path(path: Any) -> Path:
     """Return the path as a local one.
 
     Raises:
@@ -121,7 +120,7 @@ def write_full(path: Path, checkpoint: Mapping[str, Any], root: nn.Module) -> No
     ranks.on_first(write)
 
 
-def read_full(path: Path, root: nn.Module | None, weights_only: bool | None) -> dict[str, Any]:
+def read_full(path: Path, root: nn.Module, weights_only: bool | None) -> dict[str, Any]:
     """Read a checkpoint file on all ranks, mapped into CPU memory."""
 
     def read() -> dict[str, Any]:
@@ -133,8 +132,6 @@ def read_full(path: Path, root: nn.Module | None, weights_only: bool | None) -> 
         found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
         return found
 
-    if root is None:
-        return read()
     loaded: list[dict[str, Any]] = []
     RankGroup.for_saving(wrap_state(root).axes.whole).run(lambda: loaded.append(read()))
     return loaded[0]
@@ -145,48 +142,3 @@ def load_full_model(root: nn.Module, state: Mapping[str, Any], *, strict: bool) 
     reshard(root.modules())
     options = StateDictOptions(full_state_dict=True, strict=strict)
     set_model_state_dict(root, dict(state), options=options)
-
-
-def load_full_optimizer(optimizer: Optimizer, state: Mapping[str, Any], root: nn.Module) -> None:
-    """Load an optimizer's state dict with whole tensors into the shards. Every rank passes the complete `state`.
-
-    Raises:
-        CheckpointError: the optimizer has other parameters than the saved one.
-    """
-    reshard(root.modules())
-    mesh = wrap_state(root).mesh
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    saved = [index for group in state["param_groups"] for index in group["params"]]
-    if len(parameters) != len(saved):
-        raise CheckpointError(
-            f"{type(optimizer).__name__} must have {len(saved)} parameters, as in the checkpoint, but has "
-            f"{len(parameters)}. Build the optimizer with the same parameters as the saved one."
-        )
-
-    def shard(value: Any, parameter: torch.Tensor) -> Any:
-        is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
-        if not is_like or not isinstance(parameter, DTensor):
-            return value
-        # src_data_rank=None: every rank has the whole tensor, and slices it.
-        whole = value.to(device_of(mesh))
-        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-
-    sharded = {
-        index: {key: shard(value, parameter) for key, value in state["state"].get(index, {}).items()}
-        for index, parameter in zip(saved, parameters, strict=True)
-        if index in state["state"]
-    }
-    optimizer.load_state_dict({"state": sharded, "param_groups": state["param_groups"]})
-
-
-def add_counts(checkpoint: dict[str, Any], train: TrainStep | None) -> None:
-    """Add step counts and the loss scale to a full checkpoint."""
-    if train is not None:
-        checkpoint[_TRAIN] = train.state_dict()
-
-
-def load_counts(checkpoint: dict[str, Any], train: TrainStep | None) -> None:
-    """Load step counts and the loss scale of a full checkpoint, if it has them, and remove them from it."""
-    counts = checkpoint.pop(_TRAIN, None)
-    if train is not None and counts is not None:
-        train.load_state_dict(counts)

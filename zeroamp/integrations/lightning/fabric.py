@@ -9,131 +9,66 @@
 | `save`, `load` | a sharded checkpoint, or a file if the state has no optimizer; see `docs/lightning.md` |
 """
 
-import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from datetime import timedelta
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from lightning.fabric.accelerators.accelerator import Accelerator
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
 from lightning.fabric.utilities.types import _Stateful
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
-from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from zeroamp.integrations.lightning.checkpoint import (
-    add_counts,
-    checkpoint_path,
     is_sharded,
-    load_counts,
     load_full_model,
-    load_full_optimizer,
     load_sharded,
+    local_path,
     model_state,
     read_full,
     save_sharded,
     whole_tensors,
     write_full,
 )
-from zeroamp.integrations.lightning.driver import (
+from zeroamp.integrations.lightning.strategy import (
     ForwardModule,
-    StepDriver,
+    SharedStrategy,
+    clip_norm,
+    driver_for,
+    mixed_precision_of,
     raw_optimizer,
+    refuse_arguments,
+    refuse_storage_options,
     root_of,
+    run_backward,
     view_of,
 )
-from zeroamp.integrations.lightning.precision import Mixed, autocast_of_policy, mixed_precision_of, policy_of
+from zeroamp.integrations.loop_driver import LoopDriver
 from zeroamp.optimizers.parameters_before import ParametersBefore
-from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.errors import CheckpointError, ConfigError, StepError
 from zeroamp.policies.policy import Policy
 from zeroamp.training.step import TrainStep
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.wrap import wrap_model
 
-Config = Policy | Mapping[str, Any] | str | os.PathLike[str]
-
 _HOW_TO_ACCUMULATE = (
-    "run every backward of an optimizer step but the last inside fabric.no_backward_sync(model), and optimizer.step() "
+    "every backward of an optimizer step but the last inside fabric.no_backward_sync(model), and optimizer.step() "
     "after the last."
 )
 
 
-class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions are those of DDP
+class ZeroampStrategy(SharedStrategy, DDPStrategy):
     """Strategy of `Fabric` that shards models with `wrap_model` and trains them with `TrainStep`."""
 
-    def __init__(
-        self,
-        config: Config | None = None,
-        *,
-        stage: int | None = None,
-        auto_wrap_policy: AutoWrapPolicy = None,
-        example_inputs: Any = None,
-        save_distributed_checkpoint: bool = True,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-    ) -> None:
-        """Take a config, and Lightning's arguments for starting processes.
-
-        Args:
-            config: the path of a JSON file, a mapping, or a policy. None: stage 3, and `precision=` of Fabric.
-            stage: the ZeRO stage, if there is no config.
-            auto_wrap_policy: see `zeroamp.wrap_model`.
-            example_inputs: see `zeroamp.wrap_model`.
-            save_distributed_checkpoint: False writes each checkpoint as one file with whole tensors.
-            accelerator: as in Lightning's `DDPStrategy`, like all following arguments.
-            parallel_devices: see `accelerator`.
-            cluster_environment: see `accelerator`.
-            process_group_backend: see `accelerator`.
-            timeout: see `accelerator`.
-            start_method: see `accelerator`.
-
-        Raises:
-            ConfigError: the config is invalid, or contradicts Fabric's `precision`.
-        """
-        self._config = config
-        self._stage = stage
-        self._wrap_arguments = {"auto_wrap_policy": auto_wrap_policy, "example_inputs": example_inputs}
-        self._save_distributed_checkpoint = save_distributed_checkpoint
-        self._drivers: list[StepDriver] = []
-        self._mixed: Mixed | None = None
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """See `SharedStrategy`."""
+        self._drivers: list[LoopDriver] = []
+        super().__init__(*args, **kwargs)
         self._backward_sync_control = _SyncControl(self)
-        if stage is not None and config is not None:
-            raise ConfigError("ZeroampStrategy got a config and a stage. Set zero_optimization.stage in the config.")
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Register "zeroamp" (stage 3) and "zeroamp_stage_0" to "zeroamp_stage_3"."""
-        strategy_registry.register("zeroamp", cls, description="zeroamp at ZeRO stage 3", override=True)
-        for stage in range(4):
-            strategy_registry.register(
-                f"zeroamp_stage_{stage}",
-                cls,
-                description=f"zeroamp at ZeRO stage {stage}",
-                override=True,
-                stage=stage,
-            )
 
     @cached_property
     def policy(self) -> Policy:
@@ -142,18 +77,14 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         Raises:
             ConfigError: the config is invalid, or contradicts Fabric's arguments.
         """
-        policy = policy_of(self._config, self._mixed, stage=self._stage, world_size=self._num_ranks)
+        policy = self.policy_of(world_size=self.num_nodes * self.num_processes if self.parallel_devices else None)
         if policy.gradient_accumulation_steps > 1:
             raise ConfigError(
                 f"gradient_accumulation_steps must be 1 or left out with Fabric, but is "
                 f"{policy.gradient_accumulation_steps}: a loop of Fabric counts its micro-batches and divides their "
-                f"losses. Remove the key, and {_HOW_TO_ACCUMULATE}"
+                f"losses. Remove the key, and run {_HOW_TO_ACCUMULATE}"
             )
         return policy
-
-    @property
-    def _num_ranks(self) -> int | None:
-        return self.num_nodes * self.num_processes if self.parallel_devices else None
 
     @property
     def precision(self) -> Precision:
@@ -166,18 +97,6 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         self.__dict__.pop("policy", None)
         if precision is not None:
             _ = self.policy  # raises its errors in the constructor of Fabric
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """Not used."""
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        raise ConfigError(
-            f"The plugin {type(io).__name__} (CheckpointIO) is not used: zeroamp writes checkpoints from all ranks. "
-            "Remove it from plugins."
-        )
 
     @property
     def train_steps(self) -> list[TrainStep]:
@@ -194,19 +113,13 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         """Build modules on the meta device if `empty_init`, else on the CPU. `wrap_model` moves the shards."""
         return torch.device("meta") if empty_init else nullcontext()
 
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Create tensors on the device."""
-        stack = ExitStack()
-        stack.enter_context(self.root_device)
-        return stack
-
     def module_to_device(self, module: nn.Module) -> None:
         """Do nothing: `wrap_model` moves shards, so that no device holds the whole model."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         """Wrap a model in place."""
         wrap_model(module, self.policy, **self._wrap_arguments)
-        self._drivers.append(StepDriver(module, _HOW_TO_ACCUMULATE))
+        self._drivers.append(driver_for(module, _HOW_TO_ACCUMULATE))
         return ForwardModule(module)
 
     def setup_module_and_optimizers(
@@ -231,7 +144,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
             "optimizer), or build the optimizer after model = fabric.setup_module(model)."
         )
 
-    def _driver(self, module: nn.Module | None) -> StepDriver:
+    def _driver(self, module: nn.Module | None) -> LoopDriver:
         if module is None and len(self._drivers) == 1:
             return self._drivers[0]
         if module is None:
@@ -244,7 +157,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
                 return driver
         raise StepError(f"A {type(module).__name__} was not set up by this Fabric. Call fabric.setup first.")
 
-    def _driver_of(self, optimizer: Any) -> StepDriver:
+    def _driver_of(self, optimizer: Any) -> LoopDriver:
         raw = raw_optimizer(optimizer)
         for driver in self._drivers:
             if any(raw is own for own in driver.optimizers):
@@ -253,23 +166,18 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run `TrainStep.backward`."""
-        if args or kwargs:
-            raise StepError(
-                f"fabric.backward got {', '.join(kwargs) or 'more arguments'}, which TrainStep.backward does not have. "
-                "Add the losses of one forward, and call backward once."
-            )
-        self._driver(module).backward(tensor)
+        refuse_arguments("fabric.backward", [*kwargs, *("more arguments" for _ in args)])
+        run_backward(self._driver(module), tensor)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Run the closure if there is one, then `TrainStep.update`. Return the closure's result."""
         closure: Callable[[], Any] | None = kwargs.pop("closure", None)
-        if kwargs:
-            raise StepError(f"optimizer.step got {', '.join(kwargs)}, which TrainStep does not support. Remove it.")
+        refuse_arguments("optimizer.step", kwargs)
         output = None
         if closure is not None:
             with torch.enable_grad():
                 output = closure()
-        self._driver_of(optimizer).step(optimizer)
+        self._driver_of(optimizer).step(raw_optimizer(optimizer))
         return output
 
     def clip_gradients_norm(
@@ -283,8 +191,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         """Clip by the 2-norm over all parameters and ranks, and return the norm before clipping, 0-D fp32."""
         if float(norm_type) != 2.0:
             raise StepError(f"norm_type must be 2, but is {norm_type}: TrainStep computes the 2-norm. Leave it out.")
-        driver = self._driver(module)
-        norm = driver.clip_norm(float(max_norm), raw_optimizer(optimizer))
+        norm = clip_norm(self._driver(module), float(max_norm), raw_optimizer(optimizer))
         skips = self.policy.low_dtype == torch.float16 or self.policy.skip_nonfinite_steps
         if error_if_nonfinite and not skips and not bool(norm.isfinite()):
             raise StepError(
@@ -319,36 +226,33 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         """Write a sharded checkpoint if `state` has the optimizers of a model, else a file. All ranks call it.
 
         Raises:
-            CheckpointError: `state` has several models or only some of the optimizers, or storage options or a filter
-                are given that this form of checkpoint does not support.
+            CheckpointError: `state` has several models or only some of the optimizers, or storage options or, for a
+                sharded checkpoint, a filter are given.
         """
-        if storage_options is not None:
-            raise CheckpointError("storage_options are for CheckpointIO plugins, which are not used. Remove them.")
-        target = checkpoint_path(self.broadcast(path))
+        refuse_storage_options(storage_options)
+        target = local_path(self.broadcast(path))
         driver, rest = self._split(state)
         optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
         if driver is None:
             super().save_checkpoint(target, state, filter=filter)
             return
-        if optimizers and self._save_distributed_checkpoint:
+        if optimizers:
             if filter:
                 raise CheckpointError(
-                    "A filter is for a file, but this checkpoint is sharded. Leave the optimizers out of the state, or "
-                    "use ZeroampStrategy(save_distributed_checkpoint=False)."
+                    "A filter is for a file, but this checkpoint is sharded. Leave the optimizers out of the state."
                 )
             if len(optimizers) != len(driver.optimizers):
                 raise CheckpointError(
                     f"The state has {len(optimizers)} of the {len(driver.optimizers)} optimizers of the model. Add all "
                     "of them, or none, to save the weights as a file."
                 )
-            save_sharded(target, driver.root, driver.train, {**rest, **self._names(state)})
+            names = {key: None for key, value in state.items() if isinstance(value, nn.Module | Optimizer)}
+            save_sharded(target, driver.root, driver.train, {**rest, **names})  # a strict load expects the names
             return
-        converted = whole_tensors(self._convert_stateful_objects_in_state(state, filter or {}), driver.root)
-        if optimizers:
-            add_counts(converted, driver.train)
-        write_full(target, converted, driver.root)
+        whole = whole_tensors(self._convert_stateful_objects_in_state(state, filter or {}), driver.root)
+        write_full(target, whole, driver.root)
 
-    def _split(self, state: Mapping[str, Any]) -> tuple[StepDriver | None, dict[str, Any]]:
+    def _split(self, state: Mapping[str, Any]) -> tuple[LoopDriver | None, dict[str, Any]]:
         """Return the driver of the wrapped model in a state, and the values that are not models or optimizers."""
         modules = [value for value in state.values() if isinstance(value, nn.Module)]
         wrapped = [module for module in modules if any(root_of(module) is driver.root for driver in self._drivers)]
@@ -363,10 +267,6 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         }
         return (self._driver(wrapped[0]) if wrapped else None), rest
 
-    def _names(self, state: Mapping[str, Any]) -> dict[str, None]:
-        """Return the keys of model and optimizers, which a strict load expects."""
-        return {key: None for key, value in state.items() if isinstance(value, nn.Module | Optimizer)}
-
     def load_checkpoint(
         self,
         path: Any,
@@ -380,58 +280,40 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
             CheckpointError: there is no checkpoint at `path`, or it does not fit.
             KeyError: `strict`, and the checkpoint lacks a key of `state`.
         """
-        source = checkpoint_path(self.broadcast(path))
+        source = local_path(self.broadcast(path))
         if isinstance(state, nn.Module):  # Fabric.load_raw
             root = self._driver(state).root
             load_full_model(root, read_full(source, root, weights_only), strict=strict)
             return {}
         if isinstance(state, Optimizer):
-            root = self._driver_of(state).root
-            load_full_optimizer(raw_optimizer(state), read_full(source, root, weights_only), root)
+            own = self._driver_of(state)
+            _ = own.train  # makes the optimizer shard what it loads
+            raw_optimizer(state).load_state_dict(read_full(source, own.root, weights_only))
             return {}
         state = {} if state is None else state
-        wrapped, _ = self._split(state)
-        if wrapped is None:
-            if is_sharded(source):
+        driver, _ = self._split(state)
+        sharded = is_sharded(source)
+        if driver is None:
+            if sharded:
                 raise CheckpointError(f"{source} is sharded, and the state has no model. Load it with its model.")
             return super().load_checkpoint(source, state, strict, weights_only)
-        driver = wrapped
-        has_optimizer = any(isinstance(value, Optimizer) for value in state.values())
-        sharded = is_sharded(source)
+        train = driver.train if any(isinstance(value, Optimizer) for value in state.values()) else None
         if sharded:
-            found = load_sharded(source, driver.root, driver.train if has_optimizer else None, weights_only)
+            found = load_sharded(source, driver.root, train, weights_only)
         else:
             found = read_full(source, driver.root, weights_only)
-            if has_optimizer:
-                load_counts(found, driver.train)
         _validate_keys_for_strict_loading(state.keys(), found.keys(), strict=strict)
-        for name, value in list(state.items()):
-            if name in found:
-                saved = found.pop(name)
-                self._restore(value, saved, state, name, driver, strict=strict, is_sharded=sharded)
+        for name in [name for name in state if name in found]:
+            value, saved = state[name], found.pop(name)
+            if isinstance(value, nn.Module | Optimizer) and sharded:
+                continue  # loaded already
+            if isinstance(value, nn.Module):
+                load_full_model(driver.root, saved, strict=strict)
+            elif isinstance(value, _Stateful):  # an optimizer shards what it loads
+                (raw_optimizer(value) if isinstance(value, Optimizer) else value).load_state_dict(saved)
+            else:
+                state[name] = saved
         return found
-
-    def _restore(
-        self,
-        value: Any,
-        saved: Any,
-        state: dict[str, Any],
-        name: str,
-        driver: StepDriver,
-        *,
-        strict: bool,
-        is_sharded: bool,
-    ) -> None:
-        if isinstance(value, nn.Module | Optimizer) and is_sharded:
-            return  # loaded already
-        if isinstance(value, nn.Module):
-            load_full_model(driver.root, saved, strict=strict)
-        elif isinstance(value, Optimizer):
-            load_full_optimizer(raw_optimizer(value), saved, driver.root)
-        elif isinstance(value, _Stateful):
-            value.load_state_dict(saved)
-        else:
-            state[name] = saved
 
 
 class _SyncControl(_BackwardSyncControl):
@@ -453,7 +335,7 @@ class _ZeroampPrecision(Precision):
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the config's autocast, for `Fabric.autocast` and around forwards."""
-        return autocast_of_policy(self._strategy.policy, self._strategy.root_device.type)
+        return self._strategy.autocast(self._strategy.policy)
 
     def convert_input(self, data: Any) -> Any:
         """Cast floating-point inputs as Fabric does for its mixed precision."""

@@ -15,37 +15,26 @@ The order of an optimizer step with automatic optimization is Lightning's:
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from zeroamp.integrations.data_ranks import refuse_shared_samples
 from zeroamp.integrations.lightning.checkpoint import (
-    add_counts,
-    checkpoint_path,
     is_sharded,
-    load_counts,
     load_full_model,
-    load_full_optimizer,
     load_sharded,
+    local_path,
     model_state,
     read_full,
     save_sharded,
@@ -53,91 +42,43 @@ from zeroamp.integrations.lightning.checkpoint import (
     write_full,
 )
 from zeroamp.integrations.lightning.child_calls import ChildCalls
-from zeroamp.integrations.lightning.driver import ForwardModule, StepDriver, raw_optimizer, view_of
-from zeroamp.integrations.lightning.fabric import Config
-from zeroamp.integrations.lightning.precision import Mixed, autocast_of_policy, mixed_precision_of, policy_of
-from zeroamp.policies.auto_wrap import AutoWrapPolicy
+from zeroamp.integrations.lightning.strategy import (
+    ForwardModule,
+    SharedStrategy,
+    clip_norm,
+    driver_for,
+    mixed_precision_of,
+    raw_optimizer,
+    refuse_arguments,
+    refuse_storage_options,
+    run_backward,
+    view_of,
+)
+from zeroamp.integrations.loop_driver import LoopDriver
 from zeroamp.policies.errors import CheckpointError, ConfigError, StepError, WrapError
 from zeroamp.policies.policy import Policy
 from zeroamp.training.step import TrainStep, driver_of
 from zeroamp.training.step_report import StepReport
+from zeroamp.wrapping.state import wrap_state
 from zeroamp.wrapping.wrap import wrap_model
 
 _HOW_TO_ACCUMULATE = (
-    "run every backward of an optimizer step but the last inside `with self.trainer.strategy.block_backward_sync():`, "
+    "every backward of an optimizer step but the last inside `with self.trainer.strategy.block_backward_sync():`, "
     "and step() after the last."
 )
 
 
-class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions are those of DDP
+class ZeroampStrategy(SharedStrategy, DDPStrategy):
     """Strategy of `Trainer` that shards a `LightningModule` with `wrap_model` and trains it with `TrainStep`."""
 
-    def __init__(
-        self,
-        config: Config | None = None,
-        *,
-        stage: int | None = None,
-        auto_wrap_policy: AutoWrapPolicy = None,
-        example_inputs: Any = None,
-        save_distributed_checkpoint: bool = True,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-    ) -> None:
-        """Take a config, and Lightning's arguments for starting processes.
-
-        Args:
-            config: the path of a JSON file, a mapping, or a policy. None: stage 3, and `precision=` of the Trainer.
-            stage: the ZeRO stage, if there is no config.
-            auto_wrap_policy: see `zeroamp.wrap_model`.
-            example_inputs: see `zeroamp.wrap_model`. The wrapped model is the LightningModule.
-            save_distributed_checkpoint: False writes each checkpoint as one file with whole tensors, as DDP does.
-            accelerator: as in Lightning's `DDPStrategy`, like all following arguments.
-            parallel_devices: see `accelerator`.
-            cluster_environment: see `accelerator`.
-            process_group_backend: see `accelerator`.
-            timeout: see `accelerator`.
-            start_method: see `accelerator`.
-
-        Raises:
-            ConfigError: the config contradicts the Trainer's arguments.
-        """
-        self._config = config
-        self._stage = stage
-        self._wrap_arguments = {"auto_wrap_policy": auto_wrap_policy, "example_inputs": example_inputs}
-        self._save_distributed_checkpoint = save_distributed_checkpoint
-        self._driver: StepDriver | None = None
-        self._mixed: Mixed | None = None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """See `SharedStrategy`."""
+        self._driver: LoopDriver | None = None
         self._policy: Policy | None = None
-        self._is_blocked = False
         self._child_calls: ChildCalls | None = None
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
+        self._dumped: dict[str, Any] = {}  # the last `lightning_module_state_dict`
+        super().__init__(*args, **kwargs)
         self._forward_redirection = _ForwardRedirection()
-        if stage is not None and config is not None:
-            raise ConfigError("ZeroampStrategy got a config and a stage. Set zero_optimization.stage in the config.")
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Register "zeroamp" (stage 3) and "zeroamp_stage_0" to "zeroamp_stage_3"."""
-        strategy_registry.register("zeroamp", cls, description="zeroamp at ZeRO stage 3", override=True)
-        for stage in range(4):
-            strategy_registry.register(
-                f"zeroamp_stage_{stage}",
-                cls,
-                description=f"zeroamp at ZeRO stage {stage}",
-                override=True,
-                stage=stage,
-            )
 
     # Set by the Trainer
 
@@ -150,34 +91,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._mixed = mixed_precision_of(precision_plugin)
         if precision_plugin is not None:
-            policy_of(
-                self._config, self._mixed, stage=self._stage, world_size=None
-            )  # raises in the Trainer's constructor
-
-    @property
-    def _layer_sync(self) -> LayerSync | None:
-        return None
-
-    @_layer_sync.setter
-    def _layer_sync(self, layer_sync: LayerSync | None) -> None:
-        if layer_sync is not None:
-            raise ConfigError(
-                f"sync_batchnorm ({type(layer_sync).__name__}) is not supported: zeroamp wraps the modules without "
-                "replacing any. Leave it out, and call torch.nn.SyncBatchNorm.convert_sync_batchnorm in "
-                "configure_model."
-            )
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """The plugin that removes checkpoints. zeroamp writes them."""
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        raise ConfigError(
-            f"The plugin {type(io).__name__} (CheckpointIO) is not used: zeroamp writes checkpoints from all ranks. "
-            "Remove it from plugins."
-        )
+            self.policy_of(world_size=None)  # raises in the Trainer's constructor
 
     # For users to read
 
@@ -208,14 +122,19 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
             raise AssertionError("expected a strategy that is connected to a Trainer and a model")
         self.accelerator.setup(trainer)
         module = self.lightning_module
+        if self._layer_sync is not None:
+            raise ConfigError(
+                "sync_batchnorm=True is not supported: zeroamp wraps the modules without replacing any. Leave it out, "
+                "and call torch.nn.SyncBatchNorm.convert_sync_batchnorm in configure_model."
+            )
         _refuse_unsupported(module, trainer)
         self._policy = self._policy_for(trainer)
         if not isinstance(module, FSDPModule):
             wrap_model(module, self._policy, **self._wrap_arguments)
-        refuse_shared_samples(module, "Lightning's Trainer")
+        refuse_shared_samples(module, "Lightning's Trainer", self.num_nodes * self.num_processes)
         if self._driver is None or self._driver.root is not module:
-            self._driver = StepDriver(module, _HOW_TO_ACCUMULATE)
-        if self._driver.state.plan.policy != self._policy:
+            self._driver = driver_for(module, _HOW_TO_ACCUMULATE)
+        if wrap_state(module).plan.policy != self._policy:
             raise WrapError(
                 f"{type(module).__name__} was wrapped with another config before. Build a new module, or use the "
                 "same config and Trainer arguments."
@@ -223,7 +142,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         self.model = ForwardModule(module)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
-            self._driver = StepDriver(module, _HOW_TO_ACCUMULATE)
+            self._driver = driver_for(module, _HOW_TO_ACCUMULATE)
             self.setup_optimizers(trainer)
             if not module.automatic_optimization and self._child_calls is None:
                 self._child_calls = ChildCalls(module)
@@ -233,10 +152,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         automatic = fitting and trainer.lightning_module.automatic_optimization
         by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
         clipping = trainer.gradient_clip_val if automatic and by_norm else None
-        return policy_of(
-            self._config,
-            self._mixed,
-            stage=self._stage,
+        return self.policy_of(
             world_size=self.num_nodes * self.num_processes,
             accumulation=trainer.accumulate_grad_batches if automatic else None,
             clipping=None if clipping is None else float(clipping),
@@ -251,7 +167,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         self.optimizers = [view_of(optimizer, driver) for optimizer in self.optimizers]
         _ = driver.train  # raises here if an optimizer holds other parameters
 
-    def _fitting(self) -> StepDriver:
+    def _fitting(self) -> LoopDriver:
         if self._driver is None:
             raise AssertionError("expected a strategy that was set up")
         return self._driver
@@ -281,11 +197,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """Run `TrainStep.backward`, between Lightning's hooks."""
-        if args or kwargs:
-            raise StepError(
-                f"A backward got {', '.join(kwargs) or 'more arguments'}, which TrainStep.backward does not have. Add "
-                "the losses of one forward, and call backward once."
-            )
+        refuse_arguments("backward", [*kwargs, *("more arguments" for _ in args)])
         return super().backward(closure_loss, optimizer)
 
     @contextmanager
@@ -302,14 +214,13 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         **kwargs: Any,
     ) -> Any:
         """Run the closure, Lightning's hooks, clipping, and the update."""
-        if kwargs:
-            raise StepError(f"optimizer.step got {', '.join(kwargs)}, which TrainStep does not support. Remove it.")
+        refuse_arguments("optimizer.step", kwargs)
         module: Any = model or self.lightning_module
         result = closure()
         driver = self._fitting()
         driver.norm()  # averages and unscales the gradients before hooks read them
         self.precision_plugin._after_closure(module, optimizer)
-        driver.step(optimizer)
+        driver.step(raw_optimizer(optimizer))
         return result
 
     # Checkpoints
@@ -326,12 +237,12 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state dict with sharded parameters."""
-        return model_state(self._fitting().root)
+        self._dumped = model_state(self._fitting().root)
+        return dict(self._dumped)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state dict with sharded tensors."""
-        raw = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return raw_optimizer(raw).state_dict()
+        return raw_optimizer(optimizer).state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a folder from all ranks, or a file: see `docs/lightning.md`. All ranks call it.
@@ -340,13 +251,14 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
             CheckpointError: called inside an optimizer step, a hook changed the weights in `checkpoint`, or a rank
                 cannot write.
         """
-        if storage_options is not None:
-            raise CheckpointError("storage_options are for CheckpointIO plugins, which are not used. Remove them.")
-        path = checkpoint_path(self.broadcast(filepath))
+        refuse_storage_options(storage_options)
+        path = local_path(self.broadcast(filepath))
         driver = self._fitting()
         train = driver.train if driver.optimizers else None
-        is_whole = train is None or not checkpoint.get("optimizer_states")
-        if train is not None and not is_whole and not driver_of(train).is_between_steps:
+        if train is None or not checkpoint.get("optimizer_states"):
+            write_full(path, whole_tensors(checkpoint, driver.root), driver.root)
+            return
+        if not driver_of(train).is_between_steps:
             num_done = driver_of(train).state.step.num_micro_batches
             raise CheckpointError(
                 f"{path} cannot be saved inside an optimizer step, after {num_done} micro-batch(es): their gradients "
@@ -354,41 +266,33 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
                 "accumulate_grad_batches. For a ModelCheckpoint with every_n_train_steps, set "
                 "save_top_k=-1, or monitor a metric of the validation."
             )
-        if self._save_distributed_checkpoint and train is not None and not is_whole:
-            self._refuse_changed(checkpoint["state_dict"])
-            rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-            save_sharded(path, driver.root, train, rest)
-            return
-        whole = whole_tensors(checkpoint, driver.root)
-        if not is_whole:
-            add_counts(whole, train)
-        write_full(path, whole, driver.root)
+        self._refuse_changed(checkpoint["state_dict"])
+        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        save_sharded(path, driver.root, train, rest)
 
     def _refuse_changed(self, state: Mapping[str, Any]) -> None:
-        own = model_state(self._fitting().root)
-        changed = [name for name in {**own, **state} if not _is_same(own.get(name), state.get(name))]
+        dumped, self._dumped = self._dumped, {}
+        changed = [name for name in {**dumped, **state} if dumped.get(name) is not state.get(name)]
         if changed:
             raise CheckpointError(
                 f'A hook changed checkpoint["state_dict"] ({changed[0]}), but a sharded checkpoint saves the weights '
-                "of the model itself. Use ZeroampStrategy(save_distributed_checkpoint=False)."
+                "of the model itself. Change a checkpoint of save_weights_only=True instead."
             )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights and, in a fit, optimizers. Return the values that Lightning restores itself."""
-        path = _local(self.broadcast(checkpoint_path))
+        path = local_path(self.broadcast(checkpoint_path))
         driver = self._fitting()
-        train = driver.train if driver.optimizers else None
         if is_sharded(path):
-            rest = load_sharded(path, driver.root, train, weights_only)
+            rest = load_sharded(path, driver.root, driver.train if driver.optimizers else None, weights_only)
             self._note_saved(rest)
             return {**rest, "state_dict": {}, "optimizer_states": []}
         found = read_full(path, driver.root, weights_only)
         self._note_saved(found)
         module = self.lightning_module
         load_full_model(driver.root, found["state_dict"], strict=module is None or module.strict_loading)
-        load_counts(found, train)
         for optimizer, state in zip(driver.optimizers, found.get("optimizer_states", []), strict=False):
-            load_full_optimizer(optimizer, state, driver.root)
+            optimizer.load_state_dict(state)  # sharded by a hook of `TrainStep`
         return found
 
     def _note_saved(self, found: Mapping[str, Any]) -> None:
@@ -418,29 +322,13 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         self.accelerator.teardown()
 
 
-_local = checkpoint_path
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one is other or (
-            type(one) is type(other) and one.shape == other.shape and _pointer(one) == _pointer(other)
-        )
-    return one is other
-
-
-def _pointer(tensor: Any) -> int:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return int(local.data_ptr())
-
-
 def _refuse_unsupported(module: "pl.LightningModule", trainer: "pl.Trainer") -> None:
     name = type(module).__name__
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # a connector sets it
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise ConfigError(
                 f"The callback {type(callback).__name__} averages a copy of {name} that was made before sharding. "
-                "Remove it, and average the shards, module.parameters(), in a callback of your own."
+                "Remove it, and append zeroamp.EMA(module, decay) to strategy.train_step.callbacks in on_fit_start."
             )
     if is_overridden("backward", module):
         raise ConfigError(
@@ -464,11 +352,11 @@ class _ZeroampPrecision(Precision):
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the config's autocast."""
-        return autocast_of_policy(self._strategy.policy, self._strategy.root_device.type)
+        return self._strategy.autocast(self._strategy.policy)
 
     def backward(self, tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
         """Run `TrainStep.backward` instead of `LightningModule.backward`."""
-        self._strategy._fitting().backward(tensor)
+        run_backward(self._strategy._fitting(), tensor)
 
     def clip_gradients(
         self,
@@ -480,8 +368,7 @@ class _ZeroampPrecision(Precision):
         if clip_val <= 0:
             return
         driver = self._strategy._fitting()
-        raw = raw_optimizer(optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            driver.clip_value(float(clip_val), raw)
+            driver.clip_value(float(clip_val), raw_optimizer(optimizer))
         else:
-            driver.clip_norm(float(clip_val), raw)
+            clip_norm(driver, float(clip_val), raw_optimizer(optimizer))

@@ -1,25 +1,18 @@
 """`ZeroampTrainingArguments`, and `fill_auto`, which fills a config's "auto" values from a Trainer's arguments."""
 
-import json
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import TrainingArguments
 
-from zeroamp.policies.auto_values import AUTO, DERIVED, open_auto_keys
-from zeroamp.policies.dtypes import DTYPE_BY_NAME
-from zeroamp.policies.errors import ConfigError, shown, some_of
-from zeroamp.policies.json_values import flatten, load_config, nest
-from zeroamp.policies.key_names import rename_keys
+from zeroamp.integrations.accelerate.arguments import asked_precision
+from zeroamp.integrations.config_values import fill_precision, flat_config, mismatches_of, refuse_mismatches
+from zeroamp.policies.auto_values import DERIVED, open_auto_keys
+from zeroamp.policies.errors import ConfigError, some_of
+from zeroamp.policies.json_values import nest
+from zeroamp.policies.policy import ConfigLike
 
-ZeroampConfig = str | os.PathLike[str] | Mapping[str, Any]
-"""The path of a JSON file, or a mapping with its content."""
-
-_AUTOCAST = "torch_autocast"
 _OF_STEPS = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
 
 
@@ -37,36 +30,14 @@ class ZeroampArguments:
         metadata={"help": "The zeroamp config: the path of a JSON file, or a dict. Its auto values are filled."},
     )
 
-    def __post_init__(self) -> None:
-        """Parse a dict that the command line passes as text, then call the next class's `__post_init__`."""
-        if isinstance(self.zeroamp, str) and self.zeroamp.lstrip().startswith("{"):
-            self.zeroamp = load_config_text(self.zeroamp)
-        following: Any = super()
-        following.__post_init__()
-
 
 @dataclass
 class ZeroampTrainingArguments(ZeroampArguments, TrainingArguments):  # type: ignore[misc]
     """`TrainingArguments` with the field `zeroamp`."""
 
 
-def load_config_text(text: str) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Raises:
-        ConfigError: the text is not a JSON object.
-    """
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"zeroamp begins with a brace, but is not a JSON object: {error}. Write a path, or JSON."
-        ) from None
-    return dict(value)
-
-
 def fill_auto(
-    config: ZeroampConfig,
+    config: ConfigLike,
     args: TrainingArguments,
     model: nn.Module | None = None,
     num_training_steps: int | None = None,
@@ -86,19 +57,9 @@ def fill_auto(
     Raises:
         ConfigError: arguments and keys disagree (the error names all of them), or an "auto" cannot be filled.
     """
-    flat = rename_keys(flatten(load_config(config)))
-    mismatches = _fill_precision(flat, args)
-    known = _known(args, num_training_steps)
-    for path, (name, value) in known.items():
-        found = flat.get(path)
-        if found is not None and found != AUTO and found != value:
-            mismatches.append(f"{path} is {shown(found)}, but {name} is {shown(value)}")
-    if mismatches:
-        lines = "".join(f"\n- {line}" for line in mismatches)
-        raise ConfigError(
-            f"The zeroamp config and the TrainingArguments disagree:{lines}\nCorrect one of the two, or write "
-            '"auto" in the config, to use the value of the argument.'
-        )
+    flat, known = flat_config(config), _known(args, num_training_steps)
+    asked = asked_precision({"mixed_precision": args.mixed_precision})
+    refuse_mismatches(fill_precision(flat, asked or "no") + mismatches_of(flat, known), "the TrainingArguments")
     for path in ("gradient_accumulation_steps", "gradient_clipping"):
         flat.setdefault(path, known[path][1])
     values = {"scheduler.params.warmup_min_lr": 0, **{path: value for path, (_, value) in known.items()}}
@@ -125,38 +86,6 @@ def _known(args: TrainingArguments, num_training_steps: int | None) -> dict[str,
         known["scheduler.params.total_num_steps"] = "the number of training steps", num_training_steps
         known["scheduler.params.warmup_num_steps"] = "warmup_steps", warmup
     return known
-
-
-def _fill_precision(flat: dict[str, Any], args: TrainingArguments) -> list[str]:
-    """Fill the precision mode in `flat`. Return a line for each key that disagrees with the arguments."""
-    name = args.mixed_precision  # from the arguments bf16 and fp16, or from `accelerate launch --mixed_precision`
-    asked = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
-    if asked is None and name != "no":
-        return [f"the precision is {shown(name)}, which zeroamp does not have"]
-    long_name = str(asked).removeprefix("torch.")
-    enabled, dtype = f"{_AUTOCAST}.enabled", f"{_AUTOCAST}.dtype"
-    if flat.get(enabled) == AUTO:
-        flat[enabled] = asked is not None
-    is_autocast = bool(flat.get(enabled))
-    if flat.get(dtype) == AUTO and asked is None:
-        del flat[dtype]
-    mismatches = []
-    for block in ("bf16", "fp16"):
-        is_asked = block == name
-        found = flat.get(f"{block}.enabled")
-        if found == AUTO:
-            flat[f"{block}.enabled"] = is_asked and not is_autocast
-        elif found is not None and bool(found) != is_asked and not (is_autocast and not found):
-            mismatches.append(f"{block}.enabled is {shown(found)}, but the argument {block} is {shown(is_asked)}")
-    if asked is None or mismatches or any(flat.get(f"{block}.enabled") for block in ("bf16", "fp16")):
-        return mismatches
-    if flat.setdefault(enabled, True) is False:
-        return [f"{enabled} is false, but the argument {name} is true"]
-    if flat.get(dtype, AUTO) == AUTO:
-        flat[dtype] = long_name
-    elif DTYPE_BY_NAME.get(str(flat[dtype]).removeprefix("torch.")) != asked:
-        return [f"{dtype} is {shown(flat[dtype])}, but the argument {name} is true"]
-    return []
 
 
 def _fill(flat: dict[str, Any], known: dict[str, Any], model: nn.Module | None, is_last_pass: bool) -> None:

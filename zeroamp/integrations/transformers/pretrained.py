@@ -13,7 +13,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from zeroamp.planning.mesh import is_first_rank
-from zeroamp.policies.errors import ConfigError, WrapError, some_of
+from zeroamp.policies.errors import WrapError, some_of
 from zeroamp.policies.policy import Policy
 from zeroamp.weights.load import fill_from_files
 from zeroamp.wrapping.state import wrap_state
@@ -23,7 +23,6 @@ logger = logging.getLogger("zeroamp")
 _FILES = "_zeroamp_files"
 """Attribute of a model on the meta device: the folder of its weights."""
 _HUB = ("revision", "cache_dir", "token", "local_files_only")
-_OF_MODEL = ("dtype", "attn_implementation", "trust_remote_code")
 _NUM_NAMES = 5
 
 
@@ -50,21 +49,15 @@ def from_pretrained(
         pretrained_model_name_or_path: a folder, or a name in the hub. Its files must be safetensors.
         policy: for `wrap_model`. None: the model is returned on the meta device, for a Trainer that wraps and fills it.
         wrap_arguments: more arguments of `zeroamp.wrap_model`.
-        kwargs: of transformers' `from_pretrained`: config, dtype, attn_implementation, trust_remote_code, revision,
-            cache_dir, token, local_files_only. Trained parameters become fp32 in `wrap_model`, whatever `dtype` is.
+        kwargs: config; revision, cache_dir, token and local_files_only of the hub; and those of transformers'
+            `from_config`: dtype, attn_implementation, trust_remote_code. Trained parameters become fp32 in
+            `wrap_model`, whatever `dtype` is.
 
     Raises:
-        ConfigError: another argument is given.
         CheckpointError: `zeroamp.load_hf` raises it. Missing and unexpected names are not errors.
         WrapError: the files are quantized, or `zeroamp.wrap_model` raises it.
     """
     config = kwargs.pop("config", None)
-    if unknown := sorted(kwargs.keys() - {*_HUB, *_OF_MODEL}):
-        raise ConfigError(
-            f"from_pretrained does not have the argument {some_of(unknown)}. It has config, "
-            f"{', '.join((*_OF_MODEL, *_HUB))}. Set attributes of the config in config=, or load the model with "
-            "transformers' from_pretrained."
-        )
     hub = {name: kwargs.pop(name) for name in _HUB if name in kwargs}
     folder = _folder(pretrained_model_name_or_path, hub)
     if config is None:

@@ -7,7 +7,6 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import TrainingArguments
 
-from zeroamp.integrations.accelerate.arguments import refuse_uncounted_ranks
 from zeroamp.policies.errors import ConfigError, WrapError
 from zeroamp.wrapping.state import is_wrapped
 
@@ -59,7 +58,6 @@ def refuse_arguments(args: TrainingArguments) -> None:
     if refused:
         lines = "".join(f"\n- {name}: {reason}" for name, reason in refused)
         raise ConfigError(f"zeroamp does not support these TrainingArguments:{lines}")
-    refuse_uncounted_ranks(args.world_size, "TrainingArguments", "use_cpu=True")
 
 
 def refuse_model(model: nn.Module) -> None:

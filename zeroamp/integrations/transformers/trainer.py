@@ -1,8 +1,9 @@
 """`ZeroampMixin`: runs any subclass of transformers' Trainer on zeroamp."""
 
 import logging
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,15 +19,16 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
 from zeroamp.hooks.random_state import preserved_random_state
+from zeroamp.integrations.accelerate import ZeroampAccelerator
 from zeroamp.integrations.peft import export_adapter, load_adapter
-from zeroamp.integrations.transformers.accelerator import TrainerAccelerator
-from zeroamp.integrations.transformers.arguments import ZeroampConfig, fill_auto
+from zeroamp.integrations.transformers.arguments import fill_auto
+from zeroamp.integrations.transformers.pretrained import fill_deferred, refuse_unfilled
 from zeroamp.integrations.transformers.refusals import refuse_arguments, refuse_model
 from zeroamp.optimizers.from_config import optimizer_from_config
 from zeroamp.optimizers.schedulers import scheduler_from_config
 from zeroamp.policies.auto_wrap import find_units
 from zeroamp.policies.errors import CheckpointError, ConfigError
-from zeroamp.policies.policy import Policy, policy_from_config
+from zeroamp.policies.policy import ConfigLike, Policy, policy_from_config
 from zeroamp.training.step import TrainStep
 from zeroamp.weights.export import export_hf
 from zeroamp.weights.files import ADAPTER_STEM, INDEX, SINGLE_FILE
@@ -48,7 +50,7 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
     replace its `forward` after `Trainer.__init__`. All ranks must call `save_model`.
     """
 
-    def __init__(self, *args: Any, zeroamp: ZeroampConfig | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, zeroamp: ConfigLike | None = None, **kwargs: Any) -> None:
         """Construct the Trainer.
 
         Args:
@@ -57,8 +59,7 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
             kwargs: of the Trainer.
 
         Raises:
-            ConfigError: there is no config, an argument is set that a wrapped model cannot honour, or more ranks were
-                started than the training arguments count.
+            ConfigError: there is no config, or an argument is set that a wrapped model cannot honour.
             WrapError: the model is distributed already.
         """
         self.refuse_trainer()
@@ -78,8 +79,8 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
                 "zeroamp.integrations.trl.ZeroampMixin before it instead."
             )
 
-    def _config(self) -> ZeroampConfig:
-        of_args: ZeroampConfig | None = getattr(self.args, "zeroamp", None)
+    def _config(self) -> ConfigLike:
+        of_args: ConfigLike | None = getattr(self.args, "zeroamp", None)
         if of_args is not None and self._zeroamp_config is not None:
             raise ConfigError("zeroamp is given twice, in the arguments and to the Trainer. Remove one of them.")
         found = self._zeroamp_config if of_args is None else of_args
@@ -288,6 +289,49 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
             return
         for name in self.model.peft_config:
             load_adapter(self.model, folder if name == "default" else folder / name, name)
+
+
+class TrainerAccelerator(ZeroampAccelerator):
+    """A `ZeroampAccelerator` inside a Trainer. The Trainer counts micro-batches and divides losses."""
+
+    _divides_losses = False
+
+    def __init__(self, trainer: ZeroampMixin, config: Mapping[str, Any], **kwargs: Any) -> None:
+        """`config`: filled as far as possible without a model. `kwargs`: of `Accelerator`."""
+        self._trainer = trainer
+        super().__init__(zeroamp=config, **kwargs)
+
+    def fill_accumulation_steps(self) -> None:
+        """Do nothing: in a Trainer, accelerate's number is 1 and the config has the Trainer's number."""
+
+    def fill_policy(self, model: nn.Module) -> Policy:
+        """Return the Trainer's policy for a model."""
+        self._policy = self._trainer.policy_of(model)
+        return self._policy
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Wrap `model` in place, fill it if `from_pretrained` left that to the Trainer, and return it."""
+        refuse_unfilled(model)
+        given, self.wrap_arguments = self.wrap_arguments, dict(self._trainer.prepare_wrap(model, self.policy))
+        try:
+            wrapped = super().wrap(model)
+        finally:
+            self.wrap_arguments = given
+        fill_deferred(wrapped)
+        return wrapped
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """See `ZeroampAccelerator`. A Trainer passes infinity for a norm without clipping."""
+        return super().clip_grad_norm_(parameters, 0.0 if math.isinf(max_norm) else max_norm, norm_type)
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Release what the last training prepared. A Trainer calls this before each training."""
+        before = self._before  # for an optimizer that was built before an evaluation wrapped the model
+        freed = super().free_memory(*objects)
+        self._before = before
+        return freed
 
 
 class ZeroampTrainer(ZeroampMixin, Trainer):  # type: ignore[misc]

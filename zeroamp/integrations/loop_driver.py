@@ -1,0 +1,225 @@
+"""`LoopDriver`: translates the calls of a library's loop (backward, clip, step, zero_grad) for one `TrainStep`.
+
+Lightning, accelerate and transformers' Trainer share it.
+
+[Note: Optimizers of a loop]
+A loop calls `step()` of each optimizer, but a `TrainStep` ends an optimizer step for all of them at once. So the driver
+updates each optimizer when it is stepped. It ends the optimizer step when every other optimizer has no gradients, was
+stepped, or had its gradients discarded by `zero_grad()`.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zeroamp.optimizers.kinds import is_of_bitsandbytes
+from zeroamp.planning.mesh import local_part
+from zeroamp.policies.errors import StepError
+from zeroamp.training.norm_and_clip import clip_factor, multiply_gradients
+from zeroamp.training.step import TrainStep, driver_of
+from zeroamp.training.step_driver import Clipped, StepDriver
+from zeroamp.training.step_report import StepReport
+from zeroamp.wrapping.state import wrap_state
+from zeroamp.wrapping.step_state import Phase
+
+
+class LoopDriver:
+    """Drives the `TrainStep` of one wrapped model and its optimizers: see [Note: Optimizers of a loop]."""
+
+    def __init__(self, root: nn.Module, how_to_accumulate: str, *, reopens: bool = False) -> None:
+        """Take a wrapped model.
+
+        Args:
+            root: the wrapped model.
+            how_to_accumulate: the remedy, without its first word "Run", in errors about the order of calls.
+            reopens: whether a backward after the last one continues the optimizer step. False: it is an error.
+        """
+        self.root = root
+        self.optimizers: list[Optimizer] = []
+        self.is_accumulating = False
+        """Whether the next backward is not the last of its optimizer step."""
+        self.report: StepReport | None = None
+        """The report of the last complete optimizer step."""
+        self.was_skipped = False
+        """Whether the last `step` left its optimizer as it was, because a gradient was not finite."""
+        self._policy = wrap_state(root).plan.policy
+        self._train: TrainStep | None = None
+        self._how_to_accumulate, self._reopens = how_to_accumulate, reopens
+        self._is_clipped = False
+        self._done: list[Optimizer] = []  # stepped in this optimizer step, or their gradients were discarded
+        self._has_stepped = False
+
+    @property
+    def train(self) -> TrainStep:
+        """The `TrainStep`. It is built at the first read, with the optimizers added so far."""
+        if self._train is None:
+            if not self.optimizers:
+                raise StepError(
+                    f"A backward of {type(self.root).__name__} was called before an optimizer of its parameters was "
+                    "set up. Set one up first."
+                )
+            # A loop cannot pass `on_shards` itself. LAMB and LARS are refused even so.
+            on_shards = [is_of_bitsandbytes(optimizer) for optimizer in self.optimizers]
+            self._train = TrainStep(self.root, self.optimizers, on_shards=on_shards)
+        return self._train
+
+    @property
+    def _step(self) -> StepDriver:
+        return driver_of(self.train)
+
+    @property
+    def _clipped(self) -> Clipped | None:
+        return self._step.clipped if self._step.phase is Phase.CLIPPED else None
+
+    def add(self, optimizers: Iterable[Optimizer]) -> None:
+        """Add optimizers of the wrapped model's parameters, before the first backward."""
+        if self._train is not None:
+            raise StepError(
+                f"An optimizer of {type(self.root).__name__} was set up after its first backward. Set up all "
+                "optimizers of a model before its first backward."
+            )
+        self.optimizers.extend(optimizers)
+
+    @contextmanager
+    def accumulating(self, enabled: bool = True) -> Iterator[None]:
+        """Make the backwards inside the context accumulate: none of them is the last of its optimizer step."""
+        outer, self.is_accumulating = self.is_accumulating, enabled
+        try:
+            yield
+        finally:
+            self.is_accumulating = outer
+
+    def backward(self, loss: torch.Tensor, *, divide: bool = False) -> None:
+        """Run the backward of one micro-batch. `divide`: see `TrainStep.backward`."""
+        if self._clipped is not None:
+            self._end_or_refuse()
+        if self._step.is_between_steps:
+            self._forget()
+        if self._reopens:
+            self._step.reopen()
+        if self._step.is_reduced:
+            raise StepError(
+                "A backward was called again before optimizer.step(). Call optimizer.zero_grad() to discard the "
+                f"gradients. To accumulate, run {self._how_to_accumulate}"
+            )
+        self.train.backward(loss, is_last=not self.is_accumulating, divide=divide)
+
+    def _end_or_refuse(self) -> None:
+        left = [own for own in self._left() if _has_gradient(own)]
+        if not self._has_stepped or left:
+            names = ", ".join(type(own).__name__ for own in left)
+            raise StepError(
+                f"A backward was called while optimizers have unused gradients of an earlier one ({names}). Call "
+                "step() or zero_grad() of each optimizer first."
+            )
+        self._end([])
+
+    def norm(self, max_norm: float | None = 0) -> torch.Tensor:
+        """Average and unscale the gradients, and return their norm over all ranks, 0-D fp32.
+
+        `max_norm`: see `TrainStep.clip_grad_norm`. It has no effect if the norm was computed before.
+        """
+        if (clipped := self._clipped) is not None:
+            return clipped.norm
+        if not self._step.is_reduced:
+            raise StepError(
+                "An optimizer was stepped, or gradients were clipped, without a last backward of the optimizer step. "
+                f"Run {self._how_to_accumulate}"
+            )
+        return self.train.clip_grad_norm(max_norm)
+
+    def clip_norm(self, max_norm: float, optimizer: Optimizer | None = None) -> torch.Tensor:
+        """Clip the gradients by their norm, and return the norm before. `optimizer`: only it may have gradients."""
+        self._refuse_clipping(optimizer)
+        is_first = self._clipped is None
+        norm = self.norm(max_norm)
+        self._is_clipped = True
+        if max_norm > 0 and not is_first:
+            multiply_gradients(self._step.micro_batches.with_gradient(), clip_factor(norm, max_norm))
+        return norm
+
+    def clip_value(
+        self, limit: float, optimizer: Optimizer | None = None, parameters: Iterable[torch.Tensor] | None = None
+    ) -> None:
+        """Clamp each element of the gradients, of some or all parameters, to [-limit, limit]."""
+        self._refuse_clipping(optimizer)
+        if (own := self._policy.gradient_clipping) > 0:
+            raise StepError(
+                f"Gradients cannot be clipped by value, since gradient_clipping, a norm, is {own} in the config. "
+                "Remove one of the two."
+            )
+        self.norm()
+        self._is_clipped = True
+        for parameter in self._step.micro_batches.with_gradient() if parameters is None else parameters:
+            if parameter.grad is not None:
+                local_part(parameter.grad).clamp_(-limit, limit)
+
+    def _refuse_clipping(self, optimizer: Optimizer | None) -> None:
+        if self._is_clipped:
+            raise StepError("Gradients were clipped twice in one optimizer step. Clip them once, before step().")
+        others = [own for own in self._left() if optimizer is not None and own is not optimizer]
+        if any(map(_has_gradient, others)) or self._has_stepped:
+            raise StepError(
+                "Gradients of one optimizer cannot be clipped while other optimizers have gradients too: TrainStep "
+                "computes one norm of all. Set gradient_clipping in the config, or call toggle_optimizer, so that only "
+                "one optimizer has gradients."
+            )
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Update the parameters of one optimizer. `report` changes if this ends the optimizer step."""
+        self._refuse_foreign(optimizer)
+        limit = self._policy.gradient_clipping
+        if not self._is_clipped and limit > 0:
+            self.clip_norm(limit)
+        self.norm()
+        if any(optimizer is done for done in self._done):
+            name = type(optimizer).__name__
+            raise StepError(f"{name}.step() was called again without a backward. Call backward first.")
+        if (clipped := self._clipped) is not None:
+            self.was_skipped = clipped.skipped
+        self._is_clipped = self._has_stepped = True
+        self._done.append(optimizer)
+        if any(map(_has_gradient, self._left())):
+            self._step.update_part(optimizer)
+        else:
+            self._end([optimizer])
+        torch.clear_autocast_cache()  # the loop's own autocast has cached casts of the old values
+
+    def zero_grad(self, optimizer: Optimizer) -> None:
+        """Discard the gradients of one optimizer."""
+        self._refuse_foreign(optimizer)
+        if self._train is None or self._step.is_between_steps:
+            for group in optimizer.param_groups:  # gradients by the backward of another model
+                for parameter in group["params"]:
+                    parameter.grad = None
+            return
+        if not any(optimizer is done for done in self._done):
+            self._done.append(optimizer)
+        if any(map(_has_gradient, self._left())) or (self._clipped is None and self._left()):
+            return
+        if self._has_stepped:
+            self._end([])
+        else:
+            self._train.zero_grad()
+            self._forget()
+
+    def _refuse_foreign(self, optimizer: Optimizer) -> None:
+        if not any(optimizer is own for own in self.optimizers):
+            raise StepError(f"A {type(optimizer).__name__} was not set up with this model. Set up both together.")
+
+    def _left(self) -> list[Optimizer]:
+        return [own for own in self.optimizers if not any(own is done for done in self._done)]
+
+    def _end(self, optimizers: Sequence[Optimizer]) -> None:
+        self.report = self.train.update(optimizers)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._is_clipped, self._done, self._has_stepped = False, [], False
+
+
+def _has_gradient(optimizer: Optimizer) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])

@@ -20,7 +20,7 @@ from torch.distributed.run import get_args_parser
 from benchmarks import launcher_schemas
 from tests.processes.launch import ROOT
 
-REQUIRED = ("transformers", "tokenizers", "yaml", "tqdm", "matplotlib")
+REQUIRED = ("transformers", "tokenizers", "yaml", "matplotlib")
 if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
     pytest.skip(f"the examples extra is not installed: {missing}", allow_module_level=True)
 

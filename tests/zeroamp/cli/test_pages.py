@@ -1,9 +1,7 @@
 """The pages of `--html`: whole in one file, with the numbers of `--json`, and drawn by a browser without an error."""
 
-import http.client
 import json
 import re
-import threading
 from html.parser import HTMLParser
 
 import pytest
@@ -311,50 +309,3 @@ def test_runs_are_lines_of_their_records_and_zoom_together(pages, browser):
     assert browser.evaluate("document.title") == "one, two"
     assert browser.evaluate("document.querySelectorAll('img').length") == 0
     assert HOSTILE in browser.evaluate("document.querySelector('.warning').textContent")
-
-
-@pytest.fixture
-def served(tmp_path):
-    from zeroamp.reporting import saved_runs
-    from zeroamp.reporting.server import page_server
-
-    path = write_run(tmp_path / "one.jsonl", [record(1)])
-    server = page_server(0, "one", "a run", lambda: saved_runs.runs_to_dict([saved_runs.read_run(path)]))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield path, server.server_port
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-@pytest.mark.parametrize(
-    ("path", "host", "status"),
-    [
-        ("/", "127.0.0.1", 200),
-        ("/data.json", "localhost", 200),
-        ("/data.json", "attacker.example", 403),
-        ("/../one.jsonl", "127.0.0.1", 404),
-    ],
-)
-def test_the_server_answers_two_paths_to_loopback_alone(served, path, host, status):
-    connection = http.client.HTTPConnection("127.0.0.1", served[1], timeout=60)
-    connection.request("GET", path, headers={"Host": f"{host}:{served[1]}"})
-    assert connection.getresponse().status == status
-    connection.close()
-
-
-@needs_chromium
-def test_a_page_that_is_served_follows_the_run(served, browser):
-    path, port = served
-    browser.open(f"http://127.0.0.1:{port}/")
-    with path.open("a") as file:
-        file.write(f"{json.dumps(record(2))}\n")
-    browser.wait_for("document.querySelector('.chart').data[0].x.length === 2")
-    assert browser.errors == []
-
-
-def test_a_port_that_is_taken_is_a_mistake_with_a_remedy(served, tmp_path):
-    code, _, err = run("report", served[0], "--serve", "--port", served[1])
-    assert code == 1
-    assert "Name another with --port." in err

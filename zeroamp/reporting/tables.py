@@ -86,19 +86,17 @@ def render(rows: Sequence[Row], style: TableStyle = "simple", *, names: Collecti
         return ""
     heads = [key if key in names else key.replace("_", " ") for key in rows[0]]
     columns = [(head, *_texts([row[key] for row in rows])) for head, key in zip(heads, rows[0], strict=True)]
-    limits = [max(map(len, column)) for column in columns]
-    if style == "simple" and _width(limits) > terminal_width():
-        limits = _narrow(columns)
+    if style == "simple":
         turned = list(zip(*columns, strict=True))
-        if _width(limits) > terminal_width() and len(rows) <= _MOST_TRANSPOSED:
-            if _width(_narrow(turned)) <= terminal_width():
-                columns, limits = turned, _narrow(turned)
-        if _width(limits) > terminal_width() and len(rows[0]) > 2:
+        if not _fits(columns) and len(rows) <= _MOST_TRANSPOSED and _fits(turned):
+            columns = turned
+        if not _fits(columns) and len(rows[0]) > 2:
             name, *others = rows[0]
             halves = others[: len(others) // 2], others[len(others) // 2 :]
             parts = [[{key: row[key] for key in (name, *half)} for row in rows] for half in halves]
             return "\n\n".join(render(part, names=names) for part in parts)
         # Wrapped here, because tabulate's maxcolwidths fails for a text column with the cell "1,000.0".
+        limits = _limits(columns)
         columns = [
             tuple(textwrap.fill(text, limit, break_on_hyphens=False) for text in column)
             for column, limit in zip(columns, limits, strict=True)
@@ -112,13 +110,20 @@ def render(rows: Sequence[Row], style: TableStyle = "simple", *, names: Collecti
     return tabulate(lines, tablefmt="plain", disable_numparse=True, colalign=aligned, rowalign=at)
 
 
-def _narrow(columns: Sequence[tuple[str, ...]]) -> list[int]:
-    """Return a width for each column. The longest words of headers fit; the widest columns of text are narrowed."""
+def _limits(columns: Sequence[tuple[str, ...]]) -> list[int]:
+    """Return a width for each column. In a table that is too wide, headers are wrapped, then columns of text."""
+    limits = [max(map(len, column)) for column in columns]
+    if _width(limits) <= terminal_width():
+        return limits
     limits = [max(map(len, (*column[0].split(), *column[1:])), default=0) for column in columns]
     texts = [index for index, column in enumerate(columns) if _alignment(column) == "left"]
     while _width(limits) > terminal_width() and (wide := [index for index in texts if limits[index] > _NARROWEST]):
         limits[max(wide, key=limits.__getitem__)] -= 1
     return limits
+
+
+def _fits(columns: Sequence[tuple[str, ...]]) -> bool:
+    return _width(_limits(columns)) <= terminal_width()
 
 
 def _width(limits: Sequence[int]) -> int:

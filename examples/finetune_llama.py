@@ -42,6 +42,7 @@ import zeroamp
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "zero3_autocast_bf16.json"
 DEFAULT_MICRO_BATCH_SIZE = 4  # sequences
 RUN_FILE = "run.jsonl"  # in --out
+NUM_PROGRESS_LINES = 20  # of a run
 HELD_OUT_FRACTION = 0.1  # fraction of the distinct first questions (or texts)
 FINAL_LR_FRACTION = 0.1  # fraction of --lr at the last step
 
@@ -102,7 +103,6 @@ def finetune(
     with zeroamp.RunReport(
         train,
         args.out / RUN_FILE,
-        num_steps=args.steps,  # for the progress line
         flops_per_step=flops * policy.gradient_accumulation_steps * world_size,
         peak_flops=None if args.peak_tflops is None else args.peak_tflops * 1e12,
     ):
@@ -172,6 +172,8 @@ def train_loop(
             seconds = time.perf_counter() - start
             run.add(loss=mean_loss, grad_norm=grad_norm, num_tokens=num_tokens, seconds=seconds)
             step = len(run.losses)
+            if rank == 0 and step % max(1, args.steps // NUM_PROGRESS_LINES) == 0:
+                print(f"step {step}/{args.steps}: loss {mean_loss:.4f}, norm {grad_norm:.3g}", flush=True)
             if preemption.is_requested():
                 path = save(step=step, extra=asdict(run))
                 if on_save is not None:

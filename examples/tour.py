@@ -84,7 +84,7 @@ print(ledger.verify(model, batch(8, LENGTH)))
 # %% Ten optimizer steps of two micro-batches, recorded
 OUT.mkdir(parents=True, exist_ok=True)
 (OUT / "run.jsonl").unlink(missing_ok=True)
-with zeroamp.RunReport(train, OUT / "run.jsonl", num_steps=10):
+with zeroamp.RunReport(train, OUT / "run.jsonl"):
     for _ in range(10):
         for _ in range(2):
             train.backward(model(batch(8, LENGTH)))

@@ -22,7 +22,7 @@ The forward of a module runs through this list, whatever the order in which its 
 FSDP2's hooks are registered by `fully_shard`. Place 12 is registered before them, all others after. Hooks that a user
 registers run at the places where torch puts them. After `wrap_model`: `prepend=True` before place 1 or 9, else after
 place 7 or 14. Before `wrap_model`, as `parallelize_module` does: between places 2 and 3, and between 11 and 12.
-`zeroamp.profile` labels forwards there too.
+`zeroamp.Profile` labels forwards there too.
 Most places are thin: their functions are in the files that say why a hook is needed.
 """
 

@@ -36,7 +36,6 @@ from zeroamp.policies.policy import Policy as Policy
 from zeroamp.policies.policy import policy_from_config as policy_from_config
 from zeroamp.reporting.flops import count_flops as count_flops
 from zeroamp.reporting.profiling import Profile as Profile
-from zeroamp.reporting.profiling import profile as profile
 from zeroamp.reporting.run_report import RunReport as RunReport
 from zeroamp.reporting.saved_runs import SavedRun as SavedRun
 from zeroamp.reporting.saved_runs import read_run as read_run

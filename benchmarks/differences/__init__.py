@@ -1,1 +1,1 @@
-"""Kinds of differences between ranks, for `benchmarks.rank_differences`."""
+"""Kinds of differences between ranks."""

@@ -6,7 +6,7 @@
 | `zeroamp::reduce_scatter (blocks.0 bf16)` | the reduction of one group's gradients over shards |
 | `zeroamp::all_reduce (blocks.0 fp32)` | their sum over replicas, if it is in the order of the tree |
 | `zeroamp::backward`, `norm`, `clip`, `optimizer (AdamW)` | the parts of an optimizer step |
-| `zeroamp::forward (blocks.0)` | a unit's forward, without unshard and reshard: inside `zeroamp.profile` |
+| `zeroamp::forward (blocks.0)` | a unit's forward, without unshard and reshard: inside `zeroamp.Profile` |
 | `zeroamp::recompute (blocks.0)` | a forward that activation checkpointing repeats in the backward: there too |
 
 FSDP2's own labels (`FSDP::...`) are in the trace too. `torch.autograd.profiler.emit_nvtx` sends all of them to Nsight.

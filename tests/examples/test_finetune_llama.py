@@ -13,7 +13,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-REQUIRED = ("transformers", "tokenizers", "yaml", "tqdm", "matplotlib")
+REQUIRED = ("transformers", "tokenizers", "yaml", "matplotlib")
 if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
     pytest.skip(f"the examples extra is not installed: {missing}", allow_module_level=True)
 

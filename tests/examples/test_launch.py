@@ -1,7 +1,7 @@
 """What `examples/launch/` starts: each file's command line under torchrun's parser and the example's own.
 
 `torchrun`, `srun` and `scontrol` are stubs that write down how they were called, but in the last test, in which Slurm's
-script starts two agents. benchmarks/launchers.py loses hosts and workers, and validates all manifests.
+script starts two agents.
 """
 
 import importlib.metadata
@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from benchmarks import launcher_schemas
+from tests.processes import launcher_schemas
 from tests.processes.launch import ROOT
 
-REQUIRED = ("transformers", "tokenizers", "yaml", "tqdm", "matplotlib")
+REQUIRED = ("transformers", "tokenizers", "yaml", "matplotlib")
 if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
     pytest.skip(f"the examples extra is not installed: {missing}", allow_module_level=True)
 

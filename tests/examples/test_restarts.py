@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-REQUIRED = ("transformers", "tokenizers", "yaml", "tqdm", "matplotlib")
+REQUIRED = ("transformers", "tokenizers", "yaml", "matplotlib")
 if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
     pytest.skip(f"the examples extra is not installed: {missing}", allow_module_level=True)
 

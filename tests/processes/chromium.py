@@ -31,7 +31,7 @@ class Browser:
         read_theirs, write_ours = _pipe()
 
         flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
-        flags += ["--remote-debugging-pipe", "--disable-background-networking"]
+        flags += ["--remote-debugging-pipe", "--disable-background-networking", "--disable-quic"]
         flags += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
         command = [str(CHROMIUM), *flags, f"--user-data-dir={self._profile.name}", "about:blank"]
         self._process = subprocess.Popen(  # the protocol has descriptors 3 and 4
@@ -57,11 +57,13 @@ class Browser:
         self._from.close()
         self._profile.cleanup()
 
-    def open(self, url: str | Path, *, width: int = 1280, height: int = 900) -> None:
+    def open(self, url: str | Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         """Show a page, and wait until its scripts have drawn it."""
         self._call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._call("Emulation.setEmulatedMedia", features=[scheme])
         self._call("Page.navigate", url="about:blank")  # else another hash of the same page would not load it
         self.wait_for("location.href === 'about:blank'")
         self._call("Page.navigate", url=url.resolve().as_uri() if isinstance(url, Path) else url)

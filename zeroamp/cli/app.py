@@ -8,8 +8,7 @@ import json
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from http.server import ThreadingHTTPServer
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -42,7 +41,6 @@ from zeroamp.policies.safe_modules import resolve_safe_classes
 from zeroamp.reporting import saved_runs
 from zeroamp.reporting.page import check_page, html_page, write_page
 from zeroamp.reporting.profiling import Profile
-from zeroamp.reporting.server import HOST, page_server
 
 app = typer.Typer(
     help="Show what a DeepSpeed-style config does and which dtypes a model gets, without a GPU, weights or ranks. "
@@ -214,16 +212,9 @@ def export(
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN.jsonl...", help="Files of RunReport.", show_default=False)],
     *,
-    picture: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.png", help="Plot loss, norm, tokens/s and memory.")
-    ] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="The table as Markdown.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object: the table, and every record.")] = False,
     page: Html = None,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Serve the page at http://127.0.0.1 until Ctrl+C, and follow the runs.")
-    ] = False,
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of --serve. 0: any free one.")] = 8123,
 ) -> None:
     """Print a table that compares one or several runs, finished or not."""
     if as_json and as_markdown:
@@ -231,32 +222,16 @@ def report(
     with messages_to_stderr(0):
         if page is not None:
             check_page(page)
-
-        def read() -> list[saved_runs.SavedRun]:
-            return [saved_runs.read_run(path) for path in runs]
-
-        found = read()
+        found = [saved_runs.read_run(path) for path in runs]
         data = saved_runs.runs_to_dict(found)
         if as_json:
             typer.echo(json.dumps(data, indent=2, allow_nan=False))
         else:
             typer.echo(saved_runs.table(found, "github" if as_markdown else "simple"))
-        if picture is not None:
-            saved_runs.plot(found, picture)
-            typer.echo(f"wrote {picture}", err=True)
-        title = ", ".join(run["name"] for run in data["runs"])
-        subtitle = "Runs as RunReport recorded them, on their first rank."
         if page is not None:
-            write_page(page, html_page("runs", title, subtitle, data))
+            title = ", ".join(run["name"] for run in data["runs"])
+            write_page(page, html_page("runs", title, "Runs as RunReport recorded them, on their first rank.", data))
             typer.echo(f"wrote {page}", err=True)
-        if serve:
-            _serve(page_server(port, title, subtitle, lambda: saved_runs.runs_to_dict(read())))
-
-
-def _serve(server: ThreadingHTTPServer) -> None:
-    typer.echo(f"http://{HOST}:{server.server_port}/ (Ctrl+C ends it)", err=True)
-    with server, suppress(KeyboardInterrupt):
-        server.serve_forever()
 
 
 # Arguments after the script's name belong to the script.
@@ -279,7 +254,7 @@ def profile(
 
     The script runs to its end. The first rank prints its labels with their times.
     """
-    recording = Profile(out, wait=wait, warmup=warmup, active=active, compress=compress)
+    recording = Profile(None, out, wait=wait, warmup=warmup, active=active, compress=compress)
     with recording, _as_main(script, arguments or []):
         try:
             runpy.run_path(str(script), run_name="__main__")

@@ -191,7 +191,7 @@ class OnDevice:
 
 
 def instrument_w_nvtx(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function unchanged. `zeroamp.profile` labels the parts of a step in traces."""
+    """Return the function unchanged. `zeroamp.Profile` labels the parts of a step in traces."""
     return function
 
 

@@ -16,7 +16,7 @@ from zeroamp.rank_group import signals_of
 from zeroamp.reporting.files import append_to, imported
 from zeroamp.reporting.step_record import PARTS, StepRecord
 from zeroamp.reporting.step_recorder import Sink, StepRecorder, recorder_of
-from zeroamp.reporting.writers import Writers
+from zeroamp.reporting.writers import Writer, Writers
 from zeroamp.wrapping.state import wrap_state
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def breakdown(every: int) -> Sink:
     return log
 
 
-class CsvWriter:
+class CsvWriter(Writer):
     """Writes `csv_monitor`'s file `<output_path>/<job_name>/steps.csv`: one row per step, one column per field.
 
     Several learning rates share one cell, separated by ";". Traffic is the sum of its bytes. Existing rows never
@@ -123,7 +123,7 @@ class CsvWriter:
         self._file.close()
 
 
-class TensorBoardWriter:
+class TensorBoardWriter(Writer):
     """Writes `tensorboard`'s event files into `<output_path>/<job_name>`: a tag `train/<field>` per number, by step."""
 
     def __init__(self, block: FileMonitorBlock) -> None:
@@ -140,7 +140,7 @@ class TensorBoardWriter:
         self._writer.close()
 
 
-class WandbWriter:
+class WandbWriter(Writer):
     """Logs to one run of Weights & Biases: `train/<field>` per number. WANDB_MODE decides where the run is stored."""
 
     def __init__(self, block: WandbBlock, config: dict[str, Any]) -> None:

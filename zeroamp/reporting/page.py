@@ -23,13 +23,13 @@ _TEMPLATE = """<!DOCTYPE html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; \
-style-src 'unsafe-inline'; img-src data: blob:; connect-src {connect}">
+style-src 'unsafe-inline'; img-src data: blob:; connect-src 'none'">
 <meta name="generator" content="zeroamp {version}">
 <title>{title}</title>
 <style>
 {style}</style>
 </head>
-<body data-live="{live}">
+<body>
 <header><h1>{title}</h1><p>{subtitle}</p></header>
 <main id="page"></main>
 <script type="application/json" id="data">{data}</script>
@@ -42,7 +42,7 @@ style-src 'unsafe-inline'; img-src data: blob:; connect-src {connect}">
 """
 
 
-def html_page(kind: PageKind, title: str, subtitle: str, data: Mapping[str, Any], *, live: bool = False) -> str:
+def html_page(kind: PageKind, title: str, subtitle: str, data: Mapping[str, Any]) -> str:
     """Return the HTML text of a page that shows `data`.
 
     Args:
@@ -50,29 +50,22 @@ def html_page(kind: PageKind, title: str, subtitle: str, data: Mapping[str, Any]
         title: plain text, in the browser's tab and at the top of the page.
         subtitle: a sentence below the title, plain text.
         data: values that JSON can represent. The page shows them as text, never as markup.
-        live: whether the page polls its server for newer data.
 
     Raises:
         ConfigError: plotly is not installed.
     """
     plotly = imported("plotly.offline", where="--html", extra="html")
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return _TEMPLATE.format(
-        connect="'self'" if live else "'none'",
         version=__version__,
         title=html.escape(title),
         subtitle=html.escape(subtitle),
         style=_source("page.css"),
-        live=str(live).lower(),
-        data=data_text(data).replace("<", "\\u003c"),  # so that no text can close the script element
+        data=text.replace("<", "\\u003c"),  # so that no text can close the script element
         plotly=plotly.get_plotlyjs(),
         common=_source("common.js"),
         script=_source(f"{kind}.js"),
     )
-
-
-def data_text(data: Mapping[str, Any]) -> str:
-    """Return the data as strict JSON, without inf and nan."""
-    return json.dumps(data, allow_nan=False, separators=(",", ":"))
 
 
 def write_page(path: Path, page: str) -> None:

@@ -1,25 +1,19 @@
-"""`zeroamp.profile`: runs torch's profiler on some optimizer steps, and writes a trace per rank with labels."""
+"""`zeroamp.Profile`: runs torch's profiler on some optimizer steps, and writes a trace per rank with labels."""
 
-import gzip
-import json
 import os
-import tempfile
-import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroamp.hooks.observers.trace_labels import label_forwards
-from zeroamp.policies.errors import StepError, describe
-from zeroamp.policies.numbers import is_integer
+from zeroamp.hooks.observers.trace_labels import LABEL_PREFIX, label_forwards
+from zeroamp.policies.errors import StepError
 from zeroamp.rank_group import signals_of
-from zeroamp.reporting.chrome_trace import LabelTimes, label_times, render_times
-from zeroamp.reporting.files import check_folder
+from zeroamp.reporting.tables import Row, render
 from zeroamp.training.callbacks import Callback, on_new_train_step
 from zeroamp.training.step import TrainStep
 from zeroamp.training.step_report import StepReport
@@ -27,58 +21,69 @@ from zeroamp.wrapping.state import wrap_state
 
 
 class Profile(Callback):
-    """A context that profiles some of the optimizer steps inside it, and writes one trace per rank.
+    """A context that profiles optimizer steps of a `TrainStep`, and writes a trace per rank into a folder.
 
-    All ranks enter it, and leave it after the same steps. `str(profile)` is a table of the labels and their times.
+    ```python
+    with zeroamp.Profile(train, "traces") as profile:
+        for batch in loader:
+            train.backward(model(batch))
+            train.step()
+    print(profile)  # the labels, with calls and times
+    ```
+
+    All ranks enter it, and leave it after the same steps. Open the files (`rank0.json`, …) in chrome://tracing or
+    ui.perfetto.dev. Those of an earlier run are replaced. Each rank writes its file at the end of the last active step.
     """
 
     def __init__(
         self,
+        train: TrainStep | None,
         folder: str | os.PathLike[str],
         *,
         wait: int = 1,
         warmup: int = 1,
         active: int = 3,
         compress: bool = False,
-        root: nn.Module | None = None,
     ) -> None:
-        """See `profile`. `root` is the wrapped model to profile. None: the model of the first optimizer step."""
-        for name, value, least in (("wait", wait, 0), ("warmup", warmup, 1), ("active", active, 1)):
-            if not is_integer(value, at_least=least):
-                where = f"profile(..., {name}=)"
-                remedy = "It is a number of optimizer steps."
-                raise StepError(describe(where, repr(value), f"an integer >= {least}", remedy))
-        self.folder = Path(folder)
+        """Prepare the profiler.
+
+        Args:
+            train: the `TrainStep` to profile. A call of `step()` counts if it returns a `StepReport`. None: the first
+                `TrainStep` that is made inside the context.
+            folder: created if it is missing.
+            wait: steps before the profiler starts. They cost nothing.
+            warmup: steps, at least 1, whose events are discarded: the first profiled steps are slow.
+            active: steps to record, at least 1. Fewer are recorded if the context ends before.
+            compress: write `rank0.json.gz`.
+        """
+        if not (wait >= 0 and warmup >= 1 and active >= 1):
+            raise StepError(
+                f"Profile records after wait={wait} and warmup={warmup} optimizer steps the next active={active}. wait "
+                "must be at least 0, warmup and active at least 1. Change them."
+            )
+        self.folder, self._suffix = Path(folder), ".json.gz" if compress else ".json"
         self.path: Path | None = None
         """This rank's trace, once it is written."""
-        self.times: list[LabelTimes] = []
-        """This rank's labels, once the trace is written."""
-        self.num_steps = 0
-        """Optimizer steps since the context was entered, until the trace is written."""
+        self.times: list[Row] = []
+        """This rank's labels, the longest total first, once the trace is written. `str` returns them as a table."""
         self.rank = 0
         """This process's rank. 0 until the model is known."""
-        self._num_before, self._num_steps_wanted = wait + warmup, wait + warmup + active
-        self._compress = compress
-        self._root = root
+        self._root = None if train is None else wrap_state(train.model).root
+        self._num_before = wait + warmup
         self._profiler = torch.profiler.profile(
-            schedule=torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
+            schedule=torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1),
+            on_trace_ready=self._write_on_all,
         )
         self._contexts = ExitStack()
 
     def __enter__(self) -> Self:
-        """Start to count steps.
-
-        Raises:
-            StepError: the folder cannot be written. Raised on all ranks if the model is known.
-        """
-        if self._root is None:  # the command enters before the script begins: there may be no process group yet
-            self._check_folder()
+        """Start to count steps."""
+        if self._root is None:
             on_new_train_step.append(self._attach)
             self._contexts.callback(on_new_train_step.remove, self._attach)
         else:
-            signals_of(wrap_state(self._root)).run(self._check_folder)
             self._follow(self._root)
-        self._contexts.enter_context(self._profiler)
+        self._profiler.start()
         return self
 
     def __exit__(
@@ -89,22 +94,26 @@ class Profile(Callback):
         Raises:
             StepError: on all ranks, if no step was recorded or a rank cannot write.
         """
-        self._contexts.close()
-        if error_type is not None or self.path is not None:
-            return
-        if self.num_steps <= self._num_before:
+        num_steps = self._profiler.step_num
+        if error_type is not None or num_steps <= self._num_before:
+            self._profiler.on_trace_ready = None
+        with self._contexts:
+            self._profiler.stop()
+        if error_type is None and num_steps <= self._num_before:
             raise StepError(
-                f"profile recorded nothing: it ended after {self.num_steps} optimizer steps of a TrainStep, but it "
-                f"records from step {self._num_before + 1} on. Run more steps inside it, or lower wait and warmup."
+                f"Profile recorded nothing: it ended after {num_steps} optimizer steps of a TrainStep, but it records "
+                f"from step {self._num_before + 1} on. Run more steps inside it, or lower wait and warmup."
             )
-        self._write_on_all()
 
     def __str__(self) -> str:
-        """Return the labels of this rank and their times as a table, the longest total first."""
-        return render_times(self.times)
+        """Return the labels of this rank with their calls and times as a table."""
+        return render(self.times)
+
+    def on_step_end(self, _report: StepReport) -> None:
+        """Record a step. After the last one the profiler calls `_write_on_all`."""
+        self._profiler.step()
 
     def _attach(self, train: TrainStep) -> None:
-        """Follow the first model of the script."""
         if self._root is None:
             self._follow(wrap_state(train.model).root)
 
@@ -117,89 +126,36 @@ class Profile(Callback):
             for handle in label_forwards(module, fqn):
                 self._contexts.callback(handle.remove)
 
-    def on_step_end(self, _report: StepReport) -> None:
-        """Record a step, and write the trace after the last one."""
-        if self.path is not None:
-            return
-        self.num_steps += 1
-        with warnings.catch_warnings():
-            # torch up to 2.12 warns that a second cycle clears the events of the first. Here is only one cycle.
-            warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
-            self._profiler.step()
-        if self.num_steps == self._num_steps_wanted:
-            self._write_on_all()
-
-    def _write_on_all(self) -> None:
-        if self._root is None:
-            raise AssertionError("expected a model that made steps, got none")
-        if dist.is_initialized():
+    def _write_on_all(self, _profiler: torch.profiler.profile) -> None:
+        if self._root is not None and dist.is_initialized():
             signals_of(wrap_state(self._root)).run(self._write)
         else:  # the script destroyed its process group before the last step to record
             self._write()
 
     def _write(self) -> None:
-        """Write this rank's trace to a draft, then rename it, so that a file under the final name is complete."""
-        name = f"rank{self.rank}.json{'.gz' if self._compress else ''}"
+        path = self.folder / f"rank{self.rank}{self._suffix}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self.folder) as draft:
-                exported = Path(draft) / "exported.json"
-                self._profiler.export_chrome_trace(str(exported))
-                trace = json.loads(exported.read_bytes())
-                with (gzip.open if self._compress else open)(Path(draft) / name, "wt", encoding="utf-8") as file:
-                    file.write(json.dumps(trace))  # dump() would write it piece by piece, much slower
-                os.replace(Path(draft) / name, self.folder / name)
+            path.touch()  # torch logs an error where a file cannot be written, and raises none
+            self._profiler.export_chrome_trace(str(path))
         except OSError as error:
-            raise self._unwritable(error) from error
-        self.path = self.folder / name
-        self.times = label_times(trace["traceEvents"])
-
-    def _check_folder(self) -> None:
-        try:
-            check_folder(self.folder)
-        except OSError as error:
-            raise self._unwritable(error) from error
-
-    def _unwritable(self, error: OSError) -> StepError:
-        return StepError(
-            f"profile cannot write to the folder {self.folder}: {type(error).__name__}: {error}. Name another folder."
-        )
+            what = f"{type(error).__name__}: {error}"
+            raise StepError(f"Profile cannot write {path}: {what}. Name another folder.") from error
+        self.path, self.times = path, _label_times(self._profiler.key_averages())
 
 
-def profile(
-    train: TrainStep,
-    folder: str | os.PathLike[str],
-    wait: int = 1,
-    warmup: int = 1,
-    active: int = 3,
-    *,
-    compress: bool = False,
-) -> Profile:
-    """Return a context that profiles optimizer steps of `train` and writes a trace per rank into `folder`.
-
-    ```python
-    with zeroamp.profile(train, "traces") as profile:
-        for batch in loader:
-            train.backward(model(batch))
-            train.step()
-    print(profile)  # the labels, with calls and times
-    ```
-
-    Open the files (`rank0.json`, …) in chrome://tracing or ui.perfetto.dev. Those of an earlier run are replaced. Each
-    rank writes its file at the end of the last active step; the whole trace must fit in host memory then.
-
-    Args:
-        train: the `TrainStep` to profile. A call of `step()` counts if it returns a `StepReport`.
-        folder: created if it is missing.
-        wait: steps before the profiler starts. They cost nothing.
-        warmup: steps, at least 1, whose events are discarded: the first profiled steps are slow.
-        active: steps to record, at least 1. Fewer are recorded if the context ends before.
-        compress: write `rank0.json.gz`.
-
-    Raises:
-        StepError: a count is not an integer or too small; on entering or later, a rank cannot write; on leaving, no
-            step was recorded.
-        WrapError: the model of `train` is not wrapped.
-    """
-    root = wrap_state(train.model).root
-    return Profile(folder, wait=wait, warmup=warmup, active=active, compress=compress, root=root)
+def _label_times(averages: Any) -> list[Row]:
+    """Return the calls and times of zeroamp's labels. Device time is from the first to the last kernel of each."""
+    labels = [each for each in averages if each.key.startswith(LABEL_PREFIX)]
+    on_host = [each for each in labels if each.device_type == torch.autograd.DeviceType.CPU]
+    device_us = {each.key: each.device_time_total for each in labels if each not in on_host}
+    return [
+        {
+            "label": each.key,
+            "calls": each.count,
+            "total_ms": each.cpu_time_total / 1e3,
+            "mean_ms": each.cpu_time_total / 1e3 / each.count,
+            **({"device_ms": device_us.get(each.key, 0.0) / 1e3} if device_us else {}),
+        }
+        for each in sorted(on_host, key=lambda each: -each.cpu_time_total)
+    ]

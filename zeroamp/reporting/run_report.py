@@ -1,4 +1,4 @@
-"""`RunReport`: one JSON line per optimizer step, warnings, and a progress line."""
+"""`RunReport`: one JSON line per optimizer step, and warnings."""
 
 import os
 import platform
@@ -12,14 +12,14 @@ from typing import Any, Self
 
 import torch
 
-from zeroamp.planning.mesh import device_of, shard_size
+from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.policies.numbers import is_finite
 from zeroamp.rank_group import signals_of
 from zeroamp.reporting.run_warnings import RunWarnings
 from zeroamp.reporting.step_record import StepRecord
 from zeroamp.reporting.step_recorder import Figures, existing_recorder, recorder_of
-from zeroamp.reporting.writers import JsonlWriter, ProgressLine, Writers
+from zeroamp.reporting.writers import JsonlWriter, Writers
 from zeroamp.training.callbacks import Callback, Receive
 from zeroamp.training.step import TrainStep, driver_of
 from zeroamp.version import __version__
@@ -32,10 +32,10 @@ STEPS_PER_CHECK = 50
 
 
 class RunReport:
-    """Writes a record of every step of a `TrainStep` to a file, warns, and shows progress. Results do not change.
+    """Writes a record of every step of a `TrainStep` to a file, and warns. Results do not change.
 
     ```python
-    with zeroamp.RunReport(train, "runs/a.jsonl", num_steps=1000) as run:
+    with zeroamp.RunReport(train, "runs/a.jsonl") as run:
         for batch in loader:
             train.backward(model(**batch).loss)
             train.step()
@@ -65,7 +65,6 @@ class RunReport:
         tokens_per_step: int | None = None,
         flops_per_step: float | None = None,
         peak_flops: float | None = None,
-        num_steps: int | None = None,
         steps_per_check: int = STEPS_PER_CHECK,
     ) -> None:
         """Attach to `train`, between two optimizer steps.
@@ -78,17 +77,16 @@ class RunReport:
             flops_per_step: model FLOPs of one optimizer step over all ranks: `count_flops` x micro-batches x ranks.
             peak_flops: peak FLOP/s of one rank's device in the compute dtype, by its data sheet. With
                 `flops_per_step`: MFU = flops_per_step / (step_s x ranks x peak_flops).
-            num_steps: optimizer steps of the whole run, for a progress line. None: no progress line.
             steps_per_check: steps between two exchanges of the ranks' busy times and allocator flushes, two numbers
                 per rank in the all-reduce of that step. 0: no exchange, and no warnings about either.
 
         Raises:
             StepError: a number is not positive and finite; on all ranks, an optimizer step of `train` has begun, or
                 another RunReport is open on it.
-            ConfigError: on all ranks, the file cannot be written, or the progress line needs tqdm.
+            ConfigError: on all ranks, the file cannot be written.
         """
         figures = Figures(tokens_per_step=tokens_per_step, flops_per_step=flops_per_step, peak_flops=peak_flops)
-        given = {**asdict(figures), "num_steps": num_steps, "steps_per_check": steps_per_check or None}
+        given = {**asdict(figures), "steps_per_check": steps_per_check or None}
         for name, value in given.items():
             if value is not None and not is_finite(value, above=0):
                 where, valid = f"RunReport({name}=)", "a positive, finite number, or None"
@@ -98,9 +96,9 @@ class RunReport:
         """This rank's newest record. On an accelerator it is one step behind until `close`."""
         self._ranks = signals_of(state)
         self._writers = Writers()
-        self._warnings = RunWarnings(state.plan, shard_size(state.mesh), state.mesh.size())
+        self._warnings = RunWarnings(state.plan.policy, self._writers.warning)
         self._ranks.run(lambda: _check_is_possible(train))
-        self._ranks.on_first(lambda: self._open(Path(path), num_steps, _header(state, figures)))
+        self._ranks.on_first(lambda: self._writers.add(JsonlWriter(Path(path), _header(state, figures))))
         warnings = self._warnings if self._ranks.rank == 0 else None
         self._check = None
         if steps_per_check:
@@ -138,13 +136,6 @@ class RunReport:
         self._recorder.remove(self._record)
         self._recorder.figures = None
         self._writers.close()
-
-    def _open(self, path: Path, num_steps: int | None, header: dict[str, Any]) -> None:
-        self._writers.add(JsonlWriter(path, header))
-        if num_steps is not None:
-            self._writers.add(ProgressLine(num_steps))
-        self._warnings.listeners.append(self._writers.warning)
-        self._warnings.look_at_plan()
 
     def _record(self, record: StepRecord) -> None:
         self.last = record

@@ -5,45 +5,27 @@ import math
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from zeroamp.planning.plan import Plan
-from zeroamp.reporting.step_record import GIB, StepRecord
+from zeroamp.policies.policy import Policy
+from zeroamp.reporting.step_record import StepRecord
 
 logger = logging.getLogger("zeroamp")
 
-MIB = 1024**2
 NUM_BAD_STEPS = 10
 """Steps in a row with a zero or non-finite norm before a warning. Dynamic loss scaling overflows a few times at first.
 """
 SLOW_RANK_MARGIN = 0.2
 """A rank is slow if its busy time is more than this fraction above the median of all ranks."""
-DOMINANT_UNIT_FRACTION = 0.5
-"""A unit dominates if its unsharded parameters and gradients are more than this fraction of the memory of a rank."""
-DOMINANT_UNIT_BYTES = 256 * MIB
-"""Units below this size never dominate."""
-LATENCY_BOUND_BYTES = 1 * MIB
-"""A smaller collective takes longer to start (tens of microseconds) than to transfer (at tens of GB/s)."""
-ADAM_BYTES_PER_ELEMENT = 16
-"""fp32 parameter, gradient and two moments."""
 
 
 class RunWarnings:
-    """Checks the plan once and every record, on the first rank, and logs each warning once."""
+    """Checks every record, on the first rank, and logs each warning once."""
 
-    def __init__(self, plan: Plan, num_shards: int, num_ranks: int) -> None:
-        self.listeners: list[Callable[[str, str], None]] = []
-        """Called with the name and the text of each warning."""
-        self._plan = plan
-        self._num_shards = num_shards
-        self._num_ranks = num_ranks
+    def __init__(self, policy: Policy, listener: Callable[[str, str], None]) -> None:
+        """`listener` is called with the name and the text of each warning."""
+        self._policy = policy
+        self._listener = listener
         self._given: set[str] = set()
         self._num_bad = {"zero gradients": 0, "non-finite gradients": 0}
-
-    def look_at_plan(self) -> None:
-        """Warn of groups that are too small and of units that are too large."""
-        if self._num_ranks > 1:
-            self._look_at_small_groups()
-        if self._plan.policy.stage == 3 and self._num_shards > 1:
-            self._look_at_large_units()
 
     def step(self, record: StepRecord) -> None:
         """Warn of the gradient norm or the loss scale of one step."""
@@ -95,45 +77,9 @@ class RunWarnings:
             self._warn(
                 "loss scale at minimum",
                 "overflows have brought the loss scale to "
-                f"fp16.min_loss_scale {self._plan.policy.loss_scale.minimum:g} and used up its hysteresis by step "
+                f"fp16.min_loss_scale {self._policy.loss_scale.minimum:g} and used up its hysteresis by step "
                 f"{record.step}: an overflow in the next step ends the run. Lower the learning rate, clip gradients, "
                 "or use bfloat16, which needs no loss scale",
-            )
-
-    def _look_at_small_groups(self) -> None:
-        sizes = {
-            group.name: sum(param.numel * param.dtypes.param.itemsize for param in group.params)
-            for group in self._plan.groups
-            if group.kind != "model-wide"  # all-gathered once per step
-        }
-        small = {name: size for name, size in sizes.items() if size < LATENCY_BOUND_BYTES}
-        if small:
-            name = min(small, key=lambda name: small[name])
-            self._warn(
-                "latency-bound groups",
-                f"{len(small)} of {len(sizes)} groups all-gather less than {LATENCY_BOUND_BYTES / MIB:g} MiB at once, "
-                f"the smallest ({name}) {small[name] / 1024:.1f} KiB. Their collectives take longer to start than to "
-                "transfer. Choose larger units with auto_wrap_policy, or raise stage3_param_persistence_threshold for "
-                "small fp32 parameters",
-            )
-
-    def _look_at_large_units(self) -> None:
-        sizes: dict[str, int] = {}
-        for group in self._plan.groups:
-            for param in group.params:
-                gradient = param.numel * group.key.communication.itemsize if param.is_trainable else 0
-                unsharded = param.numel * param.dtypes.param.itemsize
-                sizes[group.unit] = sizes.get(group.unit, 0) + unsharded + gradient
-        unit = max(sizes, key=lambda unit: sizes[unit])
-        numel = sum(param.numel for param in self._plan.params)
-        held = numel * ADAM_BYTES_PER_ELEMENT / self._num_shards
-        share = sizes[unit] / (sizes[unit] + held)
-        if share > DOMINANT_UNIT_FRACTION and sizes[unit] > DOMINANT_UNIT_BYTES:
-            self._warn(
-                "dominant unit",
-                f"unit {unit or 'root'} takes {sizes[unit] / GIB:.2f} GiB while it is unsharded, gradients included. "
-                f"That is {share:.0%} of the peak of a rank, whose shards take {held / GIB:.2f} GiB (with AdamW). More "
-                "ranks do not lower it. Make units of its submodules with auto_wrap_policy",
             )
 
     def _warn(self, name: str, text: str) -> None:
@@ -141,5 +87,4 @@ class RunWarnings:
             return
         self._given.add(name)
         logger.warning("%s: %s", name, text)
-        for listen in self.listeners:
-            listen(name, text)
+        self._listener(name, text)

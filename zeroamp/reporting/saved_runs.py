@@ -1,4 +1,4 @@
-"""Reads the files of `RunReport`, and compares several runs in a table and in a plot."""
+"""Reads the files of `RunReport`, and compares several runs in a table."""
 
 import json
 import logging
@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any
 
 from zeroamp.policies.errors import CheckpointError, printable
-from zeroamp.reporting.files import new_figure, save_figure
 from zeroamp.reporting.step_record import PARTS, StepRecord
 from zeroamp.reporting.tables import Row, TableStyle, render
 from zeroamp.weights.untrusted_files import open_regular
@@ -198,40 +197,3 @@ def _unique(names: Sequence[str]) -> list[str]:
         f"{name} ({names[:index].count(name) + 1})" if names.count(name) > 1 else name
         for index, name in enumerate(names)
     ]
-
-
-def plot(runs: Sequence[SavedRun], path: Path) -> None:
-    """Plot loss, gradient norm, tokens/s (or ms per step) and memory of all runs by step.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written.
-    """
-    figure = new_figure(path, width=11, height=7)
-    ((loss, norm), (speed, memory)) = figure.subplots(2, 2)
-    records = [record for run in runs for record in run.records]
-    has_tokens = any(record.tokens_per_s is not None for record in records)
-    is_on_device = any(record.peak_active_gib is not None for record in records)
-    panels: list[tuple[Any, str, Number]] = [
-        (loss, "loss", lambda r: None if r.skipped else r.loss),
-        (norm, "gradient norm before clipping", lambda r: None if r.skipped else r.grad_norm),
-        (speed, "tokens/s", lambda r: r.tokens_per_s)
-        if has_tokens
-        else (speed, "ms per step", lambda r: r.step_s * 1e3),
-        (memory, "peak active memory, GiB", lambda r: r.peak_active_gib)
-        if is_on_device
-        else (memory, "peak memory of the process, GiB", lambda r: r.peak_rss_gib),
-    ]
-    names = _unique([run.name for run in runs])
-    for axes, label, number in panels:
-        for name, run in zip(names, runs, strict=True):
-            points = [(r.step, value) for r in run.records if (value := number(r)) is not None]
-            marker = "o" if len(points) < 2 else None  # a line through one point is invisible
-            axes.plot(*zip(*points, strict=True) if points else ([], []), label=name, linewidth=1.2, marker=marker)
-        if axes in (speed, memory):
-            known = [value for r in records if (value := number(r)) is not None and math.isfinite(value)]
-            axes.set_ylim(0, 1.1 * max(known, default=0.0) or 1)
-        axes.set(xlabel="optimizer step", title=label)
-        axes.grid(alpha=0.3)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    loss.legend()
-    save_figure(figure, path, dpi=120)

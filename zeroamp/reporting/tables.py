@@ -1,8 +1,4 @@
-"""Draws tables of rows by tabulate: as Markdown, as HTML, and as text that fits the terminal.
-
-A text table that is too wide is narrowed by wrapping the cells of its widest columns of text. If that is not enough, a
-table of few rows is transposed, and any other is split into several tables, each with the first column.
-"""
+"""Draws tables of rows by tabulate: as Markdown, as HTML, and as text that fits the terminal."""
 
 import math
 import re
@@ -11,6 +7,7 @@ import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from typing import Any, Literal
 
 from tabulate import tabulate
@@ -21,30 +18,24 @@ TableStyle = Literal["simple", "github", "html"]
 """tabulate's names: "simple" is plain text, "github" is Markdown, "html" is for notebooks."""
 
 Row = dict[str, Any]
-_Column = tuple[str, ...]
-"""The texts of a column: its header, and one cell per row."""
 
 WIDTH = 100
 """Columns of text if there is neither `COLUMNS` in the environment nor a terminal."""
-_GAP = 2
 _NARROWEST = 24
 """The smallest width, in characters, to which a column of text is narrowed."""
-_SMALLEST_WIDTH = 40
 _MOST_TRANSPOSED = 8
-"""The largest number of rows with which a table is transposed."""
+"""The largest number of rows with which a table that is too wide is transposed."""
 
 
 def terminal_width() -> int:
     """Return the number of columns: `COLUMNS` of the environment, else the terminal's, else `WIDTH`."""
-    return max(_SMALLEST_WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+    return max(40, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
-def paragraph(text: str, width: int | None = None) -> str:
-    """Return each line of `text` wrapped at spaces to `width` characters; None stands for the terminal's width."""
-    width = terminal_width() if width is None else width
-    return "\n".join(
-        textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n")
-    )
+def paragraph(text: str) -> str:
+    """Return each line of `text` wrapped at spaces to the terminal's width."""
+    width = terminal_width()
+    return "\n".join(textwrap.fill(line, width, break_long_words=False) for line in text.split("\n"))
 
 
 def gib(num_bytes: int | None) -> float | None:
@@ -68,141 +59,101 @@ class Table:
 
 def document(parts: Sequence[str | Table], style: TableStyle = "simple") -> str:
     """Return paragraphs and tables as one text: wrapped to the terminal, as Markdown, or as HTML."""
-    if style == "html":
-        return "\n".join(_in_html(part) for part in parts)
-    return "\n\n".join(_in_text(part, style) for part in parts)
+    return "\n\n".join(_part(part, style) for part in parts)
 
 
-def _in_text(part: str | Table, style: TableStyle) -> str:
+def _part(part: str | Table, style: TableStyle) -> str:
     if isinstance(part, str):
-        return part if style == "github" else paragraph(part)
-    if style == "github":
-        return f"### {part.heading}\n\n{render(part.rows, style)}"
-    return "\n".join([part.heading, render(part.rows), *([paragraph(part.note)] if part.note else [])])
+        return {"simple": paragraph(part), "github": part, "html": f"<p>{escape(part)}</p>"}[style]
+    heading = {"simple": part.heading, "github": f"### {part.heading}\n", "html": f"<h4>{escape(part.heading)}</h4>"}
+    return "\n".join([heading[style], render(part.rows, style), *([_part(part.note, style)] if part.note else [])])
 
 
-def _in_html(part: str | Table) -> str:
-    if isinstance(part, str):
-        return f"<p>{escape(part)}</p>"
-    return f"<h4>{escape(part.heading)}</h4>\n{render(part.rows, 'html')}{_in_html(part.note) if part.note else ''}"
-
-
-def render(
-    rows: Sequence[Row],
-    style: TableStyle = "simple",
-    *,
-    names: Collection[str] = (),
-    width: int | None = None,
-) -> str:
+def render(rows: Sequence[Row], style: TableStyle = "simple", *, names: Collection[str] = ()) -> str:
     """Return a table with the rows' keys as its header, and underscores of keys as spaces.
 
     Integers have commas. The floats of a column have the same number of decimals. A float that would show as 0.00 is
-    "<0.01", 0.0 is "0", and None is "-".
+    "<0.01", 0.0 is "0", and None is "-". In a text table that is wider than the terminal, headers and
+    the widest columns of text are wrapped. If that is not enough, few rows are transposed, and more are split into two
+    tables. Markdown and HTML are not narrowed.
 
     Args:
         rows: dicts with equal keys.
-        style: see `TableStyle`. Markdown and HTML are not narrowed.
+        style: see `TableStyle`.
         names: keys that are names, such as the FQN of a module. Their headers are the keys, unchanged.
-        width: characters of a line of text. None stands for `terminal_width()`.
     """
     if not rows:
         return ""
     heads = [key if key in names else key.replace("_", " ") for key in rows[0]]
     columns = [(head, *_texts([row[key] for row in rows])) for head, key in zip(heads, rows[0], strict=True)]
+    if style == "simple":
+        turned = list(zip(*columns, strict=True))
+        if not _fits(columns) and len(rows) <= _MOST_TRANSPOSED and _fits(turned):
+            columns = turned
+        if not _fits(columns) and len(rows[0]) > 2:
+            name, *others = rows[0]
+            halves = others[: len(others) // 2], others[len(others) // 2 :]
+            parts = [[{key: row[key] for key in (name, *half)} for row in rows] for half in halves]
+            return "\n\n".join(render(part, names=names) for part in parts)
+        # Wrapped here, because tabulate's maxcolwidths fails for a text column with the cell "1,000.0".
+        limits = _limits(columns)
+        columns = [
+            tuple(textwrap.fill(text, limit, break_on_hyphens=False) for text in column)
+            for column, limit in zip(columns, limits, strict=True)
+        ]
+    first, *others = zip(*columns, strict=True)
+    aligned = [_alignment(column) for column in columns]
     if style != "simple":
-        cells = [column[1:] for column in columns]
-        aligned = [_alignment(column) for column in columns]
-        return tabulate(list(zip(*cells, strict=True)), heads, tablefmt=style, disable_numparse=True, colalign=aligned)
-    width = terminal_width() if width is None else width
-    turned = list(zip(*columns, strict=True))
-    for candidate in [columns, turned] if len(rows) <= _MOST_TRANSPOSED else [columns]:
-        if _width(limits := _limits(candidate, width)) <= width:
-            return _draw(candidate, limits)
-    return "\n\n".join(_draw(part, _limits(part, width)) for part in _split(columns, width))
+        return tabulate(others, first, tablefmt=style, disable_numparse=True, colalign=aligned)
+    # The header is a row, because tabulate pads headers.
+    lines, at = [first, ["-" * limit for limit in limits], *others], ["bottom", *["top"] * (len(others) + 1)]
+    return tabulate(lines, tablefmt="plain", disable_numparse=True, colalign=aligned, rowalign=at)
 
 
-def _limits(columns: Sequence[_Column], width: int) -> list[int]:
-    """Return the width of each column. In a table that is too wide, headers are wrapped, then columns of text."""
+def _limits(columns: Sequence[tuple[str, ...]]) -> list[int]:
+    """Return a width for each column. In a table that is too wide, headers are wrapped, then columns of text."""
     limits = [max(map(len, column)) for column in columns]
-    if _width(limits) <= width:
+    if _width(limits) <= terminal_width():
         return limits
     limits = [max(map(len, (*column[0].split(), *column[1:])), default=0) for column in columns]
     texts = [index for index, column in enumerate(columns) if _alignment(column) == "left"]
-    while _width(limits) > width and (wide := [index for index in texts if limits[index] > _NARROWEST]):
+    while _width(limits) > terminal_width() and (wide := [index for index in texts if limits[index] > _NARROWEST]):
         limits[max(wide, key=limits.__getitem__)] -= 1
     return limits
 
 
+def _fits(columns: Sequence[tuple[str, ...]]) -> bool:
+    return _width(_limits(columns)) <= terminal_width()
+
+
 def _width(limits: Sequence[int]) -> int:
-    return sum(limits) + _GAP * (len(limits) - 1)
+    return sum(limits) + 2 * (len(limits) - 1)
 
 
-def _split(columns: Sequence[_Column], width: int) -> list[list[_Column]]:
-    """Return several tables, each with the first column and as many others as fit into `width`."""
-    first, *others = columns
-    parts: list[list[_Column]] = [[first]]
-    for column in others:
-        if len(parts[-1]) > 1 and _width(_limits([*parts[-1], column], width)) > width:
-            parts.append([first])
-        parts[-1].append(column)
-    return parts
-
-
-def _draw(columns: Sequence[_Column], limits: Sequence[int]) -> str:
-    # Cells are wrapped here, because tabulate's maxcolwidths fails for "1,000.0". The header is a row: it pads headers.
-    heads, *rows = zip(*(_wrapped(column, limit) for column, limit in zip(columns, limits, strict=True)), strict=True)
-    return tabulate(
-        [heads, ["-" * limit for limit in limits], *rows],
-        tablefmt="plain",
-        disable_numparse=True,
-        colalign=[_alignment(column) for column in columns],
-        rowalign=["bottom", *["top"] * (len(rows) + 1)],
-    )
-
-
-def _wrapped(column: _Column, width: int) -> list[str]:
-    return [textwrap.fill(text, width, break_on_hyphens=False) for text in column]
-
-
-def _alignment(column: _Column) -> str:
-    return "right" if all(_is_number(cell) for cell in column[1:]) else "left"
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a cell may be in a column of numbers: a number, the text of one, "-", "" or None."""
-    if isinstance(value, str):
-        return value in ("-", "") or re.fullmatch(r"[<+-]?[\d,.]+(e[+-]?\d+)?%?", value) is not None
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+def _alignment(column: Sequence[str]) -> str:
+    return "right" if all(re.fullmatch(r"[<+-]?[\d,.]+(e[+-]?\d+)?%?|-?", cell) for cell in column[1:]) else "left"
 
 
 def _texts(values: Sequence[Any]) -> list[str]:
-    floats = [abs(value) for value in values if isinstance(value, float) and math.isfinite(value)]
-    decimals = decimals_of(max(floats, default=0.0))
-    return [_text(value, decimals) for value in values]
+    decimals = decimals_of(max((abs(value) for value in values if _is_finite_float(value)), default=0.0))
+    return ["-" if value is None else _text(value, decimals) for value in values]
 
 
 def _text(value: Any, decimals: int) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float) and math.isfinite(value):
+    if _is_finite_float(value):
         return float_text(value, decimals)
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
+def _is_finite_float(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
+
+
 def fold(rows: Sequence[Row]) -> list[Row]:
     """Join neighbouring rows that differ only in the group, and count them in "groups": 30 equal layers are one row."""
-    folded: list[Row] = []
-    for row in rows:
-        last = folded[-1] if folded else None
-        if last and all(last[key] == row[key] for key in row if key != "group"):
-            last["last"], last["groups"] = row["group"], last["groups"] + 1
-        else:
-            folded.append({**row, "last": "", "groups": 1})
-    return [
-        {
-            "group": f"{row['group']} … {last}" if (last := row.pop("last")) else row["group"],
-            "groups": row.pop("groups"),
-            **{key: value for key, value in row.items() if key != "group"},
-        }
-        for row in folded
-    ]
+    folded = []
+    for _, equal in groupby(rows, key=lambda row: [value for key, value in row.items() if key != "group"]):
+        first, *others = equal
+        name = f"{first['group']} … {others[-1]['group']}" if others else first["group"]
+        folded.append({"group": name, "groups": 1 + len(others)} | {**first, "group": name})
+    return folded

@@ -1,9 +1,7 @@
 """The pages of `--html`: whole in one file, with the numbers of `--json`, and drawn by a browser without an error."""
 
-import http.client
 import json
 import re
-import threading
 from html.parser import HTMLParser
 
 import pytest
@@ -174,10 +172,46 @@ def test_a_page_is_drawn_without_an_error_a_request_or_a_scroll_bar(pages, brows
     assert browser.evaluate("document.querySelectorAll('.chart .main-svg').length") > 0
 
 
+def unfold(browser):
+    browser.evaluate("document.querySelector('input[type=checkbox]').click()")
+
+
+@needs_chromium
+def test_equal_layers_are_one_row_and_parameters_that_are_not_bf16_can_be_shown_alone(pages, browser):
+    path, _ = pages["explain"]
+    browser.open(path)
+    rows = cells(browser, 1)
+    assert [row[:2] for row in rows] == [
+        ["blocks.0…2.0.weight", "3"],
+        ["blocks.0…2.0.bias", "3"],
+        ["blocks.0…2.1.weight", "3"],
+        ["blocks.0…2.1.bias", "3"],
+    ]
+    browser.evaluate("document.querySelectorAll('input[type=checkbox]')[1].click()")
+    shown = [row[0] for row in cells(browser, 1)]
+    assert shown == ["blocks.0…2.1.weight", "blocks.0…2.1.bias"]
+    unfold(browser)
+    assert len(cells(browser, 1)) == 12
+
+
+@needs_chromium
+@pytest.mark.parametrize("command", ["explain", "plan", "report"])
+def test_pages_follow_the_systems_dark_colours(pages, browser, command):
+    colours = []
+    for dark in (False, True):
+        browser.open(pages[command][0], dark=dark)
+        script = (
+            "[getComputedStyle(document.body).backgroundColor, document.querySelector('.chart').layout.paper_bgcolor]"
+        )
+        colours.append(browser.evaluate(script))
+    assert colours == [["rgb(255, 255, 255)", "#ffffff"], ["rgb(13, 17, 23)", "#0d1117"]]
+
+
 @needs_chromium
 def test_a_parameter_is_found_filtered_and_sorted(pages, browser):
     path, printed = pages["explain"]
     browser.open(path)
+    unfold(browser)
     assert len(cells(browser, 1)) == len(printed["parameters"]) == 12
 
     def search(words):
@@ -206,6 +240,7 @@ def test_a_parameter_is_found_filtered_and_sorted(pages, browser):
 @needs_chromium
 def test_the_columns_of_parameters_are_those_of_the_terminal_in_its_order_and_are_not_cut(pages, browser):
     browser.open(pages["explain"][0])
+    unfold(browser)
     table = "document.querySelectorAll('table')[1]"
     heads = browser.evaluate(f"[...{table}.querySelectorAll('th')].map((head) => head.textContent)")
     dtypes = ["stored", "param", "compute", "gradient", "communication", "accumulate", "optimizer"]
@@ -214,13 +249,14 @@ def test_the_columns_of_parameters_are_those_of_the_terminal_in_its_order_and_ar
     assert lines < 2
     end = browser.evaluate(f"{table}.querySelectorAll('th')[{heads.index('why')}].getBoundingClientRect().right")
     assert end < 1280
-    whys = f"[...{table}.querySelectorAll('td.brief')]"
-    assert browser.evaluate(f"{whys}.every((cell) => cell.title === cell.textContent)")
+    whys = f"[...{table}.querySelectorAll('td.text')]"
+    assert browser.evaluate(f"{whys}.every((cell) => cell.scrollWidth <= cell.clientWidth)")
 
 
 @needs_chromium
 def test_a_search_is_in_the_address(pages, browser):
     browser.open(f"{pages['explain'][0].as_uri()}#q=blocks.2%20bias")
+    unfold(browser)
     assert [row[0] for row in cells(browser, 1)] == ["blocks.2.0.bias", "blocks.2.1.bias"]
 
 
@@ -306,6 +342,13 @@ def test_runs_are_lines_of_their_records_and_zoom_together(pages, browser):
         "Infinity",
         "NaN",
     ]
+    text = "document.querySelector('#page').textContent"
+    assert browser.evaluate(f"{text}.indexOf('Warnings') < {text}.indexOf('Side by side')")
+    browser.evaluate("(() => { smoothing.value = 0.9; smoothing.dispatchEvent(new Event('input')); log.click(); })()")
+    smooth = browser.evaluate(f"{charts}[0].data[0].y")
+    assert smooth[0] == losses[0][0]
+    assert smooth[1] == pytest.approx((0.9 * losses[0][0] + losses[0][1]) / 1.9)
+    assert browser.evaluate(f"{charts}[0].layout.yaxis.type") == "log"
     drawn = browser.evaluate("traces({ runs: [{ name: '<b>one</b>', records: [] }] }, () => 0)")
     assert drawn[0]["name"] == "&lt;b>one&lt;/b>"  # plotly shows it as <b>one</b>
     assert browser.evaluate("document.title") == "one, two"
@@ -313,48 +356,11 @@ def test_runs_are_lines_of_their_records_and_zoom_together(pages, browser):
     assert HOSTILE in browser.evaluate("document.querySelector('.warning').textContent")
 
 
-@pytest.fixture
-def served(tmp_path):
-    from zeroamp.reporting import saved_runs
-    from zeroamp.reporting.server import page_server
-
-    path = write_run(tmp_path / "one.jsonl", [record(1)])
-    server = page_server(0, "one", "a run", lambda: saved_runs.runs_to_dict([saved_runs.read_run(path)]))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield path, server.server_port
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-@pytest.mark.parametrize(
-    ("path", "host", "status"),
-    [
-        ("/", "127.0.0.1", 200),
-        ("/data.json", "localhost", 200),
-        ("/data.json", "attacker.example", 403),
-        ("/../one.jsonl", "127.0.0.1", 404),
-    ],
-)
-def test_the_server_answers_two_paths_to_loopback_alone(served, path, host, status):
-    connection = http.client.HTTPConnection("127.0.0.1", served[1], timeout=60)
-    connection.request("GET", path, headers={"Host": f"{host}:{served[1]}"})
-    assert connection.getresponse().status == status
-    connection.close()
-
-
 @needs_chromium
-def test_a_page_that_is_served_follows_the_run(served, browser):
-    path, port = served
-    browser.open(f"http://127.0.0.1:{port}/")
-    with path.open("a") as file:
-        file.write(f"{json.dumps(record(2))}\n")
-    browser.wait_for("document.querySelector('.chart').data[0].x.length === 2")
-    assert browser.errors == []
-
-
-def test_a_port_that_is_taken_is_a_mistake_with_a_remedy(served, tmp_path):
-    code, _, err = run("report", served[0], "--serve", "--port", served[1])
-    assert code == 1
-    assert "Name another with --port." in err
+def test_runs_show_the_keys_in_which_their_configs_differ(pages, browser):
+    browser.open(pages["report"][0])
+    assert "None: configs" in browser.evaluate("document.querySelector('#page').textContent")
+    header = [{"config": {"a": {"b": value, "c": 1}}, "world_size": 2} for value in (3, 2)]
+    data = {"runs": [{"name": str(each), "headers": [each]} for each in header]}
+    found = browser.evaluate(f"differences({json.dumps(data)})")
+    assert found == [{"key": "config.a.b", "run 0": "3", "run 1": "2"}]

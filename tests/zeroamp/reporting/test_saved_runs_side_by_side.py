@@ -1,16 +1,11 @@
-"""`zeroamp report`: a table of runs side by side, and a picture."""
+"""`zeroamp report`: a table of runs side by side."""
 
 import json
-import math
-import os
-import sys
 
 import pytest
 
-import zeroamp
 from tests.processes import cli
 from tests.zeroamp.reporting.records import record, write_run
-from zeroamp.reporting.files import check_picture
 from zeroamp.reporting.saved_runs import read_run
 
 
@@ -65,28 +60,6 @@ def test_runs_have_their_own_names_and_parts_of_the_step_are_marked(tmp_path, st
     assert labels[step + 1 : step + 4] == ["- forward", "- backward", "- exposed communication"]
 
 
-def test_the_picture_is_a_png_of_four_panels(runs, tmp_path):
-    pytest.importorskip("matplotlib")
-    code, _, stderr = run(*runs, "--plot", tmp_path / "new" / "runs.png")
-    assert (code, stderr) == (0, f"wrote {tmp_path / 'new' / 'runs.png'}\n")
-    assert (tmp_path / "new" / "runs.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    "steps",
-    [[], [record(tokens_per_s=math.inf, peak_active_gib=math.nan).to_json()], [{"kind": "step", "step": 1}]],
-    ids=["no step yet", "no finite number", "no readable step"],
-)
-def test_a_run_without_numbers_has_a_picture_without_lines(tmp_path, steps):
-    pytest.importorskip("matplotlib")
-    path = write_run(tmp_path / "new.jsonl", [])
-    path.write_text(path.read_text() + "".join(json.dumps(step) + "\n" for step in steps))
-    code, stdout, _ = run(path, "--plot", tmp_path / "new.png")
-    assert code == 0
-    assert "steps (skipped)" in stdout
-    assert (tmp_path / "new.png").exists()
-
-
 def test_lines_that_json_reads_but_no_run_has_are_left_out(tmp_path):
     path = write_run(tmp_path / "one.jsonl", [record(1)])
     header, step = map(json.loads, path.read_text().splitlines())
@@ -97,38 +70,6 @@ def test_lines_that_json_reads_but_no_run_has_are_left_out(tmp_path):
     assert stderr == f"WARNING: {path}, from line 3: 3 lines are skipped: cut, or not written by RunReport\n"
     assert (rows(stdout)["steps (skipped)"], rows(stdout)["starts"]) == (["1 (0)"], ["1"])
     assert read_run(path).num_unreadable == 3
-
-
-@pytest.mark.parametrize(
-    ("picture", "words"),
-    [
-        ("runs.foo", "runs.foo'. Its suffix must be one of ."),
-        ("runs", "runs'. Its suffix must be one of ."),
-        ("one.jsonl/sub/runs.png", "cannot be written (Not a directory)"),
-        ("folder.png", "cannot be written (it is a folder)"),
-    ],
-)
-def test_a_picture_that_cannot_be_written_is_an_error_after_the_table(runs, tmp_path, picture, words):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "folder.png").mkdir()
-    code, stdout, stderr = run(runs[0], "--plot", tmp_path / picture)
-    assert code == 1
-    assert "steps (skipped)" in stdout
-    assert stderr.startswith("Error: plot: ")
-    assert words in stderr
-
-
-def test_a_picture_that_is_there_and_read_only_is_refused_before_the_work(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "old.png"
-    path.touch()
-    check_picture(path)
-    allowed = os.access
-    monkeypatch.setattr(
-        os, "access", lambda file, mode: file != path and allowed(file, mode)
-    )  # root may write anything
-    with pytest.raises(zeroamp.ConfigError, match="old.png.* read-only"):
-        check_picture(path)
 
 
 def test_a_file_that_is_no_run_is_an_error_without_a_traceback(tmp_path):
@@ -145,10 +86,3 @@ def test_a_file_of_something_else_has_one_warning_and_not_one_per_line(tmp_path)
     warning, error = stderr.splitlines()
     assert warning == f"WARNING: {path}, from line 1: 1,000 lines are skipped: cut, or not written by RunReport"
     assert error.startswith(f"Error: {path} has no header of a RunReport")
-
-
-def test_without_matplotlib_it_says_what_to_install(runs, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    code, _, stderr = run(runs[0], "--plot", "x.png")
-    assert code == 1
-    assert "pip install 'zeroamp[plot]'" in stderr

@@ -4,7 +4,7 @@ import pytest
 
 from tests.measuring.logs import log_lines
 from tests.zeroamp.reporting.records import record
-from zeroamp.reporting.writers import Writers
+from zeroamp.reporting.writers import Writer, Writers
 
 
 class Place:
@@ -28,7 +28,7 @@ class Place:
         self._note("close")
 
 
-class PlaceWithoutWarnings:
+class PlaceWithoutWarnings(Writer):
     def __init__(self):
         self.calls = []
 

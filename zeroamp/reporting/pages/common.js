@@ -2,7 +2,8 @@
 // What all pages share: elements, numbers, charts, and tables that are searched, filtered and sorted.
 // Everything from the data becomes text by textContent, never markup.
 
-const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7A7A00", "#8250DF"];
+const COLOURS = ["#2386c9", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8c959f", "#8f8f00", "#9a6ee8"];
+const theme = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const DTYPES = { bf16: "#0969da", fp16: "#8250df", fp32: "#bc4c00", fp64: "#82071e", "per op": "#57606a" };
 const IS_NARROW = window.innerWidth < 600;
 const CHART = { displaylogo: false, responsive: true, displayModeBar: !IS_NARROW, modeBarButtonsToRemove: ["lasso2d", "select2d"] };
@@ -54,10 +55,10 @@ function dtypeChip(name) {
   return chip;
 }
 
-// columns: {key, label, kind: text | brief (one line, cut; whole under the pointer) | name | dtype | int | float | gib | gb | percent, hint}
-// options: {search: [keys], filters: [keys], isBest: row -> bool, limit, isCompact: narrow columns}
+// columns: {key, label, kind: text | name | fits (yes and no are coloured) | dtype | int | float | gib | gb | percent, hint}
+// options: {search: [keys], filters: [keys], toggles: [[label, row -> bool]], isBest: row -> bool, limit, isCompact: narrow columns}
 function table(rows, columns, options = {}) {
-  const state = { sort: null, down: false, limit: options.limit ?? 300, choices: {} };
+  const state = { sort: null, down: false, limit: options.limit ?? 300, choices: {}, toggles: [] };
   const body = element("tbody");
   const count = element("span", { className: "count" });
   const more = element("button", { textContent: "Show all", hidden: true, onclick: () => { state.limit = Infinity; draw(); } });
@@ -85,6 +86,7 @@ function table(rows, columns, options = {}) {
     const sought = words.value.toLowerCase().split(/\s+/).filter(Boolean);
     const found = rows.filter((row) =>
       Object.entries(state.choices).every(([key, value]) => value === "" || String(row[key]) === value) &&
+      state.toggles.every((keeps) => keeps(row)) &&
       sought.every((word) => (options.search ?? []).some((key) => String(row[key]).toLowerCase().includes(word))));
     if (state.sort === null) return found;
     const { key } = state.sort, sign = state.down ? -1 : 1;
@@ -96,9 +98,8 @@ function table(rows, columns, options = {}) {
   }
   function cell(row, column) {
     const value = row[column.key];
-    const made = element("td", { className: isNumber(column) ? "number" : column.kind ?? "" });
+    const made = element("td", { className: isNumber(column) ? "number" : column.kind === "fits" ? value : column.kind ?? "" });
     made.append(column.kind === "dtype" && value !== null && value !== undefined ? dtypeChip(value) : shown(value, column.kind));
-    if (column.kind === "brief") made.title = made.textContent;
     return made;
   }
   function draw() {
@@ -116,9 +117,13 @@ function table(rows, columns, options = {}) {
     return element("select", { ariaLabel: `Filter by ${label}`, name: key, onchange: (event) => { state.choices[key] = event.target.value; draw(); } },
       all, ...values.map((value) => element("option", { value, textContent: value === "null" ? "–" : value })));
   });
-  const has_controls = options.search || options.filters;
+  const toggles = (options.toggles ?? []).map(([label, keeps]) => {
+    const box = element("input", { type: "checkbox", onchange: () => { state.toggles = box.checked ? [...state.toggles, keeps] : state.toggles.filter((each) => each !== keeps); draw(); } });
+    return element("label", {}, box, label);
+  });
+  const has_controls = options.search || options.filters || options.toggles;
   const made = element("section", {},
-    has_controls ? element("div", { className: "controls" }, options.search ? words : null, ...selects, count, more) : null,
+    has_controls ? element("div", { className: "controls" }, options.search ? words : null, ...selects, ...toggles, count, more) : null,
     element("div", { className: "scroll" }, element("table", { className: options.isCompact ? "compact" : "" }, element("thead", {}, element("tr", {}, ...heads)), body)));
   if (options.search) words.value = decodeURIComponent((location.hash.match(/^#q=(.*)$/) ?? ["", ""])[1]);
   draw();
@@ -131,14 +136,22 @@ function chart(parent, traces, layout, height = 340, shape = "") {
   const made = element("div", { className: `chart ${shape}` });
   made.style.height = `${height}px`;
   parent.append(made);
-  const usual = { margin: { l: 62, r: 16, t: 42, b: 46 }, hovermode: "x unified", font: { family: "system-ui, sans-serif", size: 12 },
-    xaxis: { automargin: true }, yaxis: { automargin: true }, paper_bgcolor: "white", plot_bgcolor: "white" };
-  Plotly.newPlot(made, traces, { ...usual, ...layout }, CHART);
+  const usual = { margin: { l: 62, r: 16, t: 42, b: 46 }, hovermode: "x unified", xaxis: { automargin: true }, yaxis: { automargin: true } };
+  Plotly.newPlot(made, traces, { ...usual, ...layout, ...colours() }, CHART);
   return made;
 }
+// The colours of charts, from page.css. A system that changes between light and dark draws the charts again.
+const colours = () => ({ font: { family: "system-ui, sans-serif", size: 12, color: theme("ink") }, paper_bgcolor: theme("paper"), plot_bgcolor: theme("paper"),
+  hoverlabel: { bgcolor: theme("back"), font: { color: theme("ink") } } });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  for (const made of document.querySelectorAll(".js-plotly-plot")) {
+    const axes = Object.fromEntries(["xaxis", "yaxis"].flatMap((each) => [[`${each}.gridcolor`, theme("grid")], [`${each}.zerolinecolor`, theme("line")]]));
+    Plotly.relayout(made, { ...colours(), ...axes });
+  }
+});
 const LEGEND = { orientation: "h", y: IS_NARROW ? -0.12 : -0.2, yanchor: "top", font: { size: IS_NARROW ? 10 : 11 } };
 const below = (title, more = {}) => axis(IS_NARROW ? "" : title, more);
-const axis = (title, more = {}) => ({ title: { text: title }, gridcolor: "#eaeef2", zerolinecolor: "#d0d7de", automargin: true, ...more });
+const axis = (title, more = {}) => ({ title: { text: title }, gridcolor: theme("grid"), zerolinecolor: theme("line"), automargin: true, ...more });
 const titled = (text) => ({ text, font: { size: 14 }, x: 0.02, xanchor: "left" });
 
 const DATA = JSON.parse(document.getElementById("data").textContent);

@@ -41,7 +41,7 @@ function draw() {
     node.colours.push(colour); node.hover.push(hover);
   };
   const colour = (dtype) => DTYPES[dtype] ?? "#8c959f";
-  put("model", "model", "", elements, "#ffffff", `${FORMS.int(elements)} elements`);
+  put("model", "model", "", elements, theme("back"), `${FORMS.int(elements)} elements`);
   for (const [unit, members] of units) {
     const total = members.reduce((part, row) => part + row.elements, 0), shares = share(members, key);
     const parts = shares.map(([dtype, part]) => `${dtype ?? "–"}: ${FORMS.int(part)}`).join("<br>");
@@ -55,9 +55,9 @@ function draw() {
   }
   Plotly.react(picture, [{ type: "treemap", ids: node.ids, labels: node.labels.map(text), parents: node.parents, values: node.values,
     branchvalues: "total", sort: false, maxdepth: rows.length > 1500 ? 2 : 3, tiling: { packing: "squarify" }, pathbar: { thickness: 22 },
-    marker: { colors: node.colours, line: { width: 1, color: "white" }, pad: { t: 18, l: 2, r: 2, b: 2 } },
+    marker: { colors: node.colours, line: { width: 1, color: theme("paper") }, pad: { t: 18, l: 2, r: 2, b: 2 } },
     customdata: node.hover, hovertemplate: "%{customdata}<extra></extra>", textinfo: "label" }],
-    { margin: { l: 4, r: 4, t: 4, b: 4 }, font: { family: "system-ui, sans-serif", size: 12 } }, CHART);
+    { margin: { l: 4, r: 4, t: 4, b: 4 }, ...colours() }, CHART);
   legend.replaceChildren(...share(rows, key).map(([dtype, part]) =>
     element("span", {}, dtypeChip(dtype), ` ${FORMS.int(part)} elements, ${FORMS.percent(part / elements)}`)));
 }
@@ -84,17 +84,48 @@ const BYTES = [
   { key: "stored_bytes_per_rank", label: "shards GiB", kind: "gib", hint: "GiB of shards per rank" },
   { key: "unsharded_bytes_per_rank", label: "unsharded GiB", kind: "gib", hint: "GiB unsharded per rank" },
   { key: "gradient_bytes_per_rank", label: "gradients GiB", kind: "gib", hint: "GiB of gradients per rank" }];
-const SHORT = { param: "param", stored: "stored", communication: "communi\u00adcation", accumulate: "accumu\u00adlate", optimizer: "opti\u00admizer", compute: "compute", gradient: "gradi\u00adent" };
-const DTYPE_COLUMNS = COLUMNS.map(([key, hint]) => ({ key, label: SHORT[key], kind: "dtype", hint }));
+const DTYPE_COLUMNS = COLUMNS.map(([key, hint]) => ({ key, label: key, kind: "dtype", hint }));
 
-heading("Parameters");
-note("Bytes are of one rank: GB per optimizer step, GiB of memory. A cell that is cut shows its text under the pointer.");
-add(table(rows, [{ key: "parameter", label: "parameter", kind: "name" },
-  { key: "elements", label: "elements", kind: "int" }, ...DTYPE_COLUMNS, { key: "class", label: "class", kind: "brief" },
-  { key: "why", label: "why", kind: "brief" }, ...BYTES, { key: "unit", label: "unit", kind: "name" }, { key: "group", label: "group", kind: "name" }],
-  { isCompact: true, search: ["parameter", "aliases", "class", "unit", "group", "why"], filters: ["param", "communication", "class"] }));
+// Equal layers share a row, as in the terminal: names that differ in one number only, in the order of the model.
+const SHARED = [...COLUMNS.map(([key]) => key), "class", "why", ...BYTES.map(({ key }) => key), "elements"];
+function folded(all, name) {
+  const found = new Map();
+  for (const row of all) {
+    const like = row[name].replace(/(^|\.)\d+(?=\.|$)/, "$1*");
+    const same = JSON.stringify([like, row.kind, ...SHARED.map((key) => String(row[key]).replace(row[name], "").replace(/\.\d+(?=\.|\b)/, ".*"))]);
+    found.set(same, [...(found.get(same) ?? []), row]);
+  }
+  return [...found.values()].map((equal) => ({ ...equal[0], count: equal.length,
+    [name]: range(equal[0][name], equal.at(-1)[name]),
+    names: equal.map((row) => [row[name], ...(row.aliases ?? []), row.unit ?? ""].join(" ")).join(" ") }));
+}
 
-heading("Groups");
-add(table(DATA.groups, [{ key: "group", label: "group", kind: "name" }, { key: "kind", label: "kind" },
+// layers.0.norm and layers.31.norm: layers.0…31.norm
+function range(first, last) {
+  const ends = last.split(".");
+  return first.split(".").map((part, index) => (part === ends[index] ? part : `${part}…${ends[index]}`)).join(".");
+}
+
+// A table with a choice between folded rows and all rows.
+function foldable(title, text, all, name, columns, options) {
+  heading(title);
+  if (text) note(text);
+  const few = folded(all, name), place = element("div");
+  const count = { key: "count", label: "rows", kind: "int", hint: "How many equal rows this row stands for" };
+  const show = (isFolded) => place.replaceChildren(table(isFolded ? few : all,
+    isFolded ? [columns[0], count, ...columns.slice(1)] : columns, { ...options, search: options.search && (isFolded ? [...options.search, "names"] : options.search) }));
+  const box = element("input", { type: "checkbox", checked: true, onchange: () => show(box.checked) });
+  if (few.length < all.length) add(element("div", { className: "controls" }, element("label", {}, box, "Equal layers in one row")));
+  add(place);
+  show(few.length < all.length);
+}
+
+const NOT_BF16 = [["not bf16", (row) => row.param !== "bf16" || row.communication !== "bf16"]];
+foldable("Parameters", "Bytes are of one rank and one parameter: GB per optimizer step, GiB of memory.", rows, "parameter",
+  [{ key: "parameter", label: "parameter", kind: "name" }, { key: "elements", label: "elements", kind: "int" }, ...DTYPE_COLUMNS,
+    { key: "why", label: "why", kind: "text" }, { key: "class", label: "class" }, ...BYTES, { key: "group", label: "group", kind: "name" }],
+  { isCompact: true, search: ["parameter", "aliases", "class", "unit", "group", "why"], filters: ["param", "communication", "class"], toggles: NOT_BF16 });
+
+foldable("Groups", "", DATA.groups, "group", [{ key: "group", label: "group", kind: "name" }, { key: "kind", label: "kind" },
   { key: "params", label: "parameters", kind: "int" }, { key: "elements", label: "elements", kind: "int" }, ...DTYPE_COLUMNS, ...BYTES],
-  { isCompact: true, filters: ["kind"] }));
+  { isCompact: true, filters: ["kind"] });

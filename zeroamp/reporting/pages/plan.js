@@ -54,8 +54,8 @@ for (const timeline of DATA.timelines) {
   const shapes = timeline.stretches.slice(1).map(({ begin }) => ({ type: "line", x0: begin, x1: begin, yref: "paper", y0: 0, y1: 1, line: { width: 1, color: "#8c959f" } }));
   if (limit <= 1.25 * top) shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, y0: limit / GIB, y1: limit / GIB, line: { dash: "dash", color: "#cf222e" } });
   const names = phases(timeline.stretches).map(({ begin, end, name }) => ({ x: (begin + (end ?? x.length - 1)) / 2, y: 1, yref: "paper", text: name,
-    showarrow: false, xanchor: "center", yanchor: "top", font: { size: 11, color: "#59636e" } }));
-  const peak = { x: at, y: top / GIB, text: `peak ${decimals(top / GIB)} GiB`, arrowhead: 2, ax: at > x.length / 2 ? -60 : 60, ay: -18, bgcolor: "white" };
+    showarrow: false, xanchor: "center", yanchor: "top", font: { size: 11, color: theme("soft") } }));
+  const peak = { x: at, y: top / GIB, text: `peak ${decimals(top / GIB)} GiB`, arrowhead: 2, ax: at > x.length / 2 ? -60 : 60, ay: -18, bgcolor: theme("paper") };
   chart(memory, traces, { title: titled(`Stage ${timeline.stage}`), shapes, annotations: [...names, peak],
     xaxis: below("allocations and frees, in order", { showticklabels: false, range: [0, x.length - 1] }), yaxis: axis("GiB on one rank", { range: [0, (1.25 * top) / GIB] }),
     legend: LEGEND }, 460);

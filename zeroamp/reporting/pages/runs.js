@@ -1,7 +1,6 @@
 "use strict";
-// Runs side by side: what RunReport wrote. With `zeroamp report --serve` the page reads the files again every few seconds.
+// Runs side by side: what RunReport wrote.
 
-const SECONDS = 3;
 const number = (value) => (typeof value === "string" ? Number(value.replace("inf", "Infinity")) : value ?? null);
 const GB = (bytes) => Object.values(bytes).reduce((sum, value) => sum + value, 0) / 1e9;
 const PANELS = [
@@ -16,45 +15,83 @@ const PANELS = [
   ["loss scale", "scale", (r) => (r.loss_scale === 1 ? null : r.loss_scale)],
 ];
 const PARTS = ["forward", "backward", "exposed_communication", "optimizer", "other"];
-let drawn = [];
+const drawn = [];
 let isSyncing = false;
 
-function traces(data, value) {
+// The mean of the values around each, weighted like an exponential moving average without a lag at the start.
+function smoothed(values, weight) {
+  let sum = 0, total = 0;
+  return values.map((value) => {
+    if (value === null || value === undefined || !Number.isFinite(value)) return value ?? null;
+    [sum, total] = [weight * sum + value, weight * total + 1];
+    return sum / total;
+  });
+}
+
+function traces(data, value, weight = 0) {
   return data.runs.map((run, index) => ({ type: "scatter", mode: run.records.length > 1 ? "lines" : "markers", name: text(run.name),
-    x: run.records.map((record) => record.step), y: run.records.map(value), line: { width: 1.6, color: COLOURS[index % COLOURS.length] },
+    x: run.records.map((record) => record.step), y: smoothed(run.records.map(value), weight), line: { width: 1.6, color: COLOURS[index % COLOURS.length] },
     marker: { color: COLOURS[index % COLOURS.length] }, connectgaps: false }));
 }
 
-function draw(data) {
-  page().replaceChildren();
-  drawn = [];
-  tiles(data.runs.map((run) => [`${run.name}: steps`, FORMS.int(run.records.filter((record) => !record.skipped).length)]));
-  heading("Side by side");
-  add(table(data.summary, Object.keys(data.summary[0] ?? {}).map((key) => ({ key, label: key, kind: key === "" ? "text" : "" }))));
-  heading("Over the steps");
-  note("Drag to zoom; all panels follow. Double-click to zoom out. A click on a run's name hides it.");
-  const parent = charts();
-  for (const [title, unit, value] of PANELS) {
-    const lines = traces(data, value);
-    if (lines.some((line) => line.y.some((y) => y !== null && y !== undefined))) {
-      const made = chart(parent, lines, { title: titled(title), xaxis: below("optimizer step"), yaxis: axis(unit, unit === "GiB" ? { rangemode: "tozero" } : {}),
-        showlegend: true, legend: LEGEND });
-      made.on("plotly_relayout", (change) => follow(made, change));
-      drawn.push({ made, value });
-    }
-  }
-  heading("Where the time goes");
-  const names = data.runs.map((run) => text(run.name));
-  const mean = (run, part) => run.records.reduce((sum, record) => sum + seconds(record, part), 0) / Math.max(1, run.records.length);
-  chart(charts(), PARTS.map((part, index) => ({ type: "bar", orientation: "h", name: part.replace("_", " "), y: names,
-    x: data.runs.map((run) => 1e3 * mean(run, part)), marker: { color: COLOURS[index] } })),
-    { barmode: "stack", title: titled("Mean of all steps"), xaxis: axis("ms per step"), legend: { ...LEGEND, y: -0.35 }, hovermode: "closest" }, 190 + 50 * names.length, "wide");
-  const warned = data.runs.flatMap((run) => run.warnings.map((warning) => `${run.name}: ${warning.name}: ${warning.text}`));
-  if (warned.length) {
-    heading("Warnings");
-    add(...warned.map((text) => element("div", { className: "warning", textContent: text })));
+// The keys of the last headers' configs and of the headers themselves whose values are not the same in all runs.
+function differences(data) {
+  const flat = (value, path, into) => {
+    if (value !== null && typeof value === "object" && !Array.isArray(value)) for (const [key, each] of Object.entries(value)) flat(each, path ? `${path}.${key}` : key, into);
+    else into[path] = JSON.stringify(value);
+    return into;
+  };
+  const configs = data.runs.map((run) => {
+    const { kind, started, format, plan, ...header } = run.headers.at(-1);
+    return flat(header, "", {});
+  });
+  const keys = [...new Set(configs.flatMap(Object.keys))].filter((key) => new Set(configs.map((config) => config[key])).size > 1);
+  return keys.sort().map((key) => ({ key, ...Object.fromEntries(data.runs.map((run, index) => [`run ${index}`, configs[index][key] ?? null])) }));
+}
+
+const warned = DATA.runs.flatMap((run) => run.warnings.map((warning) => `${run.name}: ${warning.name}: ${warning.text}`));
+if (warned.length) {
+  heading("Warnings");
+  add(...warned.map((text) => element("div", { className: "warning", textContent: text })));
+}
+tiles(DATA.runs.map((run) => [`${run.name}: steps`, FORMS.int(run.records.filter((record) => !record.skipped).length)]));
+heading("Side by side");
+add(table(DATA.summary, Object.keys(DATA.summary[0] ?? {}).map((key) => ({ key, label: key, kind: key === "" ? "text" : "" }))));
+if (DATA.runs.length > 1) {
+  heading("Differences of the configs");
+  const found = differences(DATA);
+  if (found.length) add(table(found, [{ key: "key", label: "key", kind: "name" }, ...DATA.runs.map((run, index) => ({ key: `run ${index}`, label: run.name }))]));
+  else note("None: configs, versions, ranks and devices are equal.");
+}
+
+heading("Over the steps");
+note("Drag to zoom; all panels follow. Double-click to zoom out. A click on a run's name hides it.");
+const smoothing = element("input", { type: "range", min: "0", max: "0.99", step: "0.01", value: "0", ariaLabel: "Smoothing" });
+const log = element("input", { type: "checkbox" });
+smoothing.addEventListener("input", () => {
+  for (const { made, value } of drawn) Plotly.restyle(made, { y: traces(DATA, value, Number(smoothing.value)).map((line) => line.y) });
+});
+log.addEventListener("change", () => {
+  for (const { made } of drawn) Plotly.relayout(made, { "yaxis.type": log.checked ? "log" : "linear", "yaxis.autorange": true });
+});
+add(element("div", { className: "controls" }, element("label", {}, "smoothing", smoothing), element("label", {}, log, "log axis")));
+const panels = charts();
+for (const [title, unit, value] of PANELS) {
+  const lines = traces(DATA, value);
+  if (lines.some((line) => line.y.some((y) => y !== null && y !== undefined))) {
+    const made = chart(panels, lines, { title: titled(title), xaxis: below("optimizer step"), yaxis: axis(unit, unit === "GiB" ? { rangemode: "tozero" } : {}),
+      showlegend: true, legend: LEGEND });
+    made.on("plotly_relayout", (change) => follow(made, change));
+    drawn.push({ made, value });
   }
 }
+
+heading("Where the time goes");
+const names = DATA.runs.map((run) => text(run.name));
+const mean = (run, part) => run.records.reduce((sum, record) => sum + seconds(record, part), 0) / Math.max(1, run.records.length);
+chart(charts(), PARTS.map((part, index) => ({ type: "bar", orientation: "h", name: part.replace("_", " "), y: names,
+  x: DATA.runs.map((run) => 1e3 * mean(run, part)), marker: { color: COLOURS[index] } })),
+  { barmode: "stack", title: titled("Mean of all steps"), xaxis: axis("ms per step"), legend: { ...LEGEND, y: -0.35 }, hovermode: "closest" }, 190 + 50 * names.length, "wide");
 
 function seconds(record, part) {
   if (part !== "other") return record[`${part}_s`];
@@ -68,26 +105,4 @@ function follow(source, change) {
   if (range === null) return;
   isSyncing = true;
   Promise.all(drawn.filter(({ made }) => made !== source).map(({ made }) => Plotly.relayout(made, range))).finally(() => { isSyncing = false; });
-}
-
-function refresh(data) {
-  for (const { made, value } of drawn) Plotly.react(made, traces(data, value), made.layout, CHART);
-}
-
-draw(DATA);
-if (document.body.dataset.live === "true") {
-  let last = JSON.stringify(DATA);
-  const status = element("p", { textContent: "live" });
-  document.querySelector("header").append(status);
-  setInterval(async () => {
-    try {
-      const text = await (await fetch("data.json", { cache: "no-store" })).text();
-      const now = new Date().toLocaleTimeString();
-      status.textContent = `live: read ${now}`;
-      if (text === last) return;
-      const data = JSON.parse(text), isNew = drawn.length === 0 || data.runs.some((run, index) => run.records.length === 0 || drawn[0].made.data.length !== data.runs.length);
-      last = text;
-      if (isNew) draw(data); else refresh(data);
-    } catch { status.textContent = "live: the server has ended"; }
-  }, 1e3 * SECONDS);
 }

@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint
 from zeroamp.checkpoint.manifest import Manifest, check_file, rank_file, read_manifest
 from zeroamp.checkpoint.model_state import MODEL, named_differences
-from zeroamp.checkpoint.reader import SafeReader
-from zeroamp.checkpoint.tensors import load_tensors
+from zeroamp.checkpoint.reader import CheckpointReader
 from zeroamp.policies.errors import CheckpointError, error_text
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.schema import known_part, validate
@@ -117,15 +115,9 @@ def export_checkpoint(
         raise CheckpointError(
             f"Cannot export into {os.fspath(folder)}: {error}. Free some space, or pass another folder."
         ) from error
-    except (Exception, CheckpointException) as error:  # readers may raise anything for a crafted file
-        raise CheckpointError(f"Cannot export {path}: {_reason(error)}. Export another checkpoint.") from error
+    except Exception as error:  # readers may raise anything for a crafted file
+        raise CheckpointError(f"Cannot export {path}: {error_text(error)}. Export another checkpoint.") from error
     return path
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):  # its own text is a traceback
-        error = next(failure[0] for failure in error.failures.values())
-    return error_text(error)
 
 
 class _Saved:
@@ -141,7 +133,7 @@ class _Saved:
             )
         self._path = path
         self._config_names = [name for name in manifest.files if name in ("config.json", "generation_config.json")]
-        self._reader = SafeReader(path, manifest.files)
+        self._reader = CheckpointReader(path, manifest.files)
         # Of buffers that differ between ranks, the first rank's are exported, as `load_checkpoint` loads them.
         self._own: dict[str, torch.Tensor] = self._reader.read_values(rank_file(0), mmap=True)["tensors"]
 
@@ -177,7 +169,7 @@ class _Saved:
         if name in self._own:
             return self._own[name].to(dtype, copy=True)  # it may be written under two names
         tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
-        load_tensors({name: tensor}, self._reader)
+        self._reader.read_tensors({name: tensor})
         largest = overflow(tensor, dtype)
         refuse_overflows({} if largest is None else {written: largest}, dtype)
         return tensor.to(dtype)

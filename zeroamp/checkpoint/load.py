@@ -28,8 +28,7 @@ from zeroamp.checkpoint.optimizer_state import (
     load_optimizer,
     optimizer_targets,
 )
-from zeroamp.checkpoint.reader import SafeReader
-from zeroamp.checkpoint.tensors import load_tensors
+from zeroamp.checkpoint.reader import CheckpointReader
 from zeroamp.hooks.random_state import set_random_state
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
@@ -164,7 +163,7 @@ class _Load:
         self, path: Path, manifest: Manifest, state: WrapState, train: TrainStep | None, ranks: RankGroup
     ) -> None:
         self.path = path
-        self.reader = SafeReader(path, manifest.files)
+        self.reader = CheckpointReader(path, manifest.files)
         self.manifest = manifest
         self.state = state
         self.train = train
@@ -271,7 +270,7 @@ class _Load:
 
     def read_tensors(self) -> None:
         """Read this rank's part of every tensor into `tensors`: the model's own, and new ones for the optimizers."""
-        load_tensors(self.tensors, self.reader)
+        self.reader.read_tensors(self.tensors)
 
     def finish(self) -> None:
         """Load this rank's own tensors, extra states, optimizers, schedulers and random states."""

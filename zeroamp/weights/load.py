@@ -44,8 +44,7 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     `state_dict()` (rotary frequencies) keep their values. If files contain them, they are skipped.
 
     The files of a transformers model may have the layout in which the model is published, such as one matrix per
-    expert. transformers' own rules are then applied: to the rank's part if they stack or concatenate tensors, else to
-    one whole tensor of the model at a time.
+    expert. transformers' own rules are then applied, on each rank to one whole tensor of the model at a time.
 
     Args:
         model: a model that `wrap_model` returned.

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.cable import INTERFACE, Hosts, address, two_hosts
+from benchmarks.two_hosts import INTERFACE, Hosts, address, two_hosts
 from benchmarks.launcher_schemas import validate
 
 ROOT = Path(__file__).parents[1]

@@ -39,7 +39,6 @@ from zeroamp.wrapping.state import WrapState, reshard, wrap_state
 
 logger = logging.getLogger("zeroamp")
 _PATH = "Check the path."
-_DAMAGED = "%s is not loaded: %s"
 
 
 def load_checkpoint(
@@ -110,34 +109,19 @@ def _find(folder: Path, ranks: RankGroup) -> tuple[Path, Manifest] | None:
     """
     candidates = ranks.on_first(lambda: _candidates(folder))
     damages = []
-    for index, path in enumerate(candidates):
+    for path in candidates:
         try:
             manifest = ranks.on_first(partial(read_manifest, path))
             ranks.run(partial(_check_share, path, manifest, ranks))
         except DamagedCheckpointError as error:
             damages.append(str(error))
             if ranks.rank == 0:
-                logger.warning(_DAMAGED, path, error)
+                logger.warning("%s is not loaded: %s", path, error)
         else:
-            if ranks.rank == 0:
-                _log_unreadable(candidates[index + 1 :])
             return path, manifest
     if damages:
         raise DamagedCheckpointError("; ".join(damages))
     return None
-
-
-def _log_unreadable(paths: list[Path]) -> None:
-    """Log the checkpoints at the end of `paths` whose age is unknown: one of them might have been the newest."""
-    for path in reversed(paths):
-        try:
-            read_manifest(path)
-        except DamagedCheckpointError as error:
-            logger.warning(_DAMAGED, path, error)
-        except CheckpointError:  # another format, so its age is known
-            return
-        else:
-            return
 
 
 def _candidates(folder: Path) -> list[Path]:
@@ -247,25 +231,17 @@ class _Load:
 
     def _check_dims(self) -> None:
         """Refuse optimizer state that each rank saved for its own shard, if axes or sharded dimensions differ now."""
-        own = [name for name in self.own["tensors"] if name.startswith(OPTIMIZER)]
-        if not own:
-            return
-        saved_axes, axes = self.values.get("axes", ""), self.state.axes.describe()  # earlier versions: data ranks alone
-        if saved_axes != axes:
-            raise CheckpointError(
-                f"{self.path} has optimizer state of each rank's own shard ({own[0]}), and was saved on a mesh of "
-                f"{saved_axes or 'data ranks alone'}, but is loaded on one of {axes or 'data ranks alone'}. Use the "
-                "same axes, or load the model alone: load_checkpoint(folder, model)."
-            )
-        saved, found = self.values.get("shard_dims", {}), shard_dims(self.tensors)  # earlier versions: 0 everywhere
-        for fqn in {**saved, **found}:
-            dims = saved.get(fqn, 0), found.get(fqn, 0)
-            name = next((name for name in own if name.startswith(f"{OPTIMIZER}{fqn}.")), None)
-            if name is not None and dims[0] != dims[1]:
+        axes = self.values.get("axes", ""), self.state.axes.describe()  # earlier versions: data ranks alone
+        dims = self.values.get("shard_dims", {}), shard_dims(self.tensors)  # earlier versions: 0 everywhere
+        for name in (name for name in self.own["tensors"] if name.startswith(OPTIMIZER)):
+            fqn = next((fqn for fqn in {**dims[0], **dims[1]} if name.startswith(f"{OPTIMIZER}{fqn}.")), "")
+            saved, ours = (f"sharded over dimension {each.get(fqn, 0)} on a mesh of {of_mesh or 'data ranks alone'}"
+                           for each, of_mesh in zip(dims, axes, strict=True))  # fmt: skip
+            if saved != ours:
                 raise CheckpointError(
-                    f"{self.path} has optimizer state of each rank's own shard ({name}), but {fqn} was sharded over "
-                    f"dimension {dims[0]}, and is sharded over dimension {dims[1]} here. Set zeroamp.shard_dim as it "
-                    "was (0 in earlier versions), or load the model alone: load_checkpoint(folder, model)."
+                    f"{self.path} has optimizer state of each rank's own shard ({name}), which was {saved}, but is "
+                    f"{ours} here. Use the same axes, and set zeroamp.shard_dim as it was (0 in earlier versions), or "
+                    "load the model alone: load_checkpoint(folder, model)."
                 )
 
     def read_tensors(self) -> None:

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.weights.model_weights import ShardRange
+Slices = tuple[slice, ...]
+"""One slice for each dimension."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,10 +42,10 @@ class Stored:
         """Only this tensor."""
         return [self]
 
-    def read(self, part: ShardRange | None) -> torch.Tensor:
+    def read(self, part: Slices | None = None) -> torch.Tensor:
         """Return `part` of the tensor, or the whole tensor for None, on the CPU."""
         file = self.open()
-        tensor: torch.Tensor = file.get_tensor(self.name) if part is None else file.get_slice(self.name)[part.slices]
+        tensor: torch.Tensor = file.get_tensor(self.name) if part is None else file.get_slice(self.name)[part]
         return tensor
 
 
@@ -73,10 +74,10 @@ class Converted:
         tensor: torch.Tensor = made[0] if isinstance(made, list) else made
         return tensor
 
-    def read(self, part: ShardRange | None) -> torch.Tensor:
+    def read(self, part: Slices | None = None) -> torch.Tensor:
         """Compute the whole tensor, and return `part` of it, or all of it for None."""
-        whole = self._whole(lambda source: source.read(None))
-        return whole if part is None else whole[part.slices].clone()
+        whole = self._whole(lambda source: source.read())
+        return whole if part is None else whole[part].clone()
 
 
 Part = Stored | Converted

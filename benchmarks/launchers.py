@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.two_hosts import INTERFACE, Hosts, address, two_hosts
 from benchmarks.launcher_schemas import validate
+from benchmarks.two_hosts import INTERFACE, Hosts, address, two_hosts
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "examples" / "launch"

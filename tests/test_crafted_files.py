@@ -165,9 +165,6 @@ CHECKPOINTS = {
     "train.pt: a call, as a plain pickle": lambda f: _put(f, TRAIN, pickle.dumps(Harm(f))),
     "train.pt: a FIFO": lambda f: _fifo(f, TRAIN),
     "rank: a call in extra": lambda f: _values(f, RANK, lambda v: v.update(extra=Harm(f))),
-    "rank: a buffer of another shape": lambda f: _values(
-        f, RANK, lambda v: v["tensors"].update({"model.seen": torch.zeros(1)})
-    ),
     "rank: a link out": lambda f: _link_out(f, RANK),
     "shards: a byte less": lambda f: _cut(f, DATA),
     "manifest: another digest": lambda f: _manifest(f, lambda m: m["files"][DATA].update(sha256="0" * 64)),

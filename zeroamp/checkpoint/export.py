@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Container
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint
 from zeroamp.checkpoint.manifest import Manifest, check_file, rank_file, read_manifest
-from zeroamp.checkpoint.model_state import MODEL, named_differences
+from zeroamp.checkpoint.model_state import MODEL
 from zeroamp.checkpoint.reader import CheckpointReader
 from zeroamp.policies.errors import CheckpointError, error_text
 from zeroamp.policies.policy import Policy
@@ -138,32 +137,22 @@ class _Saved:
         self._own: dict[str, torch.Tensor] = self._reader.read_values(rank_file(0), mmap=True)["tensors"]
 
     def sources(self) -> list[Source]:
-        weights = read_json(self._path / WEIGHTS)
-        sources = [self._source(entry, str(written)) for entry in weights for written in list(entry["written"])]
-        listed = {MODEL + entry["saved"] for entry in weights if entry["written"]}
-        saved = {name for name in self._reader.read_metadata().state_dict_metadata if name.startswith(MODEL)}
-        if listed != saved or len({source.name for source in sources}) < len(sources):
-            differing = named_differences("not in both", listed ^ saved) or ["two tensors have the same name"]
-            raise CheckpointError(
-                f"{self._path / WEIGHTS} must list every tensor of the checkpoint's model under distinct names, but "
-                f"does not: {differing[0]}. Export another checkpoint."
-            )
+        saved, sources = self._reader.read_metadata().state_dict_metadata, []
+        for entry in read_json(self._path / WEIGHTS):
+            name = MODEL + entry["saved"]
+            form = saved[name]
+            if not isinstance(form, TensorStorageMetadata):
+                raise AssertionError(f"expected a tensor under {name}, got {form}")
+            for written in entry["written"]:
+                source = Source(
+                    name=written,
+                    shape=tuple(form.size),
+                    dtype=form.properties.dtype,
+                    is_parameter=entry["is_parameter"],
+                    read=partial(self._read, name, written, form),
+                )
+                sources.append(source)
         return sources
-
-    def _source(self, entry: dict[str, Any], written: str) -> Source:
-        name = MODEL + entry["saved"]
-        saved = self._reader.read_metadata().state_dict_metadata.get(name)
-        if not isinstance(saved, TensorStorageMetadata):
-            raise CheckpointError(
-                f"{self._path} must hold every tensor of its {WEIGHTS}, but has no {entry['saved']}. Save it again."
-            )
-        return Source(
-            name=written,
-            shape=tuple(saved.size),
-            dtype=saved.properties.dtype,
-            is_parameter=entry["is_parameter"],
-            read=partial(self._read, name, written, saved),
-        )
 
     def _read(self, name: str, written: str, saved: TensorStorageMetadata, dtype: torch.dtype) -> torch.Tensor:
         if name in self._own:

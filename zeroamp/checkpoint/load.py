@@ -172,7 +172,6 @@ class _Load:
         excluded = self.values.get("excluded", [])  # earlier versions saved all parameters
         check_model_fits(self.state.root, metadata, self.own["extra_states"], str(self.path), excluded)
         self.tensors = model_tensors(self.state.root, excluded)
-        self._check_own()
         self.extra = self._extra(extra_rank)
         if self.train is not None:
             self._check_training(self.train)
@@ -182,16 +181,6 @@ class _Load:
             for description in self.values["optimizer"]:
                 check_sharding_fits(description, parameters, metadata, own, str(self.path))
                 self.tensors |= optimizer_targets(description, parameters, metadata, own)
-
-    def _check_own(self) -> None:
-        """Refuse this rank's buffers if shape or dtype differs from the model's: a copy would broadcast or cast."""
-        for name, tensor in self.own["tensors"].items():
-            ours = self.tensors.get(name)
-            if name.startswith(MODEL) and (ours is None or (tensor.shape, tensor.dtype) != (ours.shape, ours.dtype)):
-                raise CheckpointError(
-                    f"{self.path / rank_file(self.ranks.rank)} must hold buffers of the model, but {name} has shape "
-                    f"{list(tensor.shape)} and {tensor.dtype}. Load another checkpoint."
-                )
 
     def load_counts(self) -> None:
         """Load step counts and loss scale. Raise StepError if the config has another kind of loss scale."""

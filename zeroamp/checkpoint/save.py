@@ -241,9 +241,9 @@ def take_snapshot(
             "random": random_state(device_of(state.mesh)),
             "extra_states": extra_states(state.root),
             "tensors": {name: snapshot.tensors[name] for name in differing},
+            "extra": extra,
         }
-        _to_bytes(content, "The result of a module's get_extra_state()")
-        snapshot.own = _to_bytes({**content, "extra": extra}, "extra")
+        snapshot.own = _to_bytes(content, "extra (or the result of a module's get_extra_state())")
 
     ranks.run(pack)
     for name in differing:

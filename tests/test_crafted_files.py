@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
 
 import zeroamp
 
@@ -33,6 +33,13 @@ class Harm:
 
     def __reduce__(self):
         return os.system, (f"touch {self.folder / MARK}",)
+
+
+class Getattr:
+    """Calls `getattr` on an allowed class when it is unpickled."""
+
+    def __reduce__(self):
+        return getattr, (type(Path()), "home")
 
 
 def _train(fill=None):
@@ -153,6 +160,7 @@ DOTTED = b"\x80\x04\x8c\x13torch.serialization\x8c\x09os.system\x93\x8c\x04true\
 CHECKPOINTS = {
     ".metadata: a call": lambda f: _put(f, ".metadata", pickle.dumps(Harm(f))),
     ".metadata: a call in place of a size": lambda f: _metadata(f, lambda m: m.state_dict_metadata.update(x=Harm(f))),
+    ".metadata: a call of getattr": lambda f: _put(f, ".metadata", pickle.dumps(Getattr())),
     ".metadata: a dotted name": lambda f: _put(f, ".metadata", DOTTED),
     ".metadata: a list": lambda f: _put(f, ".metadata", pickle.dumps([1])),
     ".metadata: half of it": lambda f: _put(f, ".metadata", (f / STEP / ".metadata").read_bytes()[:500]),
@@ -217,6 +225,22 @@ def test_the_good_files_are_read(good):
     ours, theirs = _state(loaded.model), _state(filled.model)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert not torch.equal(ours["0.weight"], torch.full((6, 4), 7.0))
+
+
+def _by_getattr(member, _protocol):
+    return getattr, (type(member), member.name)
+
+
+def test_a_checkpoint_of_an_early_python_3_11_is_read(monkeypatch, tmp_path):
+    """Python 3.11.0 to 3.11.3 pickle a member of an enum as a call of getattr."""
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", _by_getattr)
+    train = _train()
+    path = zeroamp.save_checkpoint(tmp_path, train.model, train)
+    assert b"getattr" in (path / ".metadata").read_bytes()
+    loaded = _train(fill=7)
+    zeroamp.load_checkpoint(path, loaded.model, loaded)
+    ours, theirs = _state(loaded.model), _state(train.model)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTS)

@@ -7,6 +7,7 @@ freely, is unpickled with torch's own metadata classes alone.
 import os
 import pickle
 from collections.abc import Collection
+from enum import EnumMeta
 from pathlib import Path
 from typing import IO, Any
 
@@ -117,8 +118,17 @@ class CheckpointReader(FileSystemReader):
             ) from error
 
 
+def _member(enum: Any, name: str) -> Any:
+    """Stand in for `getattr`, by which Python 3.11.0 to 3.11.3 pickle a member of an enum."""
+    if not isinstance(enum, EnumMeta):
+        raise TypeError(f"expected an enum, got {enum!r}")
+    return enum[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _KNOWN:
             return super().find_class(module, name)

@@ -30,15 +30,10 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, ranks: RankGroup)
     writer.fs = files = _HashingFileSystem()
     try:
         ranks.communicate(lambda group: save(tensors, storage_writer=writer, process_group=group))
-    except CheckpointException as error:
-        raise CheckpointError(failures_of(error)) from error
+    except CheckpointException as error:  # its own text has tracebacks
+        texts = {ranks.ranks[number]: error_text(failure) for number, (failure, _) in error.failures.items()}
+        raise CheckpointError("; ".join(f"rank {rank}: {text}" for rank, text in sorted(texts.items()))) from error
     return files.records
-
-
-def failures_of(error: CheckpointException) -> str:
-    """Return the texts of the errors of ranks, without the tracebacks that torch's text has."""
-    texts = {rank: error_text(failure) for rank, (failure, _) in error.failures.items()}
-    return "; ".join(f"rank {rank}: {text}" for rank, text in sorted(texts.items()))
 
 
 class _HashingFileSystem(FileSystem):

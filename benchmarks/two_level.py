@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import zeroamp
-from benchmarks.faults.cable import INTERFACE, Hosts, two_hosts
 from benchmarks.output import add_out, emit
+from benchmarks.two_hosts import INTERFACE, Hosts, two_hosts
 from zeroamp.hooks.collectives.exchange_and_sum import exchange
 from zeroamp.hooks.collectives.tree_sum import tree_sum
 from zeroamp.two_level.nodes import Nodes

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroamp.hooks._torch.fsdp import timeout_of
 from zeroamp.hooks._torch.process_groups import group_of_parts
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
-from zeroamp.policies.errors import CheckpointError
+from zeroamp.policies.errors import CheckpointError, error_text
 from zeroamp.wrapping.run_alike import Outcome, attempt, raise_failure
 from zeroamp.wrapping.state import WrapState
 
@@ -109,17 +109,29 @@ class RankGroup:
             pause_before_exit()
         return self._group
 
-    def _gather(self, outcome: "Outcome[T]", error: BaseException | None) -> "list[Outcome[T]]":
-        outcomes: list[Any] = [None] * self.num_ranks
+    def communicate(self, collective: Callable[[dist.ProcessGroup], T], error: BaseException | None = None) -> T:
+        """Call `collective` with the gloo process group, on every rank.
+
+        Args:
+            collective: communicates over the group, by functions of torch.
+            error: an earlier error of this rank, for the text if the communication fails.
+
+        Raises:
+            CheckpointError: a rank is lost.
+        """
         try:
-            dist.all_gather_object(outcomes, outcome, group=self._connect())
+            return collective(self._connect())
         except RuntimeError as lost:
-            texts = [str(lost).strip()] if outcome.text is None else [outcome.text, str(lost).strip()]
+            texts = [str(lost).strip()] if error is None else [error_text(error), str(lost).strip()]
             raise CheckpointError(
                 f"An exchange between the {self.num_ranks} ranks for {self._use} failed on rank {dist.get_rank()}: "
                 f"{'; '.join(texts)}. A rank is lost, or did not answer within the process group's "
                 "timeout. Read the output of the other ranks, and restart from the last checkpoint."
             ) from error or lost
+
+    def _gather(self, outcome: "Outcome[T]", error: BaseException | None) -> "list[Outcome[T]]":
+        outcomes: list[Any] = [None] * self.num_ranks
+        self.communicate(lambda group: dist.all_gather_object(outcomes, outcome, group=group), error)
         return outcomes
 
 

@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from zeroamp.checkpoint.tensors import PlanCache
 from zeroamp.policies.errors import CheckpointError
 from zeroamp.training.callbacks import Callback, Receive
 from zeroamp.wrapping.state import WrapState, wrap_state
@@ -49,7 +48,6 @@ class Saving(Callback):
         """Name of the run over all its restarts. The first save or load sets it. Checkpoints have the first rank's."""
         self.serial = 0
         """Serial of the checkpoint that was saved or loaded last; 0 if there was none. Valid on the first rank."""
-        self.plans = PlanCache()
         self.future: Future[Path] | None = None
         """Its result is the checkpoint's path, or the error of the rank that failed: the same on all ranks."""
         self.is_done = False

@@ -60,7 +60,8 @@ def find_checkpoints(root: Path) -> list[Path]:
     """
     found = _places(root, unreadable=_place_in_pointer) if root.is_dir() else {}
     for path in (path for path, place in found.items() if place.serial == 0):
-        logger.warning("The age of %s is unknown, because its %s is damaged or cannot be read.", path, MANIFEST)
+        text = "%s is damaged or cannot be read. This checkpoint is not loaded while the folder has another one."
+        logger.warning(text, path / MANIFEST)
     newest = _pointed(root, found) or _last_serial(found)
     line = set(_line(newest, found))
 

@@ -36,8 +36,7 @@ from zeroamp.checkpoint.optimizer_state import (
     load_optimizer,
     optimizer_targets,
 )
-from zeroamp.checkpoint.reader import SafeReader
-from zeroamp.checkpoint.tensors import load_tensors
+from zeroamp.checkpoint.reader import CheckpointReader
 from zeroamp.hooks.random_state import set_random_state
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
@@ -48,7 +47,6 @@ from zeroamp.wrapping.state import WrapState, reshard, wrap_state
 
 logger = logging.getLogger("zeroamp")
 _PATH = "Check the path."
-_DAMAGED = "%s is not loaded: %s"
 
 
 def load_checkpoint(
@@ -119,34 +117,19 @@ def _find(folder: Path, ranks: RankGroup) -> tuple[Path, Manifest] | None:
     """
     candidates = ranks.on_first(lambda: _candidates(folder))
     damages = []
-    for index, path in enumerate(candidates):
+    for path in candidates:
         try:
             manifest = ranks.on_first(partial(read_manifest, path))
             ranks.run(partial(_check_share, path, manifest, ranks))
         except DamagedCheckpointError as error:
             damages.append(str(error))
             if ranks.rank == 0:
-                logger.warning(_DAMAGED, path, error)
+                logger.warning("%s is not loaded: %s", path, error)
         else:
-            if ranks.rank == 0:
-                _log_unreadable(candidates[index + 1 :])
             return path, manifest
     if damages:
         raise DamagedCheckpointError("; ".join(damages))
     return None
-
-
-def _log_unreadable(paths: list[Path]) -> None:
-    """Log the checkpoints at the end of `paths` whose age is unknown: one of them might have been the newest."""
-    for path in reversed(paths):
-        try:
-            read_manifest(path)
-        except DamagedCheckpointError as error:
-            logger.warning(_DAMAGED, path, error)
-        except CheckpointError:  # another format, so its age is known
-            return
-        else:
-            return
 
 
 def _candidates(folder: Path) -> list[Path]:
@@ -172,7 +155,7 @@ class _Load:
         self, path: Path, manifest: Manifest, state: WrapState, train: TrainStep | None, ranks: RankGroup
     ) -> None:
         self.path = path
-        self.reader = SafeReader(path, manifest.files)
+        self.reader = CheckpointReader(path, manifest.files)
         self.manifest = manifest
         self.state = state
         self.train = train
@@ -197,7 +180,6 @@ class _Load:
         excluded = self.values.get("excluded", [])  # earlier versions saved all parameters
         check_model_fits(self.state.root, metadata, self.own["extra_states"], str(self.path), excluded)
         self.tensors = model_tensors(self.state.root, excluded)
-        self._check_own()
         self.extra = self._extra(extra_rank)
         if self.train is not None:
             self._check_training(self.train)
@@ -218,16 +200,6 @@ class _Load:
                 "the save. Append it after the load."
             )
         return found
-
-    def _check_own(self) -> None:
-        """Refuse this rank's buffers if shape or dtype differs from the model's: a copy would broadcast or cast."""
-        for name, tensor in self.own["tensors"].items():
-            ours = self.tensors.get(name)
-            if name.startswith(MODEL) and (ours is None or (tensor.shape, tensor.dtype) != (ours.shape, ours.dtype)):
-                raise CheckpointError(
-                    f"{self.path / rank_file(self.ranks.rank)} must hold buffers of the model, but {name} has shape "
-                    f"{list(tensor.shape)} and {tensor.dtype}. Load another checkpoint."
-                )
 
     def load_counts(self) -> None:
         """Load step counts and loss scale. Raise StepError if the config has another kind of loss scale."""
@@ -267,30 +239,22 @@ class _Load:
 
     def _check_dims(self) -> None:
         """Refuse optimizer state that each rank saved for its own shard, if axes or sharded dimensions differ now."""
-        own = [name for name in self.own["tensors"] if name.startswith(OPTIMIZER)]
-        if not own:
-            return
-        saved_axes, axes = self.values.get("axes", ""), self.state.axes.describe()  # earlier versions: data ranks alone
-        if saved_axes != axes:
-            raise CheckpointError(
-                f"{self.path} has optimizer state of each rank's own shard ({own[0]}), and was saved on a mesh of "
-                f"{saved_axes or 'data ranks alone'}, but is loaded on one of {axes or 'data ranks alone'}. Use the "
-                "same axes, or load the model alone: load_checkpoint(folder, model)."
-            )
-        saved, found = self.values.get("shard_dims", {}), shard_dims(self.tensors)  # earlier versions: 0 everywhere
-        for fqn in {**saved, **found}:
-            dims = saved.get(fqn, 0), found.get(fqn, 0)
-            name = next((name for name in own if name.startswith(f"{OPTIMIZER}{fqn}.")), None)
-            if name is not None and dims[0] != dims[1]:
+        axes = self.values.get("axes", ""), self.state.axes.describe()  # earlier versions: data ranks alone
+        dims = self.values.get("shard_dims", {}), shard_dims(self.tensors)  # earlier versions: 0 everywhere
+        for name in (name for name in self.own["tensors"] if name.startswith(OPTIMIZER)):
+            fqn = next((fqn for fqn in {**dims[0], **dims[1]} if name.startswith(f"{OPTIMIZER}{fqn}.")), "")
+            saved, ours = (f"sharded over dimension {each.get(fqn, 0)} on a mesh of {of_mesh or 'data ranks alone'}"
+                           for each, of_mesh in zip(dims, axes, strict=True))  # fmt: skip
+            if saved != ours:
                 raise CheckpointError(
-                    f"{self.path} has optimizer state of each rank's own shard ({name}), but {fqn} was sharded over "
-                    f"dimension {dims[0]}, and is sharded over dimension {dims[1]} here. Set zeroamp.shard_dim as it "
-                    "was (0 in earlier versions), or load the model alone: load_checkpoint(folder, model)."
+                    f"{self.path} has optimizer state of each rank's own shard ({name}), which was {saved}, but is "
+                    f"{ours} here. Use the same axes, and set zeroamp.shard_dim as it was (0 in earlier versions), or "
+                    "load the model alone: load_checkpoint(folder, model)."
                 )
 
     def read_tensors(self) -> None:
         """Read this rank's part of every tensor into `tensors`: the model's own, and new ones for the optimizers."""
-        load_tensors(self.tensors, self.reader)
+        self.reader.read_tensors(self.tensors)
 
     def finish(self) -> None:
         """Load this rank's own tensors, extra states, optimizers, schedulers and random states."""

@@ -9,8 +9,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from zeroamp.checkpoint.model_state import named_differences, state_by_name
-from zeroamp.checkpoint.subclass_state import build_subclass, describe_subclass, subclass_part
-from zeroamp.planning.mesh import num_shards_of
+from zeroamp.planning.mesh import local_part, num_shards_of
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.training.optimizer_kinds import is_bound_to_shard
 
@@ -26,8 +25,8 @@ def optimizer_state(
 
         "class"   name of the optimizer's class
         "groups"  its param groups, with names in place of parameters
-        "state"   FQN -> key -> "sharded", "plain", ["value", the value], or the description of a tensor subclass; no
-                  entry for a parameter that was never updated
+        "state"   FQN -> key -> "sharded", "plain", "own" (this rank's part, in a tensor subclass such as torchao's) or
+                  ["value", the value]; no entry for a parameter that was never updated
         "whole"   names of parameters that are not sharded: those of `ignored_params`, scalars
         "bound"   FQN -> number of shards, for state that is tied to the shards (8-bit values in blocks, for example)
 
@@ -44,15 +43,9 @@ def optimizer_state(
     for parameter in parameters:
         fqn = _name_of(parameter, names)
         for key, value in optimizer.state.get(parameter, {}).items():
-            where = f"The optimizer's state {key!r} of {fqn}"
-            if (local := subclass_part(value)) is not None:
-                parts, kind = describe_subclass(local, where)
-                tensors |= {f"{OPTIMIZER}{fqn}.{key}.{name}": part for name, part in parts.items()}
-                kinds.setdefault(fqn, {})[key] = kind
-                continue
-            kind = _kind_of(value, parameter, where)
+            kind = _kind_of(value, parameter, f"The optimizer's state {key!r} of {fqn}")
             if isinstance(value, torch.Tensor):
-                tensors[f"{OPTIMIZER}{fqn}.{key}"] = value.detach()
+                tensors[f"{OPTIMIZER}{fqn}.{key}"] = _local(value) if kind == "own" else value.detach()
             kinds.setdefault(fqn, {})[key] = kind
     groups = [
         {**group, "params": [_name_of(parameter, names) for parameter in group["params"]]}
@@ -100,13 +93,25 @@ def _inner_optimizers(values: list[Any]) -> Iterator[torch.optim.Optimizer]:
             yield from _inner_optimizers(list(value.values()))
 
 
+def is_subclass(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor, or this rank's part of it, is a subclass with inner tensors, such as 8-bit values."""
+    return hasattr(type(_local(tensor)), "__tensor_flatten__")
+
+
+@torch.no_grad()
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return local_part(tensor.detach())
+
+
 def _kind_of(value: object, parameter: torch.Tensor, where: str) -> Any:
-    """Return the description of one value of the state: "sharded", "plain" or ["value", the value]."""
+    """Return the description of one value of the state: see `optimizer_state`."""
     if not isinstance(value, torch.Tensor):
         if _holds_tensor(value):
             found = f"a {type(value).__name__} with tensors in it"
             raise CheckpointError(describe(where, found, "a tensor or plain values", "Give each its own key."))
         return ["value", value]
+    if is_subclass(value):
+        return "own"
     if not isinstance(value, DTensor):
         return "plain"
     found_form, valid_form = _form(value), _form(parameter)
@@ -160,15 +165,10 @@ def optimizer_targets(
             if kind == "sharded":
                 dtype = _saved(metadata, name).properties.dtype
                 targets[name] = torch.empty_like(parameters[fqn].detach(), dtype=dtype)
-            plain = [name] if kind == "plain" else [f"{name}.{part}" for part in _parts(kind)]
-            for name in (name for name in plain if name not in own):
+            elif kind == "plain" and name not in own:
                 saved = _saved(metadata, name)
                 targets[name] = torch.empty(saved.size, dtype=saved.properties.dtype)
     return targets
-
-
-def _parts(kind: Any) -> list[str]:
-    return kind["parts"] if isinstance(kind, dict) else []
 
 
 def _saved(metadata: Metadata, name: str) -> TensorStorageMetadata:
@@ -208,10 +208,21 @@ def load_optimizer(
 
 
 def _loaded(kind: Any, name: str, tensors: dict[str, torch.Tensor], parameter: torch.Tensor) -> Any:
-    if isinstance(kind, dict):
-        parts = {part: tensors[f"{OPTIMIZER}{name}.{part}"] for part in kind["parts"]}
-        return build_subclass(kind, parts, parameter, f"The optimizer's state {name}")
-    return tensors[f"{OPTIMIZER}{name}"] if isinstance(kind, str) else kind[1]
+    if not isinstance(kind, str):
+        return kind[1]
+    tensor = tensors[f"{OPTIMIZER}{name}"]
+    if kind != "own" or not isinstance(parameter, DTensor):
+        return tensor
+    own_shape = _local(parameter).shape
+    if tensor.shape != own_shape:
+        raise CheckpointError(
+            f"The optimizer's state {name} has shards of shape {tuple(tensor.shape)}, but this rank's shard is "
+            f"{tuple(own_shape)}. Start as many ranks with the same zeroamp.shard_dim, or load the model alone: "
+            "load_checkpoint(folder, model)."
+        )
+    mesh, placements, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+    local = tensor.to(parameter.device)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _numbered_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -277,11 +288,7 @@ def check_sharding_fits(
         return
     for fqn, kinds in description["state"].items():
         was_whole, is_whole = fqn in description["whole"], not isinstance(parameters.get(fqn), DTensor)
-        names = [
-            f"{OPTIMIZER}{fqn}.{key}.{part}" if part else f"{OPTIMIZER}{fqn}.{key}"
-            for key, kind in kinds.items()
-            for part in (_parts(kind) or [""] * (kind == "plain"))
-        ]
+        names = [f"{OPTIMIZER}{fqn}.{key}" for key, kind in kinds.items() if kind in ("plain", "own")]
         shapes = {each: own[each].shape if each in own else _saved(metadata, each).size for each in names}
         name = next((each for each, shape in shapes.items() if shape), None)
         if fqn in parameters and was_whole != is_whole and name is not None:

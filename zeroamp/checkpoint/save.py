@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -24,17 +23,17 @@ from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
-from zeroamp.checkpoint.archives import load_archive, unsafe_names
 from zeroamp.checkpoint.background import saving_of
 from zeroamp.checkpoint.export import export_files
 from zeroamp.checkpoint.folder import Draft, is_checkpoint_name, open_draft
 from zeroamp.checkpoint.manifest import VALUES, FileRecord, Manifest, rank_file, record_content, refuse_other_size
 from zeroamp.checkpoint.model_state import callback_tensors, extra_states, frozen_names, model_tensors, shard_dims
-from zeroamp.checkpoint.optimizer_state import OPTIMIZER, optimizer_state
-from zeroamp.checkpoint.replicas import ShardSums, checksums, refuse_different_replicas, refuse_different_scalars
-from zeroamp.checkpoint.tensors import PlanCache, save_tensors
+from zeroamp.checkpoint.optimizer_state import OPTIMIZER, is_subclass, optimizer_state
+from zeroamp.checkpoint.reader import unsafe_names
+from zeroamp.checkpoint.replicas import plain_digest, refuse_different_replicas, shard_digest
+from zeroamp.checkpoint.writer import save_tensors
 from zeroamp.hooks.random_state import random_state
-from zeroamp.planning.mesh import device_of
+from zeroamp.planning.mesh import device_of, replicate_size
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.policies.numbers import is_integer
 from zeroamp.rank_group import RankGroup
@@ -44,6 +43,9 @@ from zeroamp.version import __version__
 from zeroamp.weights.drafts import sync_to_disk, write_durably
 from zeroamp.weights.files import MANIFEST
 from zeroamp.wrapping.state import WrapState, reshard, wrap_state
+
+OWN = "own"
+"""The digest of a tensor that each rank saves for itself."""
 
 
 @overload
@@ -141,7 +143,6 @@ def save_checkpoint(
         state=state,
         run=saving.run or uuid.uuid4().hex,
         keep=keep,
-        plans=saving.plans,
     )
     saving.run = checkpoint.run
     if not async_:
@@ -204,7 +205,7 @@ def take_snapshot(
     reshard(state.root.modules())
     snapshot = Snapshot()
     digests: dict[str, str] = {}
-    sums: list[ShardSums] = []
+    has_replicas = not state.axes.is_plain or replicate_size(state.axes.fsdp) > 1
 
     def collect() -> None:
         refuse_unsharded(state.root)
@@ -222,22 +223,28 @@ def take_snapshot(
         values["shard_dims"], values["axes"] = dims, state.axes.describe()
         snapshot.values = _to_bytes(values, "The state of optimizer and scheduler")
         snapshot.files = export_files(state.root, excluded)
-        digests.update({name: _digest(tensor) for name, tensor in snapshot.tensors.items()})
-        sums.extend(checksums(snapshot.tensors, state.axes))
+        for name, tensor in snapshot.tensors.items():
+            if isinstance(tensor, DTensor):
+                digests[name] = shard_digest(tensor, has_replicas=has_replicas)
+            elif is_subclass(tensor):  # a part of the optimizer's state of this rank's shard
+                digests[name] = OWN
+            else:
+                digests[name] = plain_digest(tensor)
 
     ranks.run(collect)
-    differing = _differing(digests, ranks)
-    refuse_different_replicas(sums, ranks)
-    refuse_different_scalars(differing, state.root)
+    of_ranks = ranks.run(lambda: digests)
+    _refuse_forms(of_ranks)
+    refuse_different_replicas(of_ranks, ranks.ranks, state.root)
+    differing = [name for name in sorted(digests) if _is_of_each_rank([of_rank[name] for of_rank in of_ranks])]
 
     def pack() -> None:
         content = {
             "random": random_state(device_of(state.mesh)),
             "extra_states": extra_states(state.root),
             "tensors": {name: snapshot.tensors[name] for name in differing},
+            "extra": extra,
         }
-        _to_bytes(content, "The result of a module's get_extra_state()")
-        snapshot.own = _to_bytes({**content, "extra": extra}, "extra")
+        snapshot.own = _to_bytes(content, "extra (or the result of a module's get_extra_state())")
 
     ranks.run(pack)
     for name in differing:
@@ -246,15 +253,9 @@ def take_snapshot(
     return snapshot
 
 
-def _differing(digests: dict[str, str], ranks: RankGroup) -> list[str]:
-    """Return the names of the tensors whose values are not the same on all ranks, sorted. All ranks call this.
-
-    Raises:
-        CheckpointError: only some ranks have a tensor, or the shapes of a buffer differ.
-    """
-    of_ranks = ranks.run(lambda: digests)
-    _refuse_forms(of_ranks)
-    return [name for name in sorted(digests) if len({of_rank[name] for of_rank in of_ranks}) > 1]
+def _is_of_each_rank(digests: list[str]) -> bool:
+    """Return whether each rank saves its own tensor, given its digests: it is no DTensor, and the ranks differ."""
+    return digests[0] == OWN or (_form(digests[0]) != "sharded" and len(set(digests)) > 1)
 
 
 def _form(digest: str) -> str:
@@ -283,23 +284,15 @@ def _scheduler_state(scheduler: Scheduler | None) -> dict[str, Any] | None:
     return None if scheduler is None else {"class": type(scheduler).__name__, "state": scheduler.state_dict()}
 
 
-def _digest(tensor: torch.Tensor) -> str:
-    """Return dtype, shape and digest of a plain tensor; "sharded" for a DTensor: see `replicas.checksums`."""
-    if isinstance(tensor, DTensor):
-        return "sharded"
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}".replace(" ", "")
-    return f"{form} {sha256(content.numpy().tobytes()).hexdigest()}"
-
-
 def _to_bytes(content: dict[str, Any], where: str) -> bytes:
-    """Return `content` as bytes of `torch.save`. Raise CheckpointError if `load_archive` could not read it back."""
+    """Return `content` as bytes of `torch.save`. Raise CheckpointError for what `weights_only=True` could not read."""
     file = io.BytesIO()
     try:
         torch.save(content, file)
-        load_archive(io.BytesIO(file.getvalue()), where)
+        file.seek(0)
+        torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        found = ", ".join(unsafe_names(io.BytesIO(file.getvalue()))) or error
+        found = ", ".join(unsafe_names(file)) or error
         raise CheckpointError(
             f"{where} must hold tensors, numbers, strings, None, and dicts, lists and tuples of them, but holds "
             f"something that cannot be saved: {found}. Convert it."
@@ -318,7 +311,6 @@ class _Save:
     state: WrapState
     run: str
     keep: int | None
-    plans: PlanCache
     draft: Draft | None = None
     """None except on the first rank."""
     path: Path = field(default_factory=Path)
@@ -352,7 +344,7 @@ class _Save:
         try:
             self.path = self.ranks.on_first(self._open_draft)
             self.ranks.run(self._write_own)
-            self.records |= save_tensors(self.snapshot.tensors, self.path, self.ranks, self.plans)
+            self.records |= save_tensors(self.snapshot.tensors, self.path, self.ranks)
             return self.ranks.reduce(self._sync, self._publish)
         except BaseException as error:
             if self.draft is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zeroamp.checkpoint.archives import Inert
+from zeroamp.deepspeed.archives import Inert
 from zeroamp.deepspeed.files import CONVERT, CheckpointFiles, Entries, read_file, unreadable
 from zeroamp.deepspeed.layout import (
     Flats,

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zeroamp.checkpoint.archives import Inert, load_archive, unsafe_names
+from zeroamp.deepspeed.archives import Inert, load_archive, unsafe_names
 from zeroamp.policies.errors import CheckpointError, describe, some_of
 from zeroamp.weights.untrusted_files import leads_out, read_regular
 

@@ -18,8 +18,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zeroamp.deepspeed.files import unreadable
-from zeroamp.planning.mesh import local_part
-from zeroamp.weights.model_weights import shard_range
+from zeroamp.hooks._torch.dtensor import split_dim
+from zeroamp.planning.mesh import local_part, local_slices
 
 Shapes = dict[str, tuple[int, ...]]
 """Name -> shape, in the order of a flat vector."""
@@ -205,7 +205,7 @@ def _check_length(where: str, numel: int, shortest: int, longest: int | None) ->
 def fill(target: torch.Tensor, stored: StoredTensor) -> None:
     """Copy this rank's part of a stored tensor into `target`, a DTensor or a whole tensor. Only this part is read."""
     local, shape = local_part(target.detach()), target.shape
-    dim, begin, length = shard_range(target) if isinstance(target, DTensor) else (0, 0, math.prod(shape[:1]))
+    dim, begin, length = _shard_range(target) if isinstance(target, DTensor) else (0, 0, math.prod(shape[:1]))
     inner = math.prod(shape[dim + 1 :])
     runs = math.prod(shape[:dim]), length * inner
     with torch.no_grad():
@@ -215,3 +215,10 @@ def fill(target: torch.Tensor, stored: StoredTensor) -> None:
             values = torch.empty(runs, dtype=local.dtype, device=local.device)
             stored.copy_runs(values, begin * inner, math.prod(shape[dim:]))
             local.copy_(values.view(local.shape))
+
+
+def _shard_range(tensor: DTensor) -> tuple[int, int, int]:
+    """Return the sharded dimension, and this rank's first index and length in it."""
+    slices = local_slices(tensor)
+    dim = next((dim for placement in tensor.placements if (dim := split_dim(placement)) is not None), 0)
+    return dim, slices[dim].start, slices[dim].stop - slices[dim].start

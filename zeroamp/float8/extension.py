@@ -160,7 +160,8 @@ def use_plain_weights(model: nn.Module, plan: Plan) -> dict[str, Any]:
         weight: Any = model.get_parameter(param.fqn)
         if is_of_torchao(weight):
             mm_configs[param.fqn] = weight._linear_mm_config
-            plain = nn.Parameter(weight._tensor.detach(), requires_grad=weight.requires_grad)
+            (inner, *_), _ = weight.__tensor_flatten__()
+            plain = nn.Parameter(getattr(weight, inner).detach(), requires_grad=weight.requires_grad)
             for fqn in (param.fqn, *param.aliases):
                 owner, _, name = fqn.rpartition(".")
                 setattr(model.get_submodule(owner), name, plain)

@@ -1,41 +1,22 @@
 """Reads files in another layout than the model, by the rules with which transformers renames and fuses tensors.
 
 transformers has, for each architecture, the rules that `from_pretrained` applies to the tensors of a file: other names,
-and operations such as stacking the experts of a layer. These rules decide here which part of which file a rank reads.
-Stacking and concatenating are applied to the rank's parts. For any other operation a rank reads the sources of one
-tensor whole, and runs transformers' own operation.
+and operations such as stacking the experts of a layer. A renamed tensor is read in part. For an operation, each rank
+reads the sources of one tensor whole, and runs transformers' own operation.
 """
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.weights.model_weights import ShardRange
-
-
-class Part(Protocol):
-    """The interface of a tensor that can be read in part."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
-
-    @property
-    def dtype_name(self) -> str:
-        """Name of the dtype in safetensors: "F32", "BF16"."""
-
-    @property
-    def sources(self) -> Sequence["Stored"]:
-        """The tensors of files from which this one is computed."""
-
-    def read(self, part: ShardRange | None) -> torch.Tensor:
-        """Return `part` of the tensor, or the whole tensor for None, on the CPU."""
+Slices = tuple[slice, ...]
+"""One slice for each dimension."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,107 +38,49 @@ class Stored:
         return str(self.open().get_slice(self.name).get_dtype())
 
     @property
-    def sources(self) -> Sequence["Stored"]:
+    def sources(self) -> "list[Stored]":
         """Only this tensor."""
         return [self]
 
-    def read(self, part: ShardRange | None) -> torch.Tensor:
-        """Return `part` of the tensor, or the whole tensor for None."""
+    def read(self, part: Slices | None = None) -> torch.Tensor:
+        """Return `part` of the tensor, or the whole tensor for None, on the CPU."""
         file = self.open()
-        tensor: torch.Tensor = file.get_tensor(self.name) if part is None else file.get_slice(self.name)[part.slices]
+        tensor: torch.Tensor = file.get_tensor(self.name) if part is None else file.get_slice(self.name)[part]
         return tensor
 
 
-class _Made:
-    """Base class of tensors that are computed from several parts."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Converted:
+    """A tensor that transformers' operations compute from whole tensors of files. It has the interface of `Stored`."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = parts
+    name: str
+    """Its name among the results of the operations."""
+    sources: list[Stored]
+    convert: Callable[[Callable[[Stored], torch.Tensor]], Mapping[str, Any]]
+    """Runs the operations on what the given function returns for each source."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor, computed on the meta device."""
+        return tuple(self._whole(lambda source: torch.empty(source.shape, device="meta")).shape)
 
     @property
     def dtype_name(self) -> str:
-        """That of the first part."""
-        return self.parts[0].dtype_name
+        """That of the first source."""
+        return self.sources[0].dtype_name
 
-    @property
-    def sources(self) -> Sequence[Stored]:
-        """The tensors of files from which all parts are computed."""
-        return [source for part in self.parts for source in part.sources]
-
-
-class Stacked(_Made):
-    """Tensors of one shape, stacked along a new dimension 0."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The number of parts, then the shape of one part."""
-        return len(self.parts), *self.parts[0].shape
-
-    def read(self, part: ShardRange | None) -> torch.Tensor:
-        """Return `part` of the tensor, or the whole for None. Reads no other elements."""
-        if part is not None and part.dim == 0:
-            chosen = self.parts[part.start : part.start + part.length]
-            return torch.stack([each.read(None) for each in chosen]) if chosen else self._empty()
-        inner = None if part is None else ShardRange(part.dim - 1, part.start, part.length)
-        return torch.stack([each.read(inner) for each in self.parts])
-
-    def _empty(self) -> torch.Tensor:
-        first = self.parts[0].read(ShardRange(0, 0, 0))  # has the file's dtype
-        return first.new_empty((0, *self.shape[1:]))
-
-
-class Concatenated(_Made):
-    """Tensors concatenated along a dimension."""
-
-    def __init__(self, parts: Sequence[Part], dim: int) -> None:
-        super().__init__(parts)
-        self.dim = dim % len(parts[0].shape)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the first part, with the sum of all lengths in the concatenated dimension."""
-        lengths = sum(part.shape[self.dim] for part in self.parts)
-        first = self.parts[0].shape
-        return *first[: self.dim], lengths, *first[self.dim + 1 :]
-
-    def read(self, part: ShardRange | None) -> torch.Tensor:
-        """Return `part` of the tensor, or the whole for None. Reads no other elements."""
-        if part is None or part.dim != self.dim:
-            return torch.cat([each.read(part) for each in self.parts], self.dim)
-        found, offset = [], 0
-        for each in self.parts:
-            length = each.shape[self.dim]
-            start, end = max(part.start - offset, 0), min(part.start + part.length - offset, length)
-            if start < end:
-                found.append(each.read(ShardRange(self.dim, start, end - start)))
-            offset += length
-        return torch.cat(found, self.dim) if found else self.parts[0].read(ShardRange(self.dim, 0, 0))
-
-
-class Converted(_Made):
-    """The tensor `name` among the results of transformers' own operations, which read whole tensors."""
-
-    def __init__(self, parts: Sequence[Part], name: str, convert: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        super().__init__(parts)
-        self._name, self._convert = name, convert
-        self._shape: tuple[int, ...] | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor. The first call computes the tensor."""
-        if self._shape is None:
-            self._shape = tuple(self._whole().shape)
-        return self._shape
-
-    def _whole(self) -> torch.Tensor:
-        made: Any = self._convert()[self._name]
+    def _whole(self, read: Callable[[Stored], torch.Tensor]) -> torch.Tensor:
+        made = self.convert(read)[self.name]
         tensor: torch.Tensor = made[0] if isinstance(made, list) else made
         return tensor
 
-    def read(self, part: ShardRange | None) -> torch.Tensor:
+    def read(self, part: Slices | None = None) -> torch.Tensor:
         """Compute the whole tensor, and return `part` of it, or all of it for None."""
-        whole = self._whole()
-        return whole if part is None else whole[part.slices].clone()
+        whole = self._whole(lambda source: source.read())
+        return whole if part is None else whole[part].clone()
+
+
+Part = Stored | Converted
 
 
 def parts_of_model(root: nn.Module, stored: Mapping[str, Stored], names: set[str]) -> dict[str, Part]:
@@ -191,15 +114,13 @@ def parts_of_model(root: nn.Module, stored: Mapping[str, Stored], names: set[str
     return found
 
 
-def _made(target: str, converter: Any, sources: dict[str, list[Stored]], root: nn.Module) -> Iterator[tuple[str, Part]]:
+def _made(
+    target: str, converter: Any, sources: dict[str, list[Stored]], root: nn.Module
+) -> Iterator[tuple[str, Converted]]:
     """Yield (name in the model, tensor) of each tensor that a converter computes."""
-    part = _known(converter, sources)
-    if part is not None:
-        yield target, part
-        return
 
-    def convert() -> Mapping[str, torch.Tensor]:
-        made: dict[str, Any] = {pattern: [each.read(None) for each in parts] for pattern, parts in sources.items()}
+    def convert(read: Callable[[Stored], torch.Tensor]) -> Mapping[str, Any]:
+        made: dict[str, Any] = {pattern: [read(each) for each in parts] for pattern, parts in sources.items()}
         for operation in converter.operations:
             made = operation.convert(
                 made,
@@ -215,25 +136,7 @@ def _made(target: str, converter: Any, sources: dict[str, list[Stored]], root: n
     first = converter.target_patterns[0]
     parts = [each for pattern in sources.values() for each in pattern]
     for pattern in converter.target_patterns:
-        yield target.replace(first, pattern, 1), Converted(parts, pattern, convert)
-
-
-def _known(converter: Any, sources: dict[str, list[Stored]]) -> Part | None:
-    """Return the converter's tensor if its operations can be applied to parts, else None."""
-    names = [type(operation).__name__ for operation in converter.operations]
-    if len(converter.target_patterns) != 1 or not set(names) <= {"MergeModulelist", "Concatenate"}:
-        return None
-    parts: list[Part] = []
-    for pattern in converter.source_patterns:
-        if pattern in sources:
-            of_pattern = sources[pattern]
-            parts += [Stacked(of_pattern)] if names[0] == "MergeModulelist" else of_pattern
-    if names == ["MergeModulelist"] and len(parts) == 1 and converter.operations[0].dim == 0:
-        return parts[0]
-    if names in (["Concatenate"], ["MergeModulelist", "Concatenate"]):
-        stacks = converter.operations[0].dim == 0 or names[0] == "Concatenate"
-        return Concatenated(parts, converter.operations[-1].dim) if stacks else None
-    return None
+        yield target.replace(first, pattern, 1), Converted(name=pattern, sources=parts, convert=convert)
 
 
 def _rules(root: nn.Module) -> tuple[Any, list[Any], list[Any]]:

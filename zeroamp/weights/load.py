@@ -13,14 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks._torch.dtensor import split_dim
 from zeroamp.planning.mesh import local_slices, num_shards_of
 from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.rank_group import RankGroup
 from zeroamp.weights.export import overflow, refuse_overflows
 from zeroamp.weights.files import INDEX, SINGLE_FILE, read_index, safetensors_torch
 from zeroamp.weights.layouts import Part, Stored, parts_of_model
-from zeroamp.weights.model_weights import Weight, computed_buffers, find_weights, shard_range
+from zeroamp.weights.model_weights import Weight, computed_buffers, find_weights
 from zeroamp.weights.untrusted_files import leads_out, open_regular
 from zeroamp.wrapping.state import wrap_state
 
@@ -44,8 +43,7 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     `state_dict()` (rotary frequencies) keep their values. If files contain them, they are skipped.
 
     The files of a transformers model may have the layout in which the model is published, such as one matrix per
-    expert. transformers' own rules are then applied: to the rank's part if they stack or concatenate tensors, else to
-    one whole tensor of the model at a time.
+    expert. transformers' own rules are then applied, on each rank to one whole tensor of the model at a time.
 
     Args:
         model: a model that `wrap_model` returned.
@@ -281,8 +279,6 @@ def _fill(plan: list[_Item], folder: str | os.PathLike[str]) -> None:
 
 def _read(part: Part, tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor (all of it if it is not sharded), in the file's dtype, on the CPU."""
-    if not isinstance(tensor, DTensor) or num_shards_of(tensor) == 1:
-        return part.read(None)
-    if sum(split_dim(kind) is not None for kind in tensor.placements) > 1:  # tensor or expert parallelism, and FSDP2
-        return part.read(None)[local_slices(tensor)]
-    return part.read(shard_range(tensor))
+    if isinstance(tensor, DTensor) and num_shards_of(tensor) > 1:
+        return part.read(local_slices(tensor))
+    return part.read()

@@ -1,13 +1,11 @@
 """Finds the parameters and persistent buffers of a wrapped model, and their names in files."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
 from zeroamp.planning.mesh import local_part
 from zeroamp.policies.errors import CheckpointError
@@ -88,37 +86,6 @@ def computed_buffers(root: nn.Module) -> Iterator[str]:
     for name, _ in root.named_buffers(remove_duplicate=False):
         if file_name(name) not in stored:
             yield name.rpartition(".")[2]
-
-
-class ShardRange(NamedTuple):
-    """A range of a tensor: indices `start` to `start + length - 1` of dimension `dim`, all of the other dimensions."""
-
-    dim: int
-    start: int
-    length: int
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """The index with which the whole tensor gives this range."""
-        return (*(slice(None),) * self.dim, slice(self.start, self.start + self.length))
-
-
-def shard_range(tensor: DTensor) -> ShardRange:
-    """Return the range of a DTensor that this rank holds.
-
-    FSDP2 shards one dimension of length d into chunks of ceil(d / ranks); the last ones are shorter, or empty.
-    """
-    for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            length = tensor.shape[placement.dim]
-            part = math.ceil(length / tensor.device_mesh.size(axis))
-            start = min(part * tensor.device_mesh.get_local_rank(axis), length)
-            found = ShardRange(placement.dim, start, min(part, length - start))
-            local = local_part(tensor.detach()).shape
-            if local[found.dim] != found.length:
-                raise AssertionError(f"expected {found} by {placement}, got a shard of shape {tuple(local)}")
-            return found
-    return ShardRange(0, 0, tensor.shape[0])
 
 
 def live_state(model: nn.Module) -> dict[str, Any]:

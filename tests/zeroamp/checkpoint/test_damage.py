@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.measuring.logs import log_lines
 from tests.processes.checkpoint_training import Case, Training, error_of
 from tests.zeroamp.checkpoint.checkpoint_files import record_again, rewrite_manifest
-from zeroamp.checkpoint.reader import SafeReader
+from zeroamp.checkpoint.reader import CheckpointReader
 from zeroamp.policies.errors import CheckpointError
 
 FILES = [
@@ -184,4 +184,4 @@ def test_metadata_that_leads_out_of_the_checkpoint_is_refused(ranks2, tmp_path):
 def test_metadata_that_is_none(tmp_path, content):
     Path(tmp_path, ".metadata").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"\.metadata .*(Load another|Do not load)"):
-        SafeReader(tmp_path, ()).read_metadata()
+        CheckpointReader(tmp_path, ()).read_metadata()

@@ -191,7 +191,7 @@ def test_pruning_keeps_the_newest_of_its_own_run_and_what_others_have(tmp_path, 
     publish(tmp_path, 6, keep=1)
     assert order(tmp_path) == ["step_00000006", "step_00000001", "step_00000009"]
     (message,) = {record.getMessage() for record in caplog.records}
-    assert re.search(rf"{damaged} .*zeroamp.json is damaged", message)
+    assert re.search(rf"{damaged}/zeroamp.json is damaged", message)
 
 
 def test_what_cannot_be_pruned_does_not_fail_the_save(tmp_path, monkeypatch, caplog):

@@ -14,7 +14,7 @@ from tests.models.small import OddBlock
 from tests.processes.checkpoint_training import VOCAB, Case, Training, differences, error_of, full, group_of
 from tests.processes.training import mesh_of, sharded_dims
 from tests.selection import slow_but
-from zeroamp.weights.model_weights import shard_range
+from zeroamp.planning.mesh import local_slices
 
 
 class Block(OddBlock):
@@ -165,7 +165,7 @@ def _filled(folder, options, mesh_shape):
     zeroamp.load_hf(model, folder)
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
-        assert torch.equal(parameter.to_local(), full(parameter)[shard_range(parameter).slices])
+        assert torch.equal(parameter.to_local(), full(parameter)[local_slices(parameter)])
     return {name: full(parameter) for name, parameter in model.named_parameters()}
 
 

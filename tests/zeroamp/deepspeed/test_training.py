@@ -13,7 +13,7 @@ from tests.processes.ranks import RankError
 from tests.processes.training import full_parameters
 from tests.selection import slow_but
 from tests.zeroamp.deepspeed.cases import DATA, TRAINED, expected, facts
-from zeroamp.checkpoint.archives import Inert
+from zeroamp.deepspeed.archives import Inert
 from zeroamp.deepspeed.files import read_file
 from zeroamp.deepspeed.training import _plan_loss_scale
 

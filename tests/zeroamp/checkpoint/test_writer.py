@@ -1,7 +1,4 @@
-"""The tensors of a checkpoint: what a second save sends again, and the digests of files that are being written."""
-
-import pickle
-from unittest import mock
+"""The tensors of a checkpoint: the digests of files that are being written, and a save that fails on one rank."""
 
 import torch
 import torch.distributed as dist
@@ -9,55 +6,26 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.processes.checkpoint_training import Case, Training, differences, error_of
-from zeroamp.checkpoint import tensors
+from zeroamp.checkpoint import writer
 from zeroamp.checkpoint.manifest import record_file
-from zeroamp.checkpoint.reader import SafeReader
-from zeroamp.checkpoint.tensors import PlanCache, load_tensors, save_tensors
+from zeroamp.checkpoint.reader import CheckpointReader
+from zeroamp.checkpoint.writer import save_tensors
 from zeroamp.rank_group import RankGroup
-
-
-def _sent_by_saves(folder):
-    """The bytes that this rank sent in saves before the first step, after it, and after two more."""
-    training = Training(Case())
-    sent = []
-
-    def count(values, value, **options):
-        sent[-1] += len(pickle.dumps(value))
-        return all_gather_object(values, value, **options)
-
-    all_gather_object = dist.all_gather_object
-    for first, last in ((0, 0), (0, 1), (1, 2), (2, 3)):
-        training.run(first, last)
-        sent.append(0)
-        with mock.patch.object(dist, "all_gather_object", count):
-            path = training.save(folder)
-    state = training.state()
-    loaded = Training(Case(), seed=7)
-    loaded.load(path)
-    return sent, differences(loaded.state(), state)
-
-
-def test_a_rank_sends_its_plan_again_only_where_it_has_changed(ranks2, tmp_path):
-    for rank, (sent, after_load) in enumerate(ranks2.run(_sent_by_saves, str(tmp_path))):
-        assert after_load == []
-        if rank == 1:  # the first rank sends replies, with the other's plan
-            before_step, first, second, third = sent
-            assert second == third < min(before_step, first) - 2000, sent
 
 
 def _saved_in_two_dtypes(folder):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    ranks, cache, found = RankGroup(mesh), PlanCache(), []
+    ranks, found = RankGroup(mesh), []
     for index, dtype in enumerate((torch.float32, torch.bfloat16)):
         path = folder / str(index)
         ranks.on_first(path.mkdir)
         values = torch.arange(6.0).view(3, 2).to(dtype)
-        records = save_tensors({"a": distribute_tensor(values, mesh, [Shard(0)])}, path, ranks, cache)
+        records = save_tensors({"a": distribute_tensor(values, mesh, [Shard(0)])}, path, ranks)
         of_all = ranks.run(lambda records=records: records)
         files = {name: record for of_rank in of_all for name, record in of_rank.items()}
         found.append(files == {file.name: record_file(file) for file in path.iterdir()} and sorted(files))
         target = {"a": distribute_tensor(torch.zeros_like(values), mesh, [Shard(0)])}
-        load_tensors(target, SafeReader(path, files))
+        CheckpointReader(path, files).read_tensors(target)
         found.append(torch.equal(target["a"].full_tensor(), values))
     return found
 
@@ -74,11 +42,11 @@ def _fails_between(folder):
     training.run(1, 2)
     errors = []
     for rank in (0, 1):
-        real = tensors._HashingFile.write
+        real = writer._HashingFile.write
         if dist.get_rank() == rank:
-            tensors._HashingFile.write = _full
+            writer._HashingFile.write = _full
         errors.append(error_of(training.save, folder))
-        tensors._HashingFile.write = real
+        writer._HashingFile.write = real
     training.save(folder)
     state = training.state()
     loaded = Training(Case(), seed=7)

@@ -1,47 +1,19 @@
-"""Two hosts on one machine (network namespaces), and a cable between them (veth) that is cut."""
+"""Two hosts on one machine: two network namespaces, with a cable (a veth pair) between them. Needs root."""
 
 import ctypes
 import functools
 import os
-import re
-import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from benchmarks.faults.attempt import Attempt, Runs
-from benchmarks.faults.disk import NotPossibleHereError
-from benchmarks.faults.processes import at_end
+from typing import Any
 
 _PORT = 29511
 INTERFACE = "cable"
-_COLLECTIVE = re.compile(
-    r"all.?gather|all.?reduce|reduce.?scatter|all.?to.?all|barrier|broadcast|An exchange between", re.IGNORECASE
-)
 _CLONE_NEWNET = 0x40000000
-_NUM_STEPS = 30
-
-
-def cut(runs: Runs) -> Attempt:
-    """Cut the cable during training. Both ranks must fail in time, and name a collective or an exchange."""
-    job = runs.job(num_ranks=2, num_steps=_NUM_STEPS)
-    attempt = runs.attempt("cable between two hosts cut", job)
-    with two_hosts() as hosts:
-        start = attempt.start(before=hosts.enter, init_method=hosts.init_method)
-        start.wait_for_step(runs.random.randint(1, _NUM_STEPS // 2))
-        time.sleep(runs.random.uniform(0, 0.1))
-        hosts.cut()
-        start.board.note_strike()
-        endings = attempt.end(start)
-    attempt.moments += [ending.where for ending in endings]
-    for rank, ending in enumerate(endings):
-        named = ending.error is not None and _COLLECTIVE.search(ending.output)
-        attempt.lost(not named, f"rank {rank} names no collective: {ending.output[-500:]}")
-    attempt.finish()
-    return attempt
 
 
 @dataclass(frozen=True)
@@ -94,7 +66,7 @@ def two_hosts() -> Iterator[Hosts]:
         keepers = []
         for _ in range(2):
             keepers.append(subprocess.Popen(["unshare", "--net", "sleep", "3600"], stderr=subprocess.PIPE))
-            stack.enter_context(at_end(functools.partial(_end, keepers[-1])))
+            stack.enter_context(_at_end(functools.partial(_end, keepers[-1])))
         hosts = Hosts(tuple(keepers))
         for keeper in keepers:
             _wait_for_namespace(keeper)
@@ -107,10 +79,21 @@ def two_hosts() -> Iterator[Hosts]:
         yield hosts
 
 
+@contextmanager
+def _at_end(clean_up: Callable[[], Any]) -> Iterator[None]:
+    """Call `clean_up` at the end, also after an error, but in this process only and not in its forks."""
+    owner = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() == owner:
+            clean_up()
+
+
 def _wait_for_namespace(keeper: subprocess.Popen[bytes]) -> None:
     while os.readlink(_network_of(keeper.pid)) == os.readlink(_network_of(os.getpid())):
         if keeper.poll() is not None:
-            raise NotPossibleHereError(f"no network of one's own: {keeper.communicate()[1].decode().strip()}")
+            raise OSError(f"no network of one's own: {keeper.communicate()[1].decode().strip()}")
         time.sleep(0.01)
 
 
@@ -133,19 +116,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def address(rank: int) -> str:
     """Return the address of the host of a rank."""
     return f"10.213.77.{rank + 1}"
-
-
-def try_networks() -> None:
-    """Check that two hosts can be made here.
-
-    Raises:
-        NotPossibleHereError: this machine or user cannot make them.
-    """
-    missing = [command for command in ("unshare", "nsenter", "ip") if shutil.which(command) is None]
-    if missing:
-        raise NotPossibleHereError(f"no command {missing[0]}")
-    try:
-        with two_hosts():
-            pass
-    except subprocess.CalledProcessError as error:
-        raise NotPossibleHereError(f"no network of one's own: {error.stderr.decode().strip()}") from error

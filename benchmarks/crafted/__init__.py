@@ -1,1 +1,0 @@
-"""Crafted files, and the functions that read them."""

@@ -50,6 +50,11 @@ class Timeline:
         total: npt.NDArray[np.int64] = self.num_bytes[:, columns].sum(axis=1)
         return total
 
+    def host_bytes(self) -> int:
+        """Return the largest number of bytes that offload holds on the host."""
+        columns = [KINDS.index(kind) for kind in self.on_host]
+        return int(self.num_bytes[:, columns].sum(axis=1).max()) if columns else 0
+
     def peak(self, phase: Phase | None = None) -> dict[MemoryKind, int]:
         """Return the bytes of each kind at the moment of the device's peak, in one phase or in the whole step."""
         totals = self.device_bytes()

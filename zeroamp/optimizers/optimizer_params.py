@@ -8,10 +8,9 @@ from zeroamp.optimizers.typed_params import NotNegative, TypedParams
 from zeroamp.policies.schema.keys import Block, Honoured, Number, Unsupported, as_tuple, refused
 
 _BUILD_IT = "Build the optimizer yourself, after wrap_model, and pass it to TrainStep."
-_OF_DEEPSPEED = (
-    *("Adagrad", "CPUAdam", "FusedAdam", "Lamb", "Lion", "MuAdam", "MuAdamW", "MuSGD", "Muon"),
-    *("OneBitAdam", "OneBitLamb", "ZeroOneAdam"),
-)
+_ONE_BIT = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+_FEWER_BYTES = 'Write "AdamW": gradients are reduced in the compute dtype, and "communication_data_type" sets another.'
+_OF_DEEPSPEED = ("Adagrad", "CPUAdam", "FusedAdam", "Lamb", "Lion", "MuAdam", "MuAdamW", "MuSGD", "Muon", *_ONE_BIT)
 OF_TORCH = (
     *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam"),
     *("RMSprop", "Rprop", "SGD", "SparseAdam"),
@@ -107,5 +106,10 @@ class SGDParams(_TorchParams):
 OPTIMIZER_PARAMS: dict[str, type[Block]] = {"Adam": AdamParams, "AdamW": AdamWParams, "SGD": SGDParams}
 """The block of `optimizer.params`, by `optimizer.type`."""
 
-TYPES = TypedParams(blocks=OPTIMIZER_PARAMS, others=frozenset((*_OF_DEEPSPEED, *OF_TORCH)), build_it=_BUILD_IT)
+TYPES = TypedParams(
+    blocks=OPTIMIZER_PARAMS,
+    others=frozenset((*_OF_DEEPSPEED, *OF_TORCH)),
+    build_it=_BUILD_IT,
+    hints=dict.fromkeys(map(str.lower, _ONE_BIT), _FEWER_BYTES),
+)
 """Loaded by the schema for a config with an `optimizer`."""

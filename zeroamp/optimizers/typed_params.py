@@ -1,7 +1,7 @@
 """Checks that `optimizer` and `scheduler` share: the keys of their `params` depend on their `type`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
@@ -25,6 +25,8 @@ class TypedParams:
     """Types of DeepSpeed or torch that zeroamp does not build."""
     build_it: str
     """What to do for such a type, as a sentence."""
+    hints: Mapping[str, str] = field(default_factory=dict)
+    """Such a type in lower case -> what to do instead of that."""
 
     def known_type(self, value: object) -> str:
         """Return a `type` in the spelling of `blocks`. Upper and lower case are not distinguished.
@@ -39,7 +41,7 @@ class TypedParams:
         if value.lower() in by_lower:
             return by_lower[value.lower()]
         if value.lower() in {name.lower() for name in self.others}:
-            raise refused(f"{valid}, which zeroamp does not build. {self.build_it}")
+            raise refused(f"{valid}, which zeroamp does not build. {self.hints.get(value.lower(), self.build_it)}")
         raise refused(f"{valid}. {nearest(value, self.blocks) or self.build_it}")
 
     def params_of(self, name: str, value: object) -> Block:

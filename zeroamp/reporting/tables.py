@@ -57,6 +57,24 @@ def gb(num_bytes: int | None) -> float | None:
     return None if num_bytes is None else num_bytes / 1e9
 
 
+def in_one_unit(rows: Sequence[Row], keys: Collection[str]) -> list[Row]:
+    """Return the rows with the bytes of some columns in one unit, with which the headers of these columns end.
+
+    The unit is that of the largest number: bytes, KiB, MiB or GiB (1024³ bytes). None stays None.
+    """
+    largest = max((row[key] for row in rows for key in keys if row[key] is not None), default=0)
+    power = next(power for power in (3, 2, 1, 0) if largest >= 1024**power or power == 0)
+    unit = ("bytes", "KiB", "MiB", "GiB")[power]
+
+    def scaled(num_bytes: int | None) -> float | int | None:
+        return num_bytes if num_bytes is None or power == 0 else num_bytes / 1024**power
+
+    return [
+        {f"{key} {unit}" if key in keys else key: scaled(row[key]) if key in keys else row[key] for key in row}
+        for row in rows
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """A part of a document: rows, the line above them, and a paragraph below them."""

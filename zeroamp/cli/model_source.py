@@ -39,7 +39,8 @@ def load_model(source: str, mesh: DeviceMesh | None = None) -> nn.Module:
     Raises:
         WrapError: there is no such model, or building it failed. The text has the class and text of the error.
     """
-    build = _folder_factory(Path(source)) if Path(source).is_dir() else load_function(source, "--model")
+    is_folder = Path(source).is_dir()
+    build: Callable[..., Any] = _folder_factory(Path(source)) if is_folder else load_function(source, "--model")
     try:
         with torch.device("meta"):
             model = build() if mesh is None else build(mesh=mesh)
@@ -67,9 +68,9 @@ def load_function(source: str, option: str) -> Callable[..., Any]:
     module_name, _, name = source.rpartition(":")
     file = Path(module_name).resolve() if module_name.endswith(".py") else None
     if not (module_name and name and (file is None or file.is_file())):
-        folder = "a folder with a transformers config.json (of a hub's model: download it), " * (option == "--model")
+        or_folder = "a folder with a transformers config.json (of a hub's model: download it), " * (option == "--model")
         raise WrapError(
-            f"{option} {source} does not exist. It must be {folder}package.module:function or path/to/file.py:function."
+            f"{option} {source} does not exist. It must be {or_folder}package.module:function or path/to/file.py:function."
         )
     for folder in (Path.cwd(), *([] if file is None else [file.parent])):
         if str(folder) not in sys.path:
@@ -81,7 +82,7 @@ def load_function(source: str, option: str) -> Callable[..., Any]:
             raise ImportError(
                 f"a module named {file.stem!r} is already in use ({found or 'a built-in one'}). Rename the file"
             )
-        function = operator.attrgetter(name)(module)
+        function: object = operator.attrgetter(name)(module)
     except (Exception, SystemExit) as error:
         raise WrapError(
             f"{option} {source}: importing it raised {type(error).__name__}: {error}. Check the name, and that "

@@ -22,7 +22,7 @@ WorldSize = Annotated[
         "--world-size", metavar="N", min=1, help="Ranks of the run, for keys that depend on them and for bytes."
     ),
 ]
-MESH_HELP = "Axes of the mesh, such as dp=8,tp=4,cp=2. They replace --world-size."
+MESH_HELP = "Axes of the mesh, such as dp_replicate=2,dp=8,tp=4,cp=2. They replace --world-size."
 Auto = Annotated[
     list[str] | None, typer.Option("--auto", metavar="KEY=VALUE", help='Value of a key that is "auto"; repeatable.')
 ]

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 import sys
 from contextlib import ExitStack, redirect_stdout
 from typing import Annotated
@@ -44,9 +43,7 @@ def plan(
     world_size: Annotated[
         int | None, typer.Option("--world-size", metavar="N", min=1, help="Ranks of the run.")
     ] = None,
-    mesh: Annotated[
-        str | None, typer.Option(metavar="RxS|AXES", help=f"Replicas x shards of stages 1 to 3. Or: {MESH_HELP}")
-    ] = None,
+    mesh: Annotated[str | None, typer.Option(metavar="AXES", help=MESH_HELP)] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Samples per micro-batch and rank. Default: the config's.")
     ] = None,
@@ -79,8 +76,8 @@ def plan(
     """Predict memory and traffic of an optimizer step at every ZeRO stage, without weights, GPUs or ranks."""
     chosen = _stages(stages)
     with messages_to_stderr(verbose):
-        sizes = axis_sizes(mesh if mesh is not None and "=" in mesh else None, world_size)
-        shape = _mesh(mesh) if sizes is None else _shape(sizes, seq)
+        sizes = axis_sizes(mesh, world_size)
+        shape = None if sizes is None else _shape(sizes, seq)
         if sizes is not None:
             world_size, seq = sizes.num_ranks, seq // sizes.context
         elif world_size is None:
@@ -128,14 +125,6 @@ def _shape(sizes: AxisSizes, seq: int) -> tuple[int, int]:
             "The plan leaves out the attention's exchange over the %d ranks of the context axis.", sizes.context
         )
     return sizes.replicate, sizes.num_shards
-
-
-def _mesh(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    if (match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)) is None:
-        raise typer.BadParameter(f"{text!r} is not RxS, such as 4x8.", param_hint="--mesh")
-    return int(match[1]), int(match[2])
 
 
 def _stages(text: str) -> "tuple[Stage, ...]":

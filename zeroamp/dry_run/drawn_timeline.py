@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from zeroamp.dry_run.timeline import KINDS, LABELS, PHASES, Phase, Timeline
+from zeroamp.dry_run.timeline import KINDS, PHASES, Phase, Timeline
 
 if TYPE_CHECKING:
     from zeroamp.dry_run.run_plan import StagePlan
@@ -41,7 +41,7 @@ def drawn_timeline(stage: StagePlan) -> dict[str, Any]:
         "stretches": [{"name": name, "begin": int(begin)} for name, begin in zip(names, begins, strict=True)],
         "total": totals[rows].tolist(),
         "kinds": [
-            {"kind": str(kind), "label": LABELS[kind], "bytes": memory.num_bytes[rows, index].tolist()}
+            {"kind": str(kind), "bytes": memory.num_bytes[rows, index].tolist()}
             for index, kind in enumerate(KINDS)
             if kind not in memory.on_host
         ],

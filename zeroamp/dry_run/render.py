@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from zeroamp.dry_run.timeline import KINDS, LABELS, PHASES, Timeline
+from zeroamp.dry_run.timeline import KINDS, PHASES, Timeline
 from zeroamp.ledger.rows import SHARD_DIMS, ledger_rows
 from zeroamp.policies.dtypes import short_name
 from zeroamp.reporting.tables import Row, Table, TableStyle, document, fold, in_one_unit
@@ -130,7 +130,7 @@ def _stage_rows(run: RunPlan) -> list[Row]:
             {
                 "stage": stage.stage,
                 "mesh": "x".join(map(str, shape)),
-                **{phase: stage.memory.peak_bytes(phase) for phase in PHASES},
+                **{str(phase): stage.memory.peak_bytes(phase) for phase in PHASES},
                 "peak": stage.memory.peak_bytes(),
                 "NCCL": stage.nccl_bytes,
                 other: stage.other_memory.peak_bytes(),
@@ -147,7 +147,7 @@ def _kind_rows(run: RunPlan) -> list[Row]:
     for stage in run.stages:
         peak = stage.memory.peak()
         place = {kind: " (host)" if kind in stage.memory.on_host else "" for kind in KINDS}
-        rows.append({"stage": stage.stage, **{f"{LABELS[kind]}{place[kind]}": peak[kind] for kind in KINDS}})
+        rows.append({"stage": stage.stage, **{f"{kind}{place[kind]}": peak[kind] for kind in KINDS}})
     return in_one_unit(rows, [key for key in rows[0] if key != "stage"])
 
 

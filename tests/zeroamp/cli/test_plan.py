@@ -43,7 +43,7 @@ def test_it_prints_tables(arguments):
 
 
 def test_options_reach_the_plan(arguments):
-    more = ("--mesh", "2x4", "--gpu", "a100", "--gpus-per-node", 4, "--checkpointing")
+    more = ("--mesh", "dp_replicate=2,dp=4", "--gpu", "a100", "--gpus-per-node", 4, "--checkpointing")
     code, out, _ = run(*arguments, "--stages", "3", *more, "--json")
     data = json.loads(out)
     assert code == 0
@@ -76,7 +76,6 @@ def test_a_loss_is_computed_from_the_output(arguments, python_file):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("--mesh", "2by4"), "'2by4' is not RxS"),
         (("--stages", "1,4"), "'4' is not one of 0, 1, 2, 3"),
         (("--batch", 0), "Invalid value for '--batch'"),
     ],
@@ -92,7 +91,7 @@ def test_a_mistake_in_the_arguments_exits_with_2(arguments, more, words):
     [
         (("--gpu", "h1000"), "or the memory of another GPU in GB (10^9 bytes), but is 'h1000'."),
         (("--model", "some/model"), "(of a hub's model: download it)"),
-        (("--mesh", "3x3"), "3x3"),
+        (("--mesh", "3x3"), "'3x3'"),
         (("--inputs", "no.such:function"), "Error: --inputs no.such:function: importing it raised ModuleNotFoundError"),
         (("--inputs", "no.py:f"), "Error: --inputs no.py:f does not exist"),
         (("--inputs", "batch"), "It must be package.module:function or path/to/file.py:function."),

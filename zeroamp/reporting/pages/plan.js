@@ -74,20 +74,21 @@ heading("Memory over one step");
 note("Memory of the first rank, in the order of its allocations and frees. All stages have the same axis. The dashed line is the GPU's memory, where it is near.");
 note(`F: forward, B: backward${MICRO[phases(DATA.timelines[0]?.stretches ?? [])[0]?.numForwards] ?? ""}. opt: optimizer.`);
 const tops = DATA.timelines.map(({ total }) => Math.max(...total)), highest = Math.max(...tops), unit = unitOf([highest]);
-const drawn = DATA.timelines.flatMap(({ kinds }) => kinds).filter((kind) => Math.max(...kind.bytes) > 0).map(({ label }) => label);
-const labels = [...new Set(DATA.timelines.flatMap(({ kinds }) => kinds.map(({ label }) => label)))];
+const drawn = DATA.timelines.flatMap(({ kinds }) => kinds).filter((kind) => Math.max(...kind.bytes) > 0).map(({ kind }) => kind);
+const labels = [...new Set(DATA.timelines.flatMap(({ kinds }) => kinds.map(({ kind }) => kind)))];
 const legend = element("p", { className: "legend" }, ...labels.flatMap((label, index) => {
-  const square = element("span", { textContent: "■ " });
+  const square = element("span", { textContent: "■ " }), entry = element("span", {}, square, label);
   square.style.color = MEMORY[index % MEMORY.length];
-  return drawn.includes(label) ? [square, `${label}  `] : [];
+  entry.style.whiteSpace = "nowrap";
+  return drawn.includes(label) ? [entry, "  "] : [];
 }));
 add(legend);
 const memory = charts();
 for (const [index, timeline] of DATA.timelines.entries()) {
   const total = timeline.total, top = tops[index], at = total.indexOf(top), limit = plan.gpu.memory_bytes;
   const x = total.map((_, index) => index);
-  const traces = timeline.kinds.map(({ label, bytes }) => ({ type: "scatter", mode: "lines", name: label, x, y: bytes.map((b) => b / unit.size),
-    stackgroup: "memory", line: { width: 0, shape: "hv" }, fillcolor: MEMORY[labels.indexOf(label) % MEMORY.length], hovertemplate: `%{y:.3~f} ${unit.name}`, showlegend: false }));
+  const traces = timeline.kinds.map(({ kind, bytes }) => ({ type: "scatter", mode: "lines", name: kind, x, y: bytes.map((b) => b / unit.size),
+    stackgroup: "memory", line: { width: 0, shape: "hv" }, fillcolor: MEMORY[labels.indexOf(kind) % MEMORY.length], hovertemplate: `%{y:.3~f} ${unit.name}`, showlegend: false }));
   const shapes = timeline.stretches.slice(1).map(({ begin }) => ({ type: "line", x0: begin, x1: begin, yref: "paper", y0: 0, y1: 1, line: { width: 1, color: "#8c959f" } }));
   if (limit <= 1.25 * highest) shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, y0: limit / unit.size, y1: limit / unit.size, line: { dash: "dash", color: "#cf222e" } });
   const names = phases(timeline.stretches).map(({ begin, end, name }) => ({ x: (begin + (end ?? x.length - 1)) / 2, y: 1, yref: "paper", text: name,
@@ -101,7 +102,7 @@ heading("Largest batch and traffic");
 const bars = charts(), names = stages.map((stage) => `stage ${stage.stage}`), sentUnit = unitOf(stages.map(({ sent }) => sent));
 const bar = (name, y, colour) => ({ type: "bar", name, x: names, y, marker: { color: colour } });
 chart(bars, [bar("largest batch", stages.map((stage) => stage.largest_batch), COLOURS[0])],
-  { title: titled("Samples per micro-batch and rank that fit"), yaxis: axis("samples"), hovermode: "closest" });
+  { title: titled("Samples per micro-batch and rank that fit"), yaxis: axis("samples", { rangemode: "tozero" }), hovermode: "closest" });
 const kinds = [...new Set(stages.flatMap((stage) => stage.traffic.map((row) => `${row.collective} ${row.dtype}`)))].sort();
 const sent = (stage, kind) => stage.traffic.filter((row) => `${row.collective} ${row.dtype}` === kind).reduce((total, row) => total + row.bytes, 0);
 chart(bars, kinds.map((kind, index) => bar(kind, stages.map((stage) => sent(stage, kind) / sentUnit.size), COLOURS[index % COLOURS.length])),

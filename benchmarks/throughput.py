@@ -1,6 +1,4 @@
-"""FLOPs of a decoder's training, MFU, and the prediction of `plan` for the same step."""
-
-from dataclasses import replace
+"""FLOPs of a decoder's training, MFU, and the plan of the same step."""
 
 import torch
 
@@ -11,7 +9,8 @@ from benchmarks.peers.zeroamp import policy_of
 from zeroamp.dry_run.run_plan import StagePlan
 from zeroamp.policies.policy import Stage
 
-BYTES_PER_GB = 1e9
+BF16_TFLOPS = {"a100": 312, "h100": 989, "h200": 989, "b200": 2250, "mi300x": 1307, "l40s": 362}
+"""GPU -> its peak in bf16, in 10^12 FLOP/s without structured sparsity, by the vendor's data sheet."""
 
 
 def flops_per_token(shape: Shape, length: int) -> int:
@@ -32,31 +31,26 @@ def tokens_per_step(options: Options) -> int:
     return options.batch * options.length * options.micro_batches
 
 
-def gpu_of(device: torch.device) -> zeroamp.Gpu | None:
-    """Return the specifications of a device by its data sheet; None if zeroamp does not have them."""
+def peak_of(device: torch.device) -> float | None:
+    """Return the peak FLOP/s of a device in bf16, by its data sheet; None if it is not in `BF16_TFLOPS`."""
     if device.type != "cuda":
         return None
-    properties = torch.cuda.get_device_properties(device)
-    return gpu_named(properties.name, properties.total_memory)
+    return peak_named(torch.cuda.get_device_properties(device).name)
 
 
-def gpu_named(name: str, num_bytes: int) -> zeroamp.Gpu | None:
-    """Return the specifications for a device's name and memory in bytes; None if zeroamp does not have them."""
+def peak_named(name: str) -> float | None:
+    """Return the peak FLOP/s in bf16 of the GPU with this name, such as "NVIDIA H100 80GB HBM3"."""
     words = name.lower().replace("-", " ").split()
-    for gpu in zeroamp.GPUS.values():
-        model = gpu.name.partition("-")[0]
-        if model in words and abs(num_bytes / BYTES_PER_GB / gpu.memory_gb - 1) < 0.2:
-            return gpu
-    return None
+    return next((1e12 * tflops for gpu, tflops in BF16_TFLOPS.items() if gpu in words), None)
 
 
 def mfu(options: Options, seconds: float, device: torch.device) -> float | None:
     """Return the MFU of a step of `seconds`: the fraction of the bf16 peak by the data sheet. None: unknown."""
-    gpu = gpu_of(device)
-    if gpu is None:
+    peak = peak_of(device)
+    if peak is None:
         return None
     flops = flops_per_token(SHAPES[options.model], options.length) * tokens_per_step(options)
-    return flops / seconds / (gpu.low_tflops * 1e12)
+    return flops / seconds / peak
 
 
 def planned(
@@ -64,8 +58,6 @@ def planned(
     *,
     stage: Stage = 3,
     world_size: int,
-    gpu: zeroamp.Gpu | None = None,
-    efficiency: zeroamp.Efficiency | None = None,
 ) -> StagePlan:
     """Return the plan of `plan_run` for the engine `zeroamp <stage>` with these options."""
     with torch.device("meta"):
@@ -79,37 +71,8 @@ def planned(
         stages=(stage,),
         checkpointing=options.checkpointing,
         # With almost no memory nothing fits, so `plan_run` tries no batch but the given one.
-        gpu=replace(gpu or zeroamp.GPUS["h100"], memory_gb=1e-6),
-        efficiency=efficiency,
+        gpu=1e-6,
         inputs=lambda batch, length: torch.zeros(batch, length, dtype=torch.int64),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
     )
     return run.stages[0]
-
-
-def compute_efficiency(
-    options: Options, seconds: float, *, world_size: int, gpu: zeroamp.Gpu, memory: float
-) -> float | None:
-    """Return the fraction of peak FLOP/s with which `plan` predicts this step time; None if there is none.
-
-    Args:
-        options: of a step without communication: one rank, or fake ranks.
-        seconds: the measured time of a step.
-        world_size: ranks of the step.
-        gpu: specifications of the data sheet.
-        memory: the fraction of the memory bandwidth that is reached.
-    """
-    low, high = 0.01, 1.0
-
-    def predicted(compute: float) -> float:
-        time = planned(
-            options, world_size=world_size, gpu=gpu, efficiency=zeroamp.Efficiency(compute=compute, memory=memory)
-        ).time
-        return time.compute + time.optimizer
-
-    if not predicted(high) <= seconds <= predicted(low):
-        return None
-    for _ in range(10):
-        middle = (low + high) / 2
-        low, high = (middle, high) if predicted(middle) > seconds else (low, middle)
-    return round((low + high) / 2, 3)

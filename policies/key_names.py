@@ -68,5 +68,6 @@ def path_of_key(name: str, value: object) -> str:
         raise ConfigError(f"{name} is the name of several keys: {some_of(named)}. Write the path of one.")
     if not named:
         hint = nearest(name, {path.rpartition(".")[2]: path for path in paths})
-        raise ConfigError(f"{name} is not a key of the config. {hint and f'{hint} '}docs/config.md lists the keys.")
+        hint = f"{hint} `zeroamp check --all` lists the keys.".lstrip()
+        raise ConfigError(f"{name} is not a key of the config. {hint}")
     return named[0]

@@ -10,9 +10,6 @@ from zeroamp.deepspeed.load import DeepSpeedCheckpoint as DeepSpeedCheckpoint
 from zeroamp.deepspeed.load import load_deepspeed_checkpoint as load_deepspeed_checkpoint
 from zeroamp.discovery.traced_parameters import SafeParameters as SafeParameters
 from zeroamp.discovery.traced_parameters import discover_safe_parameters as discover_safe_parameters
-from zeroamp.dry_run.efficiency import Efficiency as Efficiency
-from zeroamp.dry_run.gpus import GPUS as GPUS
-from zeroamp.dry_run.gpus import Gpu as Gpu
 from zeroamp.dry_run.run_plan import RunPlan as RunPlan
 from zeroamp.dry_run.run_plan import plan_run as plan_run
 from zeroamp.ledger.dtype_differences import Verification as Verification

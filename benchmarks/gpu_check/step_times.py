@@ -4,8 +4,7 @@ The 1b shape on one rank, and on one of 64 fake ranks, whose collectives move no
 `benchmarks.step_time` takes the steps. `make bench-gpu` measures more shapes, more rounds and compiled blocks.
 
 zeroamp at stage 3 must reach the loss of FSDP2 under autocast within `SAME_LOSS`. On CUDA its step may take at most
-`MOST` times the step of FSDP2 under autocast, which all-gathers and reduces in fp32. The time on one rank also gives
-the compute efficiency with which `plan` would have predicted it.
+`MOST` times the step of FSDP2 under autocast, which all-gathers and reduces in fp32.
 """
 
 import gc
@@ -17,12 +16,12 @@ from typing import Any
 import torch
 
 from benchmarks import step_time
-from benchmarks.gpu_check import ranks, sums
+from benchmarks.gpu_check import ranks
 from benchmarks.gpu_check.faults import planted
 from benchmarks.gpu_check.verdict import Place, Result
 from benchmarks.peers.options import Options
 from benchmarks.peers.timing import ratios
-from benchmarks.throughput import compute_efficiency, gpu_of, mfu, tokens_per_step
+from benchmarks.throughput import mfu, tokens_per_step
 
 OURS, THEIRS = "zeroamp 3", "FSDP2 autocast reshard"
 ENGINES = (OURS, "FSDP2 bf16 reshard", THEIRS, "DDP autocast")
@@ -50,14 +49,10 @@ def run(place: Place) -> Result:
         tables[f"{given.described()}; {title}"] = rows
         values[title] = step_time.as_json(measured)
         failures += [f"{title}: {text}" for text in wrong(measured, given, place)]
-        if not given.fake:
-            alone = measured
     first = next(iter(tables.values()))
     summary = f"same losses; {OURS}: {first[0]['ms']} ms, {first[0]['tokens/s']} tokens/s"
     if place.on_cuda:
         summary += f", MFU {first[0].get('MFU', 'unknown')}, {first[0][f'/ {THEIRS}']} of {THEIRS}"
-        values["efficiency"] = efficiencies(alone, options, place)
-        summary += f"; efficiencies for plan: {values['efficiency']}"
     return Result.of(
         failures,
         summary,
@@ -109,13 +104,3 @@ def too_slow(seconds: dict[str, list[float]]) -> list[str]:
     if spread.lower <= MOST:
         return []
     return [f"a step of {OURS} takes {spread.middle:.3f} of one of {THEIRS}, more than {MOST}"]
-
-
-def efficiencies(measured: dict[str, Any], options: Options, place: Place) -> dict[str, float | None]:
-    """Return `memory` and `compute` for `zeroamp.Efficiency`: from the bandwidth of a copy, and from the step time."""
-    gpu = gpu_of(place.device)
-    if gpu is None:
-        return {}
-    memory = min(1.0, round(sums.copy_bandwidth(place) / gpu.memory_gb_per_s, 3))
-    seconds = median(sample.seconds for sample in measured["samples"][OURS])
-    return {"compute": compute_efficiency(options, seconds, world_size=1, gpu=gpu, memory=memory), "memory": memory}

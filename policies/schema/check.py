@@ -44,11 +44,13 @@ _MEANT = {
     **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "train_micro_batch_size_per_gpu"),
     **dict.fromkeys(("autocast", "mixed_precision"), "torch_autocast"),
     "zero": "zero_optimization",
+    "reduce_dtype": "communication_data_type",
 }
 """Name of a key elsewhere -> the path of the key with its meaning, where the spelling is not near."""
+_SET_BY_MODE = ("dtype", "param_dtype", "compute_dtype")  # FSDP2's names among them
 _TYPE_ERRORS = ("_type", "_from_float", "value_error")
 _MOST_LINES = 20  # of an error: finding the key that was meant takes a millisecond for each unknown one
-_MANY = 12  # the most keys that an error lists; for a longer block it names docs/config.md
+_MANY = 12  # the most keys that an error lists; for a longer block it names a command
 
 
 def known_part(cfg: Mapping[str, Any], block: type[Block] = Config) -> dict[str, Any]:
@@ -92,7 +94,7 @@ def _explain(path: str, details: list[Any], cfg: Mapping[str, Any]) -> str:
         return f"{path} is missing and has no default. Add it."
     if detail["type"] == "extra_forbidden":
         known, block = _siblings(path), path.rpartition(".")[0] or "the top level"
-        listed = ", ".join(known) if len(known) <= _MANY else "in docs/config.md"
+        listed = ", ".join(known) if len(known) <= _MANY else "listed by `zeroamp check --all`"
         remedy = f"{_nearest(path, known)} The keys of {block} are {listed}."
         return f"{path} is a key of neither DeepSpeed 0.19.8 nor zeroamp. {remedy}"
     value = detail["input"]
@@ -111,6 +113,8 @@ def _remedy(path: str, value: object, details: list[Any], cfg: Mapping[str, Any]
     if is_switch and "enabled" in _siblings(f"{path}."):
         dtype = {"dtype": "bfloat16"} if value and path == "torch_autocast" else {}
         return f"Write {json.dumps({'enabled': value, **dtype})}."
+    if value == "nvme":
+        return 'Write "cpu": host memory is the only place to offload to. Its bytes per rank: `zeroamp plan`.'
     is_type = any(each["type"].endswith(_TYPE_ERRORS) for each in details)
     return "Change the value; JSON types are not converted." if is_type else "Change the value."
 
@@ -165,6 +169,8 @@ def _siblings(path: str) -> list[str]:
 
 def _nearest(path: str, siblings: list[str]) -> str:
     block, _, name = path.rpartition(".")
+    if name in _SET_BY_MODE:
+        return "Remove it: torch_autocast, bf16 or fp16, the one that is enabled, sets this dtype."
     if name in _MEANT and _MEANT[name] != path:
         return f"Did you mean {_MEANT[name]!r}?"
     if near := nearest(name, siblings):

@@ -157,7 +157,7 @@ BAD = [
         {"zero_optimization": {"offload_param": {"device": "nvme"}, "stage": 3}},
         "zero_optimization.offload_param.device",
         'is "nvme"',
-        "Change the value",
+        'Write "cpu"',
     ),
     (
         {"zero_optimization": {"offload_param": {"device": "cpu"}, "stage": 2}},

@@ -101,7 +101,7 @@ def test_a_plan_is_one_line_and_in_a_notebook_its_tables(stages):
     run = plan(stages=stages)
     assert repr(run) == (
         "RunPlan(67,168 parameters, mode autocast, 8 ranks, 1 x batch 2 x 12 per rank, without activation "
-        "checkpointing, h100 (0.0 GiB), 95.6% of the trainable elements in bf16)"
+        "checkpointing, GPU (0.0 GiB), 95.6% of the trainable elements in bf16)"
     )
     html = run._repr_html_()
     headings = ["Stages", "Memory of one rank", "Communicated per step", "Units and groups at stage 3"]

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from torch import nn
 
 import zeroamp
-from zeroamp.cli.model_source import check_source, takes_mesh
 from zeroamp.cli.options import (
     MESH_HELP,
     Auto,
@@ -28,19 +26,19 @@ from zeroamp.cli.options import (
     OptionalModel,
     Verbosity,
     WorldSize,
-    auto_values,
-    mesh_sizes,
     messages_to_stderr,
+    read_config,
 )
 from zeroamp.cli.plan import plan
-from zeroamp.cli.planned import describe_plan, ledger_of, ledger_on_axes, plan_of
+from zeroamp.cli.planned import axis_sizes, ledger_of, plan_of
 from zeroamp.meshes.refused_meshes import refuse_sizes
+from zeroamp.module_dtypes.extension import overridden
+from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import some_of
-from zeroamp.policies.policy import Policy, policy_from_config
-from zeroamp.policies.safe_modules import resolve_safe_classes
 from zeroamp.reporting import saved_runs
 from zeroamp.reporting.page import check_page, html_page, write_page
 from zeroamp.reporting.profiling import Profile
+from zeroamp.reporting.tables import paragraph
 
 app = typer.Typer(
     help="Show what a DeepSpeed-style config does and which dtypes a model gets, without a GPU, weights or ranks. "
@@ -72,7 +70,9 @@ def _root(
 
 @app.command()
 def check(
-    config: ConfigPath,
+    config: Annotated[
+        Path | None, typer.Argument(help="The config, a JSON file. It may be left out with --all.", show_default=False)
+    ] = None,
     *,
     model: OptionalModel = None,
     world_size: WorldSize = None,
@@ -83,55 +83,34 @@ def check(
     verbose: Verbosity = 0,
 ) -> None:
     """Print how every key of a config is used, or what is wrong with it."""
-    if auto_wrap and model is None:
-        raise typer.BadParameter("it needs a model. Name one with --model.", param_hint="--auto-wrap")
-    if inputs and model is None:
-        raise typer.BadParameter("it needs a model. Name one with --model.", param_hint="--inputs")
-    values = auto_values(auto or [])
+    if config is None and not all_keys:
+        raise typer.BadParameter("it is missing. Name a JSON file, or list all keys with --all.", param_hint="config")
+    if model is None and (auto_wrap or inputs):
+        raise typer.BadParameter("it needs a model. Name one with --model.", param_hint="--auto-wrap, --inputs")
     with messages_to_stderr(verbose):
-        policy = policy_from_config(config, world_size=world_size, **values)
-        if model is not None:
-            check_source(model)
+        policy = zeroamp.policy_from_config({}) if config is None else read_config(config, auto, world_size)
         plan = None if model is None else plan_of(model, policy, auto_wrap, inputs)
-        unchecked = [] if plan is not None else _names_for_the_model(policy)
-        typer.echo(policy.report(defaults=all_keys))
+        typer.echo(
+            policy.report(defaults=all_keys) if config is None else f"{config}\n{policy.report(defaults=all_keys)}"
+        )
         if not all_keys:
             typer.echo("--all lists all other keys with their defaults.")
-        if unchecked:
-            typer.echo(f"Names of modules and classes that only --model checks: {some_of(unchecked)}.")
-        if model is not None and plan is not None:
-            typer.echo(f"\n{describe_plan(model, plan)}")
+        if plan is None:
+            typer.echo("--model also checks the names of modules and classes.")
+        else:
+            typer.echo(f"\n{model}: {_describe(plan)}")
 
 
-def _names_for_the_model(policy: Policy) -> list[str]:
-    """Return the names in the config that are looked up in the model.
-
-    Raises:
-        ConfigError: a class of torch does not exist.
-    """
-    safe, fp32, leaves = policy.lower_precision_safe_modules, policy.keep_in_fp32_modules, policy.leaf_modules
-    names = [
-        *([] if safe == "auto" else _of_the_model(safe)),
-        *(() if fp32 == "auto" else fp32),
-        *(name for override in policy.overrides for name in override.modules),
-        *(*leaves.classes, *leaves.names, *leaves.name_suffixes),
-    ]
-    return list(dict.fromkeys(names))
-
-
-def _of_the_model(names: Sequence[str]) -> list[str]:
-    """Check the names of classes in torch and in imported modules. Return the others: they need the model's modules.
-
-    Imports nothing but torch, because an import may run any code.
-    """
-    others = []
-    for name in names:
-        module_name = name.rpartition(".")[0]
-        if module_name.partition(".")[0] == "torch" or module_name in sys.modules:
-            resolve_safe_classes([name], nn.Module())
-        elif module_name or not hasattr(nn, name):
-            others.append(name)
-    return others
+def _describe(plan: Plan) -> str:
+    """Return lines about units and groups, and what each override applies to."""
+    low = plan.describe_low_share()
+    lines = [f"{len(plan.units)} units below the root, {len(plan.groups)} groups{f', {low}' if low else ''}"]
+    for index, asked in enumerate(plan.policy.overrides):
+        params = overridden(plan, index)
+        names = f": {some_of([param.fqn for param in params], 4)}" if params else ""
+        count = f"{len(params)} parameter{'' if len(params) == 1 else 's'}"
+        lines.append(f"zeroamp.overrides.{index}: {asked.settings()} for {count}{names}")
+    return paragraph("\n".join(lines))
 
 
 @app.command()
@@ -161,19 +140,14 @@ def explain(
     """
     if as_json and as_markdown:
         raise typer.BadParameter("--json and --markdown exclude each other. Pass one of them.", param_hint="--json")
-    values = auto_values(auto or [])
     with messages_to_stderr(verbose):
-        sizes = mesh_sizes(mesh, world_size)
-        policy = policy_from_config(config, world_size=world_size if sizes is None else sizes.num_data, **values)
-        check_source(model)
+        sizes = axis_sizes(mesh, world_size)
+        policy = read_config(config, auto, world_size if sizes is None else sizes.num_data)
         if page is not None:
             check_page(page)
         if sizes is not None:
             refuse_sizes(policy, is_plain=not sizes.distributes_parameters, num_context=sizes.context)
-        if sizes is not None and sizes.distributes_parameters and takes_mesh(model):
-            ledger = ledger_on_axes(model, policy, auto_wrap, inputs, sizes)
-        else:
-            ledger = ledger_of(plan_of(model, policy, auto_wrap, inputs), world_size, sizes)
+        ledger = ledger_of(model, policy, auto_wrap, inputs, world_size=world_size, sizes=sizes)
         if page is not None:
             write_page(page, html_page("ledger", f"dtype ledger of {model}", ledger.title(), ledger.to_dict()))
             typer.echo(f"wrote {page}", err=True)

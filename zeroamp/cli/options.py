@@ -1,17 +1,17 @@
-"""Options that the commands share, and how they log and print errors to stderr."""
+"""Arguments and options that the commands share, and how they log and print errors to stderr."""
 
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from zeroamp.cli.axis_sizes import AxisSizes, axis_sizes
-from zeroamp.policies.errors import ZeroAmpError
+from zeroamp.policies.errors import ConfigError, ZeroAmpError
+from zeroamp.policies.policy import Policy, policy_from_config
 
 logger = logging.getLogger("zeroamp")
 
@@ -22,8 +22,7 @@ WorldSize = Annotated[
         "--world-size", metavar="N", min=1, help="Ranks of the run, for keys that depend on them and for bytes."
     ),
 ]
-MESH_HELP = "Axes of the mesh, such as dp=8,tp=4,cp=2 (docs/meshes.md). They replace --world-size."
-GpusPerNode = Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs joined by the faster links.")]
+MESH_HELP = "Axes of the mesh, such as dp_replicate=2,dp=8,tp=4,cp=2. They replace --world-size."
 Auto = Annotated[
     list[str] | None, typer.Option("--auto", metavar="KEY=VALUE", help='Value of a key that is "auto"; repeatable.')
 ]
@@ -52,49 +51,39 @@ Verbosity = Annotated[
         help="Log more to stderr. Twice: also the traceback of an error.",
     ),
 ]
-_MODEL_HELP = (
-    "A folder with a transformers config.json, or package.module:factory, or path/to/file.py:factory. A factory is "
-    "imported and called: it runs that code."
+_MODEL = typer.Option(
+    "--model",
+    metavar="FOLDER_OR_FACTORY",
+    show_default=False,
+    help="A folder with a transformers config.json, or package.module:factory, or path/to/file.py:factory. A factory "
+    "is imported and called: it runs that code.",
 )
-Model = Annotated[str, typer.Option("--model", metavar="FOLDER_OR_FACTORY", help=_MODEL_HELP, show_default=False)]
-OptionalModel = Annotated[str | None, typer.Option("--model", metavar="FOLDER_OR_FACTORY", help=_MODEL_HELP)]
+Model = Annotated[str, _MODEL]
+OptionalModel = Annotated[str | None, _MODEL]
 
 
-def mesh_sizes(mesh: str | None, world_size: int | None) -> AxisSizes | None:
-    """Return the axis sizes that `--mesh` names; None without the option.
+def read_config(path: Path, auto: Sequence[str] | None, num_ranks: int | None) -> Policy:
+    """Return the policy of a config. `auto` are KEY=VALUE pairs; a VALUE that is not JSON is a string, as a dtype is.
 
     Raises:
-        ConfigError: the text is not a list of axes and sizes.
+        ConfigError: the config has a mistake. The text begins with the path.
     """
-    if mesh is None:
-        return None
-    sizes = axis_sizes(mesh)
-    if world_size not in (None, sizes.num_ranks):
-        raise typer.BadParameter(
-            f"{mesh} has {sizes.num_ranks} ranks, but --world-size is {world_size}. Leave out --world-size.",
-            param_hint="--mesh",
-        )
-    return sizes
-
-
-def auto_values(pairs: list[str]) -> dict[str, Any]:
-    """Parse KEY=VALUE pairs. A VALUE that is not JSON is taken as a string, so that dtypes need no quotes."""
     values: dict[str, Any] = {}
-    for pair in pairs:
+    for pair in auto or ():
         key, _, text = pair.partition("=")
-        if not key or not text:
-            raise typer.BadParameter(f"{pair!r} is not KEY=VALUE.", param_hint="--auto")
-        if key in ("cfg", "world_size"):  # arguments of policy_from_config, not of its **auto
+        if not key or not text or key in values or key in ("cfg", "world_size"):
             raise typer.BadParameter(
-                f"{key!r} is not a key of the config. Pass the number of ranks with --world-size.", param_hint="--auto"
+                f"{pair!r} is not KEY=VALUE with a key of the config, each key once.", param_hint="--auto"
             )
-        if key in values:
-            raise typer.BadParameter(f"{key!r} has two values.", param_hint="--auto")
         try:
             values[key] = json.loads(text)
         except json.JSONDecodeError:
             values[key] = text
-    return values
+    try:
+        return policy_from_config(path, world_size=num_ranks, **values)
+    except ConfigError as error:
+        text = str(error)
+        raise ConfigError(text if str(path) in text else f"{path}: {text}") from error
 
 
 @contextmanager

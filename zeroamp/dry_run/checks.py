@@ -1,14 +1,11 @@
 """Checks the arguments of `plan_run` before anything is computed: numbers, the mesh, the stages."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 
-from zeroamp.dry_run.efficiency import Efficiency
-from zeroamp.dry_run.gpus import Gpu
 from zeroamp.planning.mesh import Ranks, mesh_shape, replicate_size, shard_size
 from zeroamp.planning.mesh_axes import MeshAxes
 from zeroamp.policies.errors import ConfigError, describe
-from zeroamp.policies.numbers import is_finite, is_integer
+from zeroamp.policies.numbers import is_integer
 from zeroamp.policies.policy import Policy, Stage
 
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
@@ -46,23 +43,6 @@ def check_axes(axes: MeshAxes, world_size: int) -> tuple[int, int]:
     if axes.whole.size() != world_size:
         raise _refused("world_size", world_size, f"{axes.whole.size()}, the ranks of mesh")
     return replicate_size(axes.fsdp), shard_size(axes.fsdp)
-
-
-def check_speeds(gpu: Gpu, efficiency: Efficiency, **bandwidths: float | None) -> None:
-    """Check the specifications of the GPU, bandwidths (None stands for the default) and efficiencies.
-
-    Raises:
-        ConfigError: one is not a positive number, or an efficiency is above 1.
-    """
-    given: Mapping[str, object] = {name: value for name, value in bandwidths.items() if value is not None}
-    figures = {f"gpu.{name}": value for name, value in asdict(gpu).items() if not isinstance(value, str)}
-    for name, value in {**given, **figures}.items():
-        if not is_finite(value, above=0):
-            raise _refused(name, value, "a positive number")
-    parts = {name: value for name, value in asdict(efficiency).items() if name != "origin"}
-    for name, value in parts.items():
-        if not is_finite(value, above=0) or value > 1:
-            raise _refused(f"efficiency.{name}", value, "a number above 0, at most 1")
 
 
 def _refused(name: str, found: object, valid: str) -> ConfigError:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroamp.dry_run.events import Change, Event, GradientReady, Mark, Point
+from zeroamp.dry_run.events import Event, GradientReady, Mark, Point
 from zeroamp.dry_run.inputs import Arguments
 from zeroamp.dry_run.traced_micro_batch import MicroBatch, trace_micro_batch
 from zeroamp.planning.plan import Plan
@@ -130,9 +130,7 @@ def _renamed(event: Event, repeat: Repeat, before: int, after: int) -> Event:
         return replace(event, unit=rename(event.unit))
     if isinstance(event, GradientReady):
         return replace(event, param=rename(event.param))
-    if isinstance(event, Change):
-        return replace(event, param=rename(event.param), unit=rename(event.unit))
-    return event
+    return replace(event, param=rename(event.param), unit=rename(event.unit))
 
 
 def _description(module: nn.Module, fqn: str, dtypes: Mapping[str, Any]) -> list[Any]:

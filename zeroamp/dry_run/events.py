@@ -1,4 +1,4 @@
-"""The events of a micro-batch and their recorder: allocations, frees, ops, and the points where FSDP2 acts."""
+"""The events of a micro-batch and their recorder: allocations, frees, and the points where FSDP2 acts."""
 
 import weakref
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from zeroamp.dry_run.fsdp_replay import Replay
-from zeroamp.hooks._torch.dispatch import TorchDispatchMode, count_op_flops, is_view_op, run_op, storage_key
+from zeroamp.hooks._torch.dispatch import TorchDispatchMode, run_op, storage_key
 from zeroamp.hooks._torch.dtensor import is_wrapper, without_wrapper
 from zeroamp.hooks.tensors import tensors_in
 
@@ -20,8 +20,6 @@ Point = Literal["begin forward", "end forward", "begin backward", "end backward"
 MAX_MICRO_BATCHES = 3
 """Most micro-batches that are replayed. Of more, these are the first, one of the middle, which are alike, and the last.
 """
-
-_ATTENTION_FOR_CPU = "_scaled_dot_product_flash_attention_for_cpu"  # torch's FLOP counter has no formula for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +61,11 @@ class GradientReady:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
-    """FLOPs and memory traffic of an op."""
-
-    flops: int
-    """0 unless the op is a matrix product, a convolution or an attention."""
-    is_low: bool
-    """Whether it computes in 16 bits."""
-    num_bytes: int
-    """Bytes of the tensors that it reads and writes, each counted once."""
-
-
-Event = Mark | Change | GradientReady | Op
+Event = Mark | Change | GradientReady
 
 
 class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every op, allocation and free while it is active. The ops return their results unchanged."""
+    """Records every allocation and free while it is active. The ops return their results unchanged."""
 
     def __init__(self, existing: Iterable[torch.Tensor]) -> None:
         """`existing`: tensors whose storages are not recorded."""
@@ -113,19 +99,13 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the op, and record it and its new storages. Of DTensors, the ops on their local parts are recorded."""
+        """Run the op, and record its new storages. Of DTensors, the ops on their local parts are recorded."""
         kwargs = kwargs or {}
         if any(map(is_wrapper, types)):
             return NotImplemented
         result = _run(func, args, kwargs)
-        outputs = [without_wrapper(tensor) for tensor in tensors_in(result)]
-        for output in outputs:
-            self._record(output)
-        if outputs and not is_view_op(func):
-            inputs = list(tensors_in((args, kwargs)))
-            moved = {storage_key(tensor): tensor.nbytes for tensor in (*inputs, *outputs)}
-            is_low = any(tensor.is_floating_point() and tensor.itemsize == 2 for tensor in inputs)
-            self.events.append(Op(_flops(func, args, kwargs, result), is_low, sum(moved.values())))
+        for tensor in tensors_in(result):
+            self._record(without_wrapper(tensor))
         return result
 
     def _record(self, tensor: torch.Tensor) -> None:
@@ -149,18 +129,3 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if func.overloadpacket.__name__ == "native_group_norm_backward" and result[0] is not None:
         return (result[0].to(args[1].dtype), *result[1:])
     return result
-
-
-def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the FLOPs of an op by `torch.utils.flop_counter`: 2 per multiply-add, causal attention without its mask.
-
-    Attention on the CPU is counted as on an accelerator: two products of batch x heads x queries x keys x width each
-    in the forward, and five in the backward, which computes the scores again.
-    """
-    packet = func.overloadpacket
-    if packet.__name__.startswith(_ATTENTION_FOR_CPU):
-        is_backward = packet.__name__.endswith("_backward")
-        query, key = args[1:3] if is_backward else args[:2]
-        batch, heads, num_queries, width = query.shape
-        return (5 if is_backward else 2) * 2 * int(batch * heads * num_queries * key.shape[2] * width)
-    return count_op_flops(func, args, kwargs, result)

@@ -215,12 +215,12 @@ class _GroupMemory(GroupListener):
         sizes = self._sizes[group]
         if in_forward:
             self._free_gather()
-        self._writer.add("gathered parameters", sizes.gathered)
+        self._writer.add("unsharded parameters", sizes.gathered)
         self._writer.add("communication buffers", sizes.copied_twice)
         self._writer.add("communication buffers", -sizes.copied_twice)
         if group in self._partitions:
             self._partitions.remove(group)
-            self._writer.add("gathered parameters", -sizes.partition)
+            self._writer.add("unsharded parameters", -sizes.partition)
         if not sizes.is_sharded:
             return
         if in_forward and not self._on_cpu:
@@ -236,8 +236,8 @@ class _GroupMemory(GroupListener):
         sizes = self._sizes[group]
         if in_forward and sizes.partition:
             self._partitions.add(group)
-            self._writer.add("gathered parameters", sizes.partition)
-        self._writer.add("gathered parameters", -sizes.gathered)
+            self._writer.add("unsharded parameters", sizes.partition)
+        self._writer.add("unsharded parameters", -sizes.gathered)
 
     def backward_ended(self, group: str, *, reduces: bool) -> None:
         if reduces:

@@ -1,4 +1,4 @@
-"""Measures the optimizer's state, and what its update allocates and moves, by one step on fake shards."""
+"""Measures the optimizer's state, and what its update allocates, by one step on fake shards."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeroamp.dry_run.events import Change, EventRecorder, Op
+from zeroamp.dry_run.events import Change, EventRecorder
 from zeroamp.hooks._torch.dispatch import FakeTensorMode
 from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.hooks.tensors import tensors_in
@@ -21,19 +21,12 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class OptimizerCosts:
-    """Bytes that the optimizer takes and moves on the first rank, which holds the most."""
+    """Bytes that the optimizer takes on the first rank, which holds the most."""
 
     state_bytes: int
     """State between steps, step counters included."""
     changes: tuple[int, ...]
     """Bytes that a step allocates (above 0) and frees (below 0), in order."""
-    moved_bytes: int
-    """Bytes that the ops of a step read and write."""
-
-    def scaled(self, factor: float) -> "OptimizerCosts":
-        """Return the costs of `factor` times as many elements on the rank, at the same cost per element."""
-        changes = tuple(round(factor * change) for change in self.changes)
-        return OptimizerCosts(round(factor * self.state_bytes), changes, round(factor * self.moved_bytes))
 
 
 def optimizer_costs(
@@ -55,7 +48,7 @@ def optimizer_costs(
             if param.is_trainable
         ]
         if not shards:
-            return OptimizerCosts(0, (), 0)
+            return OptimizerCosts(0, ())
         if factory is None and plan.policy.optimizer is not None:
             optimizer = optimizer_from_config(plan.policy, shards)
         else:
@@ -71,8 +64,7 @@ def optimizer_costs(
         with recorder:
             optimizer.step()
     changes = tuple(event.num_bytes for event in recorder.events if isinstance(event, Change))
-    moved = sum(event.num_bytes for event in recorder.events if isinstance(event, Op))
-    return OptimizerCosts(sum(tensor.nbytes for tensor in state), changes, moved)
+    return OptimizerCosts(sum(tensor.nbytes for tensor in state), changes)
 
 
 def _shards(param: ParamPlan, plan: Plan, ranks: Ranks) -> int:

@@ -1,8 +1,7 @@
-"""`plan_run`: predicts memory, traffic and time of a training run at each ZeRO stage."""
+"""`plan_run`: predicts memory and traffic of a training run at each ZeRO stage."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -11,48 +10,32 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.discovery.experts import experts_implementation
 from zeroamp.discovery.extension import needs_run
-from zeroamp.dry_run.checks import (
-    STAGES,
-    check_axes,
-    check_counts,
-    check_mesh_and_stages,
-    check_speeds,
-    possible_stages,
-)
-from zeroamp.dry_run.efficiency import Efficiency, efficiency_of
+from zeroamp.dry_run.checks import STAGES, check_axes, check_counts, check_mesh_and_stages, possible_stages
 from zeroamp.dry_run.equal_layers import trace_few_layers
 from zeroamp.dry_run.events import Change
-from zeroamp.dry_run.gpus import Gpu, find_gpu
+from zeroamp.dry_run.gpu_memory import memory_of, nccl_bytes
 from zeroamp.dry_run.inputs import Arguments, InputFactory, arguments_for
 from zeroamp.dry_run.memory import memory_timeline
-from zeroamp.dry_run.meshes import MeshAdvice, MeshPlan, MeshShape, advise, padding_of, shapes_to_try
-from zeroamp.dry_run.network import ITEMSIZE_OF_PARTIALS, Network, two_levels
 from zeroamp.dry_run.optimizer_step import OptimizerCosts, OptimizerFactory, optimizer_costs
 from zeroamp.dry_run.planned_traffic import plan_traffic
-from zeroamp.dry_run.plot import plot_run
+from zeroamp.dry_run.remedies import Remedy, find_remedies, largest_batch
 from zeroamp.dry_run.render import render_run, run_to_dict, title
-from zeroamp.dry_run.step_time import StepTime, step_time
 from zeroamp.dry_run.timeline import Timeline
 from zeroamp.dry_run.traced_micro_batch import MicroBatch
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.meshes.refused_meshes import refuse_combinations
-from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.mesh import Ranks, current_device_type
 from zeroamp.planning.mesh_axes import find_axes, ranks_of_axes
 from zeroamp.planning.plan import Plan, build_plan
-from zeroamp.planning.schedule import live_units, reshards_after_forward
-from zeroamp.planning.shard_sizes import local_numel
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.errors import ConfigError, WrapError, ZeroAmpError
 from zeroamp.policies.policy import ConfigLike, Policy, Stage, as_policy
 from zeroamp.training.loss import LossFunction
 
-MAX_BATCH = 2**20
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlan:
-    """Predicted memory, traffic and time of a run at one ZeRO stage."""
+    """Predicted memory and traffic of a run at one ZeRO stage."""
 
     plan: Plan
     ranks: Ranks
@@ -62,9 +45,8 @@ class StagePlan:
     """The same with the opposite choice of activation checkpointing."""
     traffic: Traffic
     """Bytes of the collectives of one step, as `zeroamp.traffic(model)` will count them."""
-    time: StepTime
     nccl_bytes: int
-    """GPU memory that NCCL takes in addition to `memory`: see `Network.nccl_bytes`."""
+    """GPU memory that NCCL takes in addition to `memory`: see `gpu_memory.nccl_bytes`."""
     largest_batch: int
     """Samples per micro-batch and rank that fit on the GPU. 0: none fits."""
 
@@ -89,16 +71,17 @@ class RunPlan:
     """Samples per micro-batch and rank."""
     seq: int
     checkpointing: bool
-    gpu: Gpu
-    network: Network
-    efficiency: Efficiency
+    gpu: str | float
+    """Name of the GPU, or its memory in 10^9 bytes."""
+    gpu_bytes: int
+    """Memory of the GPU."""
     activations: dict[str, tuple[int, int]]
     """Unit ("" is the root) -> bytes that its forward saves for the backward, without and with checkpointing."""
     stages: tuple[StagePlan, ...]
     refused: dict[Stage, str]
     """Stage that the config's other keys or the mesh do not allow -> the reason."""
-    meshes: MeshAdvice | None = None
-    """The meshes that were compared at the policy's stage. None on one node, and at stage 0."""
+    remedies: tuple[Remedy, ...] | None = None
+    """If no stage fits: changes of the run, each with which it would fit. Empty: none of those tried fits."""
     has_experts: bool = False
     """Whether the model has transformers' MoE experts. The plan assumes equally many tokens for all experts of a layer.
     """
@@ -116,20 +99,12 @@ class RunPlan:
         return render_run(self, "html")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict for JSON, in bytes and seconds. Its keys are stable; new ones may be added."""
+        """Return a dict for JSON, in bytes. Its keys are stable; new ones may be added."""
         return run_to_dict(self)
-
-    def plot(self, path: Path | str) -> None:
-        """Write a plot of the memory over a step, one panel per stage. The suffix of `path` decides the format.
-
-        Raises:
-            ConfigError: matplotlib is not installed or cannot write this format, or the file cannot be written.
-        """
-        plot_run(self, Path(path))
 
     def fits(self, stage: StagePlan) -> bool:
         """Return whether a stage's peak, NCCL's memory included, is at most the GPU's memory."""
-        return stage.peak_bytes <= self.gpu.memory_bytes
+        return stage.peak_bytes <= self.gpu_bytes
 
 
 def plan_run(
@@ -142,17 +117,14 @@ def plan_run(
     seq: int = 2048,
     stages: Sequence[Stage] = STAGES,
     checkpointing: bool = False,
-    gpu: str | Gpu = "h100",
+    gpu: str | float = "h100",
     gpus_per_node: int = 8,
-    intra_gb_per_s: float | None = None,
-    inter_gb_per_s: float | None = None,
-    efficiency: Efficiency | None = None,
     inputs: InputFactory | None = None,
     loss_fn: LossFunction | None = None,
     optimizer: OptimizerFactory | None = None,
     auto_wrap_policy: AutoWrapPolicy = None,
 ) -> RunPlan:
-    """Predict memory, communicated bytes and time of one optimizer step, without weights, GPUs or ranks.
+    """Predict memory and communicated bytes of one optimizer step, without weights, GPUs or ranks.
 
     Memory is that of the first rank, in a step after the first one. Parameters, gradients and optimizer state are
     exact. The rest is what a traced forward and backward allocate, and what FSDP2 adds to them. `docs/plan.md` has the
@@ -168,11 +140,8 @@ def plan_run(
         seq: tokens per sample. `inputs` may give it another meaning.
         stages: the ZeRO stages to compare.
         checkpointing: whether each unit recomputes its forward in the backward.
-        gpu: a name in `zeroamp.GPUS`, or a `zeroamp.Gpu` with your own figures.
-        gpus_per_node: GPUs joined by the faster links.
-        intra_gb_per_s: 10^9 bytes per second from a GPU into its node, one direction. None: the GPU's usual link.
-        inter_gb_per_s: the same to other nodes, per GPU.
-        efficiency: the fractions of the peak rates that are reached. None: those measured on this GPU, else assumed.
+        gpu: a name such as "h100" (`zeroamp plan --help` lists them), or the memory of another GPU in 10^9 bytes.
+        gpus_per_node: GPUs of a node, on which the memory of NCCL depends.
         inputs: (batch, seq) -> the forward's arguments; called under `torch.device("meta")`. None: a transformers
             model's token ids and labels.
         loss_fn: the model's output -> a scalar loss. None: its `.loss`, or the output itself.
@@ -196,26 +165,15 @@ def plan_run(
         True
     """
     policy = as_policy(policy)
-    gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    gpu_bytes = memory_of(gpu)
     check_counts(world_size=world_size, batch=batch, seq=seq, gpus_per_node=gpus_per_node)
     axes = find_axes(model, mesh) if isinstance(mesh, DeviceMesh) else None
     shape = check_axes(axes, world_size) if axes is not None else cast("tuple[int, int] | None", mesh)
     check_mesh_and_stages(shape, stages)
     num_tensor = 1 if axes is None else axes.num_tensor
-    efficiency = efficiency or efficiency_of(gpu)
-    check_speeds(gpu, efficiency, intra_gb_per_s=intra_gb_per_s, inter_gb_per_s=inter_gb_per_s)
     batch = batch or policy.train_micro_batch_size_per_gpu or 1
-    intra, inter = intra_gb_per_s or gpu.intra_gb_per_s, inter_gb_per_s or gpu.inter_gb_per_s
-    network = Network(
-        gpus_per_node=max(1, gpus_per_node // num_tensor),  # the ranks of a tensor axis share a node
-        intra_gb_per_s=intra,
-        inter_gb_per_s=inter,
-        efficiency=efficiency.network,
-        ranks_per_node=two_levels(policy, gpus_per_node),
-        partial_itemsize=ITEMSIZE_OF_PARTIALS[policy.partials_between_nodes],
-    )
     planner = _Planner(
-        model, seq, current_device_type(), inputs, loss_fn, optimizer, batch, checkpointing, gpu, network, efficiency
+        model, seq, current_device_type(), inputs, loss_fn, optimizer, batch, checkpointing, gpu_bytes, gpus_per_node
     )
     possible, refused = possible_stages(policy, stages, world_size // num_tensor, shape)
     planned: list[StagePlan] = []
@@ -232,7 +190,6 @@ def plan_run(
             more = ranks_of_axes(axes)
             ranks = replace(ranks, num_tensor=more.num_tensor, num_expert=more.num_expert)
         planned.append(planner.stage(plan, ranks))
-    shown = next((stage for stage in planned if stage.stage == policy.stage), planned[0])
     return RunPlan(
         policy=policy,
         world_size=world_size,
@@ -240,12 +197,11 @@ def plan_run(
         seq=seq,
         checkpointing=checkpointing,
         gpu=gpu,
-        network=network,
-        efficiency=efficiency,
+        gpu_bytes=gpu_bytes,
         activations=planner.activations(planned[0].plan, batch),
         stages=tuple(planned),
         refused=refused,
-        meshes=planner.meshes(shown.plan, world_size, auto_wrap_policy) if axes is None else None,
+        remedies=None if any(map(planner.fits, planned)) else planner.remedies(planned, world_size, auto_wrap_policy),
         has_experts=any(experts_implementation(module) is not None for module in model.modules()),
     )
 
@@ -262,9 +218,8 @@ class _Planner:
     optimizer: OptimizerFactory | None
     batch: int
     checkpointing: bool
-    gpu: Gpu
-    network: Network
-    efficiency: Efficiency
+    gpu_bytes: int
+    gpus_per_node: int
     traced: dict[tuple[object, ...], MicroBatch] = field(default_factory=dict)
     costs: dict[int | None, OptimizerCosts] = field(default_factory=dict)
     """Number of shards -> costs of the optimizer. They do not depend on the stage."""
@@ -278,87 +233,63 @@ class _Planner:
         args, kwargs = self.arguments(1) if needs_run(policy) else ((), {})
         return build_plan(self.model, policy, auto_wrap_policy, kwargs or args or None, self.device_type)
 
-    def stage(self, plan: Plan, ranks: Ranks) -> StagePlan:
-        """Predict memory, traffic and time of one stage."""
+    def memory(self, plan: Plan, ranks: Ranks, batch: int, checkpointing: bool) -> Timeline:
+        """Return the memory of one rank over a step."""
         key = ranks.shards(plan.policy)
         if key not in self.costs:
             # On accelerators torch updates many tensors with one kernel (foreach), which needs copies.
             self.costs[key] = optimizer_costs(plan, ranks, self.optimizer, foreach=True)
-        costs = self.costs[key]
+        return memory_timeline(plan, ranks, self.micro_batch(plan, batch, checkpointing), self.costs[key])
 
-        def memory(batch: int, checkpointing: bool) -> Timeline:
-            return memory_timeline(plan, ranks, self.micro_batch(plan, batch, checkpointing), costs)
+    def stage(self, plan: Plan, ranks: Ranks) -> StagePlan:
+        """Predict memory and traffic of one stage."""
+        of_nccl = nccl_bytes(plan, ranks, self.gpus_per_node)
 
-        nccl_bytes, checkpointing = self.nccl_bytes(plan, ranks), self.checkpointing
+        def peak_bytes(batch: int) -> int:
+            return self.memory(plan, ranks, batch, self.checkpointing).peak_bytes() + of_nccl
+
         return StagePlan(
             plan=plan,
             ranks=ranks,
-            memory=memory(self.batch, checkpointing),
-            other_memory=memory(self.batch, not checkpointing),
+            memory=self.memory(plan, ranks, self.batch, self.checkpointing),
+            other_memory=self.memory(plan, ranks, self.batch, not self.checkpointing),
             traffic=plan_traffic(plan, ranks),
-            time=self.time(plan, ranks, costs),
-            nccl_bytes=nccl_bytes,
-            largest_batch=largest_batch(
-                lambda batch: memory(batch, checkpointing).peak_bytes() + nccl_bytes, self.gpu.memory_bytes
-            ),
+            nccl_bytes=of_nccl,
+            largest_batch=largest_batch(peak_bytes, self.gpu_bytes),
         )
 
-    def time(self, plan: Plan, ranks: Ranks, costs: OptimizerCosts) -> StepTime:
-        """Return the time of one optimizer step."""
-        events = self.micro_batch(plan, self.batch, self.checkpointing).events
-        given: dict[str, Any] = {"gpu": self.gpu, "network": self.network, "efficiency": self.efficiency}
-        return step_time(plan, ranks, events, costs.moved_bytes, **given)
+    def fits(self, stage: StagePlan) -> bool:
+        """Return whether a stage's peak, NCCL's memory included, is at most the GPU's memory."""
+        return stage.peak_bytes <= self.gpu_bytes
 
-    def nccl_bytes(self, plan: Plan, ranks: Ranks) -> int:
-        """Return the GPU memory that NCCL takes with these ranks, in bytes."""
-        live, has_partitions = live_units(plan), plan.policy.hpz_partition_size > 1
-        resharded = [group for group in plan.groups if reshards_after_forward(group.kind, group.unit, plan, live)]
-        return self.network.nccl_bytes(
-            num_shards=ranks.shards(plan.policy) or 1,
-            num_replicas=ranks.num_replicas or 1,
-            num_partitions=len(resharded) if has_partitions else 0,
-            all_to_all=any(
-                group_dtypes(group.key, plan.policy, ranks).reduction == "all_to_all" for group in plan.groups
-            ),
-            separate=bool(plan.policy.separate_reduce_scatter_group),
+    def remedies(
+        self, stages: Sequence[StagePlan], num_ranks: int, auto_wrap_policy: AutoWrapPolicy
+    ) -> tuple[Remedy, ...]:
+        """Return changes with which the run fits, at the highest of the planned stages."""
+        stage = max(stages, key=lambda stage: stage.stage)
+        plans = {stage.plan.policy.offload.to_cpu: stage.plan}
+        if False in plans:
+            try:
+                offloading = stage.plan.policy.replace(offload_optimizer={"device": "cpu"})
+                plans[True] = self.plan(offloading, auto_wrap_policy)
+            except ConfigError:
+                pass  # another key of the config excludes offload
+
+        def measured(remedy: Remedy) -> Remedy:
+            plan = plans[remedy.offload]
+            ranks = replace(stage.ranks, num_shards=(stage.ranks.num_shards or 1) * remedy.num_ranks // num_ranks)
+            memory = self.memory(plan, ranks, remedy.batch, remedy.checkpointing)
+            of_nccl = nccl_bytes(plan, ranks, self.gpus_per_node)
+            return replace(remedy, peak_bytes=memory.peak_bytes(), nccl_bytes=of_nccl, host_bytes=memory.host_bytes())
+
+        unchanged = Remedy(
+            stage=stage.stage,
+            num_ranks=num_ranks,
+            batch=self.batch,
+            checkpointing=self.checkpointing,
+            offload=stage.plan.policy.offload.to_cpu,
         )
-
-    def meshes(self, plan: Plan, world_size: int, auto_wrap_policy: AutoWrapPolicy) -> MeshAdvice | None:
-        """Compare the meshes that `world_size` ranks can have, at the stage of `plan`, and choose the best."""
-        policy, costs = plan.policy, next(iter(self.costs.items()))
-        if policy.stage == 0:
-            return None
-        plain = plan if policy.hpz_partition_size == 1 else self._with_partition(policy, 1, auto_wrap_policy)
-
-        def plan_mesh(shape: MeshShape) -> MeshPlan:
-            of = plain if shape.partition == 1 else self._with_partition(policy, shape.partition, auto_wrap_policy)
-            # Exact for element-wise optimizers, except step counters. Tracing a step per mesh would take seconds.
-            scaled = costs[1].scaled(local_elements(of, shape.num_shards) / local_elements(of, costs[0] or 1))
-            planner = self if shape.ranks_per_node is None else self._in_levels(shape.ranks_per_node)
-            memory = memory_timeline(of, shape.ranks, self.micro_batch(of, self.batch, self.checkpointing), scaled)
-            peak_bytes = memory.peak_bytes() + planner.nccl_bytes(of, shape.ranks)
-            return MeshPlan(
-                shape=shape,
-                peak_bytes=peak_bytes,
-                fits=peak_bytes <= self.gpu.memory_bytes,
-                time=planner.time(of, shape.ranks, scaled),
-                padding=padding_of(of, shape.num_shards),
-            )
-
-        shapes = shapes_to_try(
-            world_size,
-            self.network.gpus_per_node,
-            with_partition=policy.stage == 3 and policy.param_gather_dtype is None,
-            with_levels=policy.reduce_accumulate_dtype == "fp32" and self.network.ranks_per_node == 1,
-        )
-        return advise(list(shapes), plan_mesh)
-
-    def _in_levels(self, ranks_per_node: int) -> "_Planner":
-        """Return the same planner for collectives in two levels."""
-        return replace(self, network=replace(self.network, ranks_per_node=ranks_per_node))
-
-    def _with_partition(self, policy: Policy, partition: int, auto_wrap_policy: AutoWrapPolicy) -> Plan:
-        return self.plan(policy.replace(zero_hpz_partition_size=partition), auto_wrap_policy)
+        return find_remedies(unchanged, stage.largest_batch, measured, self.gpu_bytes, can_offload=True in plans)
 
     def micro_batch(self, plan: Plan, batch: int, checkpointing: bool) -> MicroBatch:
         """Return the trace of a micro-batch of `batch` samples. Stages with the same units and dtypes share it.
@@ -395,35 +326,3 @@ class _Planner:
                 if isinstance(event, Change) and event.kind == "activations" and event.num_bytes > 0:
                     by_unit[event.unit][checkpointing] += event.num_bytes
         return {unit: (without, with_it) for unit, (without, with_it) in by_unit.items()}
-
-
-def local_elements(plan: Plan, num_shards: int) -> int:
-    """Return the trainable elements that a rank holds, padding included; at least 1."""
-    return max(1, sum(local_numel(param, num_shards) for param in plan.params if param.is_trainable))
-
-
-def largest_batch(peak_bytes: Callable[[int], int], limit: int) -> int:
-    """Return the largest batch whose peak is at most `limit` bytes; 0 if not even 1 fits, at most `MAX_BATCH`.
-
-    A peak is the largest of many sums that are each affine in the batch. So a line through two known peaks is solved
-    for the limit and the solution is tried, until a batch fits and the next larger one does not.
-    """
-    peaks: dict[int, int] = {}
-    before, fits, fails = 0, 0, MAX_BATCH + 1
-    guess = 1
-    while fails - fits > 1:
-        peaks[guess] = peak_bytes(guess)
-        if peaks[guess] <= limit:
-            before, fits = fits, guess
-        else:
-            fails = guess
-        # Interpolate between a batch that fits and one that fails, else extrapolate from the two largest that fit.
-        known = [batch for batch in (before, fits, fails) if batch in peaks][-2:]
-        solved = fits + 1 if len(known) < 2 else _solve(known[0], known[1], peaks, limit)
-        guess = min(max(solved, fits + 1), fails - 1)
-    return fits
-
-
-def _solve(low: int, high: int, peaks: dict[int, int], limit: int) -> int:
-    rise = peaks[high] - peaks[low]
-    return MAX_BATCH if rise <= 0 else low + (limit - peaks[low]) * (high - low) // rise

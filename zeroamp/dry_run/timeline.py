@@ -11,21 +11,19 @@ MemoryKind = Literal[
     "parameters",
     "optimizer state",
     "gradients",
-    "gathered parameters",
+    "unsharded parameters",
     "communication buffers",
     "unsharded gradients",
     "activations",
     "workspace",
     "inputs and buffers",
 ]
-"""parameters: the stored shards. gradients: gradient shards. gathered parameters: unsharded ones. unsharded gradients:
-raw ones before their reduction, and sums of several micro-batches at stages 0 and 1. communication buffers: inputs and
-outputs of collectives, and casts for them. activations: what the forward saves for the backward. workspace: temporary
-memory of ops, recomputed activations included."""
+"""parameters: the stored shards. gradients: gradient shards. unsharded parameters: whole ones, from their all-gather to
+their reshard. unsharded gradients: raw ones before their reduction, and sums of several micro-batches at stages 0 and
+1. communication buffers: inputs and outputs of collectives, and casts for them. activations: what the forward saves for
+the backward. workspace: temporary memory of ops, recomputed activations included."""
 
 KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
-LABELS: dict[MemoryKind, str] = {**{kind: str(kind) for kind in KINDS}, "gathered parameters": "unsharded parameters"}
-"""Kind -> its name in tables and plots. JSON has the kind itself."""
 HOST_KINDS: tuple[MemoryKind, ...] = ("parameters", "optimizer state", "gradients")
 """Kinds that offloading moves to the CPU."""
 
@@ -49,6 +47,11 @@ class Timeline:
         columns = [index for index, kind in enumerate(KINDS) if kind not in self.on_host]
         total: npt.NDArray[np.int64] = self.num_bytes[:, columns].sum(axis=1)
         return total
+
+    def host_bytes(self) -> int:
+        """Return the largest number of bytes that offload holds on the host."""
+        columns = [KINDS.index(kind) for kind in self.on_host]
+        return int(self.num_bytes[:, columns].sum(axis=1).max()) if columns else 0
 
     def peak(self, phase: Phase | None = None) -> dict[MemoryKind, int]:
         """Return the bytes of each kind at the moment of the device's peak, in one phase or in the whole step."""

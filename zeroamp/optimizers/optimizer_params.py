@@ -8,6 +8,8 @@ from zeroamp.optimizers.typed_params import NotNegative, TypedParams
 from zeroamp.policies.schema.keys import Block, Honoured, Number, Unsupported, as_tuple, refused
 
 _BUILD_IT = "Build the optimizer yourself, after wrap_model, and pass it to TrainStep."
+_ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
+_FEWER_BYTES = 'Write "AdamW": gradients are reduced in the compute dtype, and "communication_data_type" sets another.'
 
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple)]
@@ -98,5 +100,5 @@ class SGDParams(_TorchParams):
 OPTIMIZER_PARAMS: dict[str, type[Block]] = {"Adam": AdamParams, "AdamW": AdamWParams, "SGD": SGDParams}
 """The block of `optimizer.params`, by `optimizer.type`."""
 
-TYPES = TypedParams(blocks=OPTIMIZER_PARAMS, build_it=_BUILD_IT)
+TYPES = TypedParams(blocks=OPTIMIZER_PARAMS, build_it=_BUILD_IT, hints=dict.fromkeys(_ONE_BIT, _FEWER_BYTES))
 """Loaded by the schema for a config with an `optimizer`."""

@@ -48,6 +48,24 @@ def gb(num_bytes: int | None) -> float | None:
     return None if num_bytes is None else num_bytes / 1e9
 
 
+def in_one_unit(rows: Sequence[Row], keys: Collection[str]) -> list[Row]:
+    """Return the rows with the bytes of some columns in one unit, with which the headers of these columns end.
+
+    The unit is that of the largest number: bytes, KiB, MiB or GiB (1024³ bytes). None stays None.
+    """
+    largest = max((row[key] for row in rows for key in keys if row[key] is not None), default=0)
+    power = next(power for power in (3, 2, 1, 0) if largest >= 1024**power or power == 0)
+    unit = ("bytes", "KiB", "MiB", "GiB")[power]
+
+    def scaled(num_bytes: int | None) -> float | int | None:
+        return num_bytes if num_bytes is None or power == 0 else num_bytes / 1024**power
+
+    return [
+        {f"{key} {unit}" if key in keys else key: scaled(row[key]) if key in keys else row[key] for key in row}
+        for row in rows
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """A part of a document: rows, the line above them, and a paragraph below them."""
@@ -85,7 +103,9 @@ def render(rows: Sequence[Row], style: TableStyle = "simple", *, names: Collecti
     if not rows:
         return ""
     heads = [key if key in names else key.replace("_", " ") for key in rows[0]]
-    columns = [(head, *_texts([row[key] for row in rows])) for head, key in zip(heads, rows[0], strict=True)]
+    columns: list[tuple[Any, ...]] = [
+        (head, *_texts([row[key] for row in rows])) for head, key in zip(heads, rows[0], strict=True)
+    ]
     if style == "simple":
         turned = list(zip(*columns, strict=True))
         if not _fits(columns) and len(rows) <= _MOST_TRANSPOSED and _fits(turned):
@@ -101,12 +121,13 @@ def render(rows: Sequence[Row], style: TableStyle = "simple", *, names: Collecti
             tuple(textwrap.fill(text, limit, break_on_hyphens=False) for text in column)
             for column, limit in zip(columns, limits, strict=True)
         ]
-    first, *others = zip(*columns, strict=True)
+    first, *lines_below = zip(*columns, strict=True)
     aligned = [_alignment(column) for column in columns]
     if style != "simple":
-        return tabulate(others, first, tablefmt=style, disable_numparse=True, colalign=aligned)
+        return tabulate(lines_below, first, tablefmt=style, disable_numparse=True, colalign=aligned)
     # The header is a row, because tabulate pads headers.
-    lines, at = [first, ["-" * limit for limit in limits], *others], ["bottom", *["top"] * (len(others) + 1)]
+    lines: list[Any] = [first, ["-" * limit for limit in limits], *lines_below]
+    at = ["bottom", *["top"] * (len(lines_below) + 1)]
     return tabulate(lines, tablefmt="plain", disable_numparse=True, colalign=aligned, rowalign=at)
 
 

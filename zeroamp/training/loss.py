@@ -25,5 +25,5 @@ def loss_of(output: Any, loss_fn: LossFunction | None, *, where: str, error: typ
     source = "the loss" if loss_fn is not None or loss is not output else "the model's output, which has no .loss,"
     raise error(
         f"{where}: the loss must be a scalar that depends on trainable parameters, but {source} is {found}. "
-        "Pass loss_fn, which computes it from the model's output, or inputs (labels) with which the model returns it."
+        "Pass loss_fn (`zeroamp plan`: --loss), which computes it, or inputs (labels) with which the model returns it."
     )

@@ -80,17 +80,17 @@ def test_nothing_is_allocated_but_meta_tensors(tmp_path):
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        ({"hidden_size": 8}, "(ValueError: Unrecognized model in"),
+        ({"hidden_size": 8}, "ValueError: Unrecognized model in"),
         ({"model_type": "no-such-type"}, "`no-such-type`"),
         ({"model_type": "llama", "hidden_size": "wide"}, "Field 'hidden_size' expected int, got str"),
-        ({"model_type": "llama", "architectures": ["LlamaOfTomorrow"]}, "but is ['LlamaOfTomorrow']"),
-        ({"model_type": "llama", "architectures": ["LlamaConfig"]}, "but is ['LlamaConfig']"),
+        ({"model_type": "llama", "architectures": ["LlamaOfTomorrow"]}, "no model class 'LlamaOfTomorrow'"),
+        ({"model_type": "llama", "architectures": ["LlamaConfig"]}, "no model class 'LlamaConfig'"),
     ],
 )
 def test_a_config_json_that_is_no_model_says_what_is_wrong(tmp_path, entries, words):
     with pytest.raises(zeroamp.WrapError) as raised:
         load_model(str(folder_of(tmp_path, **entries)))
-    assert str(raised.value).startswith(f"model '{tmp_path}'")
+    assert str(raised.value).startswith(f"--model {tmp_path}")
     assert words in str(raised.value)
 
 
@@ -99,7 +99,9 @@ def test_code_in_a_folder_is_neither_run_nor_asked_about(tmp_path, monkeypatch):
     folder_of(tmp_path, model_type="own", auto_map={"AutoConfig": "own_code.Own"})
     questions = []
     monkeypatch.setattr("builtins.input", lambda text: questions.append(text) or "y")
-    with pytest.raises(zeroamp.WrapError, match=r"(?s)contains custom code .* with custom code needs one") as raised:
+    with pytest.raises(
+        zeroamp.WrapError, match=r"(?s)contains custom code .* with custom code needs a factory"
+    ) as raised:
         load_model(str(tmp_path))
     assert "the code ran" not in str(raised.value)
     assert not questions
@@ -163,14 +165,14 @@ def test_the_file_itself_runs_with_real_tensors(python_file):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("no/such/folder", "Check the path."),
-        ("organisation/model", "Check the path."),  # a name on a hub: nothing is downloaded
-        ("some_file.py", "Append the name of a function, after a colon."),
-        ("module:", "Check the path."),
-        (":factory", "Check the path."),
+        ("no/such/folder", "does not exist"),
+        ("organisation/model", "does not exist"),  # a name on a hub: nothing is downloaded
+        ("some_file.py", "does not exist"),
+        ("module:", "does not exist"),
+        (":factory", "does not exist"),
         ("no/such/file.py:build", "no/such/file.py"),
         ("no_such_module:build", "ModuleNotFoundError: No module named 'no_such_module'"),
-        (".relative:build", "importing '.relative'"),
+        (".relative:build", "importing it raised"),
     ],
 )
 def test_a_source_that_leads_nowhere_says_what_is_possible(source, words, tmp_path, monkeypatch):
@@ -178,7 +180,7 @@ def test_a_source_that_leads_nowhere_says_what_is_possible(source, words, tmp_pa
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(zeroamp.WrapError) as raised:
         load_model(source)
-    assert str(raised.value).startswith(f"model {source!r}")
+    assert str(raised.value).startswith(f"--model {source} ") or f"--model {source}:" in str(raised.value)
     assert words in str(raised.value)
 
 
@@ -188,9 +190,9 @@ def test_a_source_that_leads_nowhere_says_what_is_possible(source, words, tmp_pa
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("def (", "SyntaxError: "),
         ("raise SystemExit(2)", "SystemExit: 2"),
-        ("def make(): pass", "there is no 'build' in 'mistake'. Name one of those that it defines: make."),
-        ("build = 3", "build is a int in 'mistake'"),
-        ("from torch import nn\nbuild = nn.Linear(1, 1)", "Name the function that builds it"),
+        ("def make(): pass", "has no attribute 'build'"),
+        ("build = 3", "is a int"),
+        ("from torch import nn\nbuild = nn.Linear(1, 1)", "name the function that builds it"),
         ("def build(): raise OSError('no weights')", "raised OSError: no weights. "),
         ("def build(width): pass", "raised TypeError: build() missing 1 required positional"),
         ("import sys\ndef build(): sys.exit('bye')", "raised SystemExit: bye"),
@@ -203,7 +205,7 @@ def test_a_factory_that_is_none_says_what_is_wrong(python_file, text, words):
     path = python_file("mistake.py", text)
     with pytest.raises(zeroamp.WrapError) as raised:
         load_model(f"{path}:build")
-    assert str(raised.value).startswith(f"model '{path}:build'")
+    assert str(raised.value).startswith(f"--model {path}:build")
     assert words in str(raised.value)
 
 

@@ -278,54 +278,62 @@ def test_the_units_are_boxes_in_the_colours_of_the_chosen_dtype(pages, browser):
 
 
 @needs_chromium
-def test_the_plan_has_a_panel_and_a_row_per_stage_and_the_meshes(pages, browser):
+def test_the_plan_has_a_panel_and_a_row_per_stage(pages, browser):
     path, printed = pages["plan"]
     browser.open(path)
     titles = browser.evaluate("[...document.querySelectorAll('.chart')].map((chart) => chart.layout.title.text)")
     assert titles[:4] == [f"Stage {stage}" for stage in range(4)]
-    tops = browser.evaluate(
-        "[...document.querySelectorAll('.chart')].slice(0, 4).map((chart) => chart.layout.yaxis.range[1])"
-    )
-    assert len(set(tops)) > 2  # each has its own axis
+    panels = "[...document.querySelectorAll('.chart')].slice(0, 4)"
+    tops = browser.evaluate(f"{panels}.map((chart) => chart.layout.yaxis.range[1])")
+    assert len(set(tops)) == 1  # one axis
+    assert browser.evaluate(f"{panels}.every((chart) => chart.data.every((kind) => !kind.showlegend))")
+    assert "activations" in browser.evaluate("document.querySelector('.legend').textContent")
     first = "document.querySelector('.chart')"
     assert browser.evaluate(f"{first}.layout.annotations.map((each) => each.text)")[:3] == ["F", "B", "opt"]
     assert browser.evaluate(f"{first}.layout.xaxis.range") == [0, browser.evaluate(f"{first}.data[0].x.length") - 1]
     rows = cells(browser, 0)
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
     assert [int(row[6].replace(",", "")) for row in rows] == [stage["largest_batch"] for stage in printed["stages"]]
-    stages, step_s = printed["stages"], [stage["seconds"]["total"] for stage in printed["stages"]]
-    sent = [sum(part["bytes"] for part in stage["traffic"]) for stage in stages]
+    stages = printed["stages"]
     digits = 5e-3  # half a unit of the third significant digit
-    assert [float(row[2]) * 2**30 for row in rows] == pytest.approx(
-        [stage["peak_bytes"] for stage in stages], rel=digits
+    sent = [sum(part["bytes"] for part in stage["traffic"]) for stage in stages]
+    for column, name, values in ((2, "peak", [stage["peak_bytes"] for stage in stages]), (7, "communicated", sent)):
+        head = browser.evaluate(f"document.querySelectorAll('table')[0].querySelectorAll('th')[{column}].textContent")
+        assert head.startswith(name)
+        size = 1024 ** ["bytes", "KiB", "MiB", "GiB"].index(head.rpartition(" ")[2])
+        assert [float(row[column].replace(",", "")) * size for row in rows] == pytest.approx(values, rel=digits)
+    bars = browser.evaluate("[...document.querySelectorAll('.chart')][5].data.map((bar) => bar.y)")
+    assert [1024 * sum(parts) for parts in zip(*bars, strict=True)] == pytest.approx(sent, rel=1e-12)  # additions
+    colours = (
+        "[...document.querySelectorAll('table')[0].querySelectorAll('tbody tr')].map((r) => r.children[5].style.color)"
     )
-    assert [float(row[7]) * 1e9 for row in rows] == pytest.approx(sent, rel=digits)
-    assert [float(row[8]) for row in rows] == pytest.approx(step_s, rel=digits)
-    bars = browser.evaluate("[...document.querySelectorAll('.chart')][6].data.map((bar) => bar.y)")
-    assert [1e9 * sum(parts) for parts in zip(*bars, strict=True)] == pytest.approx(sent, rel=1e-12)  # additions
-    meshes = cells(browser, 1)
-    assert len(meshes) == len(printed["meshes"]["tried"])
-    assert len(cells(browser, 1, "tr.best")) == 1
+    assert browser.evaluate(colours) == ["rgb(26, 127, 55)"] * 4
 
 
 @needs_chromium
-def test_the_peak_and_a_gpus_memory_near_it_are_marked(pages, browser, tmp_path):
+def test_the_peak_and_a_gpus_memory_near_it_are_marked_and_what_would_fit_is_a_table(pages, browser, tmp_path):
     text = pages["plan"][0].read_text()
     timelines = json.loads(_Parser(text).data)["timelines"]
     limit = int(1.1 * max(timelines[0]["total"]))
     small = tmp_path / "small.html"
+    remedy = {"stage": 3, "num_ranks": 32, "batch": 1, "checkpointing": True, "offload": False}
+    remedy |= {"peak_bytes": 3 * 2**20, "nccl_bytes": 2**20, "host_bytes": 0}
+    text = text.replace('"remedies":null', f'"remedies":{json.dumps([remedy])}').replace('"fits":true', '"fits":false')
     small.write_text(re.sub(r'"memory_bytes":\d+', f'"memory_bytes":{limit}', text))
     browser.open(small)
     layout = "document.querySelector('.chart').layout"
     lines = browser.evaluate(
         f"{layout}.shapes.filter((line) => line.line.dash === 'dash').map((line) => [line.y0, line.y1])"
     )
-    assert lines == [[limit / 2**30] * 2]
+    assert lines == [[limit / 2**10] * 2]
     peak = browser.evaluate(f"{layout}.annotations.at(-1)")
-    assert (peak["x"], peak["y"] * 2**30) == (
+    assert (peak["x"], peak["y"] * 2**10) == (
         timelines[0]["total"].index(max(timelines[0]["total"])),
         max(timelines[0]["total"]),
     )
+    assert cells(browser, 1) == [["32", "1", "yes", "no", "4.00", "0"]]
+    first = "document.querySelectorAll('table')[0].querySelector('tbody tr').children[5]"
+    assert browser.evaluate(f"{first}.style.color") == "rgb(207, 34, 46)"
 
 
 @needs_chromium

@@ -1,6 +1,4 @@
-"""Plans of a small model, for the tests of `plan_run` and of its picture."""
-
-import dataclasses
+"""Plans of a small model, for the tests of `plan_run` and of its page."""
 
 import torch
 
@@ -9,8 +7,8 @@ from tests.models.small import Llama
 from tests.processes.training import config
 
 TOKENS = 12
-FULL = dataclasses.replace(zeroamp.GPUS["h100"], memory_gb=1e-6)
-"""Nothing fits on it, so that no batches are tried but one."""
+FULL = 1e-6
+"""10^9 bytes of memory. Nothing fits into it, so that no batches are tried but one."""
 
 
 def tokens(batch, seq):

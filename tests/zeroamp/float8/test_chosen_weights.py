@@ -120,6 +120,6 @@ def test_a_planned_run_holds_float8_and_one_bf16_copy(monkeypatch):
     )
     weights = [param.numel for param in low.stages[0].plan.params if param.has_own_gather_dtype]
     less, more = (run.stages[0].memory.peak("backward") for run in (low, high))
-    assert more["gathered parameters"] - less["gathered parameters"] == sum(weights)
+    assert more["unsharded parameters"] - less["unsharded parameters"] == sum(weights)
     assert less["workspace"] - more["workspace"] == 2 * max(weights)
     assert low.to_dict()["stages"][1]["peak_bytes"] < high.to_dict()["stages"][1]["peak_bytes"]

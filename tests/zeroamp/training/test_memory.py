@@ -1,4 +1,4 @@
-"""At stage 3 the gathered parameters are gone between forward and backward, autocast or not."""
+"""At stage 3 the unsharded parameters are gone between forward and backward, autocast or not."""
 
 import torch
 from torch.distributed.fsdp import fully_shard

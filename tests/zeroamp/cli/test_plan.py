@@ -34,7 +34,8 @@ def arguments(tmp_path, python_file):
     return ("plan", path, "--model", f"{net}:Net", "--inputs", f"{net}:batch", "--world-size", 8)
 
 
-def test_it_prints_tables(arguments):
+def test_it_prints_tables(arguments, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # so that no header is wrapped
     code, out, err = run(*arguments, "--stages", "1,3", "--batch", 4, "--seq", 3)
     assert (code, err) == (0, "")
     assert "mode autocast, 8 ranks, 1 x batch 4 x 3 per rank" in out

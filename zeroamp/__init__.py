@@ -42,6 +42,7 @@ EXTENSIONS = {
     "Ledger.text": "zeroamp.reporting.ledger_tables:ledger_text",
     "Ledger.parameter_text": "zeroamp.reporting.ledger_tables:parameter_text",
     "Verification.text": "zeroamp.reporting.ledger_tables:verification_text",
+    "validate.explain": "zeroamp.policies.schema.config_errors:explain",
     "policy_from_config.fill_auto": "zeroamp.policies.auto_values:fill_auto",
     "Policy.key_report": "zeroamp.reporting.key_report:render_report",
     "optimizer.types": "zeroamp.optimizers.optimizer_params:TYPES",

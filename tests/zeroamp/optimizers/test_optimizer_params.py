@@ -50,7 +50,7 @@ BAD = [
     ({"params": {"no": 1}}, "type", "is missing", "Add it"),
     ({"type": 3}, "type", "is 3", "Name one of them"),
     ({"type": "Lamb"}, "type", 'is "Lamb"', "Build the optimizer yourself"),
-    ({"type": "onebitadam"}, "type", 'is "onebitadam"', "Build the optimizer yourself"),
+    ({"type": "onebitadam"}, "type", 'is "onebitadam"', 'Write "AdamW"'),
     ({"type": "RMSprop"}, "type", 'is "RMSprop"', "Build the optimizer yourself"),
     ({"type": "AdmaW"}, "type", 'is "AdmaW"', "Did you mean 'AdamW'?"),
     ({"type": "zzz"}, "type", 'is "zzz"', "Build the optimizer yourself"),

@@ -23,9 +23,10 @@ group come after it, FSDP2 reduces them at the end of the whole backward.
 With HSDP, each replica sums the micro-batches of an optimizer step, and these sums are summed over replicas once. FSDP2
 adds the reductions of the micro-batches in `parameter.grad`. The hook of the last one moves them from there into the
 flat reduced shard (`add_partial_sums`), before the sum over replicas, and FSDP2 makes `parameter.grad` from the result.
-A group that ran in an earlier micro-batch but not in the last one reduces zeros in the last one. `TrainStep.reopen` may
-continue an optimizer step after its last micro-batch. `parameter.grad` then holds a gradient that is summed over all
-replicas and divided. It is set aside while a replica sums its next micro-batches, and is added to their result.
+A group that ran in an earlier micro-batch but not in the last one reduces zeros in the last one. Loops of other
+libraries may continue an optimizer step after its last micro-batch. `parameter.grad` then holds a gradient that is
+summed over all replicas and divided. It is set aside while a replica sums its next micro-batches, and is added to their
+result.
 """
 
 from collections.abc import Callable, Iterable

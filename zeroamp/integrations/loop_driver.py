@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zeroamp.integrations.continued_steps import reopen, update_part
 from zeroamp.optimizers.kinds import is_of_bitsandbytes
 from zeroamp.planning.mesh import local_part
 from zeroamp.policies.errors import StepError
@@ -99,7 +100,7 @@ class LoopDriver:
         if self._step.is_between_steps:
             self._forget()
         if self._reopens:
-            self._step.reopen()
+            reopen(self._step)
         if self._step.is_reduced:
             raise StepError(
                 "A backward was called again before optimizer.step(). Call optimizer.zero_grad() to discard the "
@@ -183,7 +184,7 @@ class LoopDriver:
         self._is_clipped = self._has_stepped = True
         self._done.append(optimizer)
         if any(map(_has_gradient, self._left())):
-            self._step.update_part(optimizer)
+            update_part(self._step, optimizer)
         else:
             self._end([optimizer])
         torch.clear_autocast_cache()  # the loop's own autocast has cached casts of the old values

@@ -116,8 +116,9 @@ class ReproducibleArithmetic(StepArithmetic):
         """Raise if the order of additions depends on the number of micro-batches."""
         if self._order.depends_on_count:
             raise StepError(
-                "TrainStep.reopen was called with zeroamp.reproducible, whose order of micro-batches depends on their "
-                "number at stages 0 and 1 and with replicas. Pass is_last=False to the backwards before the last one."
+                "An optimizer step was continued after its last backward with zeroamp.reproducible, whose order of "
+                "micro-batches depends on their number at stages 0 and 1 and with replicas. Pass is_last=False to the "
+                "backwards before the last one."
             )
 
     def before_backward(self) -> None:

@@ -85,7 +85,7 @@ class StepDriver:
         self.micro_batches = MicroBatches(self.state)
         self.callbacks = Callbacks(self.state.callbacks)
         self._policy = self.state.plan.policy
-        self._step = self.state.step
+        self.step_state = self.state.step
         self._on_shards = checked_on_shards(on_shards, len(self.optimizers))
         run_alike(
             self._checked,
@@ -130,8 +130,8 @@ class StepDriver:
     @property
     def phase(self) -> Phase:
         """The phase of this driver's optimizer step. IDLE during a step of another `TrainStep` of the model."""
-        is_of_other = self._step.is_open and self._step.owner is not self.micro_batches
-        return Phase.IDLE if is_of_other else self._step.phase
+        is_of_other = self.step_state.is_open and self.step_state.owner is not self.micro_batches
+        return Phase.IDLE if is_of_other else self.step_state.phase
 
     @property
     def is_between_steps(self) -> bool:
@@ -159,7 +159,7 @@ class StepDriver:
         is_last = self._is_last(is_last)
         if is_between_steps:
             self._begin()
-        step, arithmetic = self._step, self.micro_batches.arithmetic
+        step, arithmetic = self.step_state, self.micro_batches.arithmetic
         arithmetic.refuse_count(is_last=is_last)
         self.micro_batches.refuse_lost_gradients()
         refuse_loss(loss)
@@ -187,7 +187,7 @@ class StepDriver:
 
     def _is_last(self, is_last: bool | None) -> bool:
         """Return whether a backward is the last of its optimizer step. Raise StepError if it contradicts the others."""
-        step = self._step
+        step = self.step_state
         if self.phase is Phase.CLIPPED:
             raise StepError("TrainStep.backward was called between clip_grad_norm() and update(). Call update() first.")
         if self._is_in_no_sync and is_last:
@@ -223,46 +223,16 @@ class StepDriver:
             *(short_name(dtype), how),
         )
 
-    def reopen(self) -> None:
-        """Continue an optimizer step whose last micro-batch has run: the next backward adds to its gradients.
-
-        For loops that learn only after a backward whether it was the last one. Such a loop passes `is_last=True` to
-        every backward, so every backward reduces its gradients. Nothing happens if the last micro-batch has not run.
-
-        Raises:
-            StepError: `clip` was called, `data_types.grad_accum_dtype` is not fp32, the config counts the
-                micro-batches, an earlier backward or step raised, or with `zeroamp.reproducible` the order of additions
-                depends on the number of micro-batches (stages 0 and 1, replicas).
-        """
-        self.micro_batches.refuse_after_failure("StepDriver.reopen")
-        if not self.is_reduced:
-            return
-        if self.phase is Phase.CLIPPED:
-            raise StepError("A backward was called between clip_grad_norm() and update(). Call update() first.")
-        if not self._step.is_ended_by_caller:
-            raise StepError(
-                "StepDriver.reopen was called, but the config counts micro-batches. Pass is_last to backward."
-            )
-        self.micro_batches.arithmetic.refuse_reopen()
-        if self._policy.grad_accum_dtype != torch.float32:
-            raise StepError(
-                "A backward after the last one of an optimizer step needs sums of micro-batches in fp32, but "
-                f"data_types.grad_accum_dtype is {short_name(self._policy.grad_accum_dtype)}. Leave it out, or pass "
-                "is_last=False to the backwards before the last one."
-            )
-        self._step.phase = Phase.OPEN
-        self.micro_batches.note_gradients(are_reduced=True)
-
     def step(self) -> StepReport | None:
         """Clip and update after the last micro-batch. See `TrainStep.step`."""
         self.micro_batches.refuse_after_failure("TrainStep.step")
         if self.phase is not Phase.CLIPPED:
-            if self.is_between_steps or self._step.is_stepped:
+            if self.is_between_steps or self.step_state.is_stepped:
                 raise StepError(
                     "TrainStep.step was called without a backward since the last step. Call backward first."
                 )
-            if not self.is_reduced and not self._step.is_ended_by_caller:
-                self._step.is_stepped = True
+            if not self.is_reduced and not self.step_state.is_ended_by_caller:
+                self.step_state.is_stepped = True
                 return None
             self._refuse_incomplete("step")
         with self.callbacks.phase("optimizer"):
@@ -292,7 +262,7 @@ class StepDriver:
 
         Only in float16, and if steps that are not finite are skipped, the host waits for the norm.
         """
-        step = self._step
+        step = self.step_state
         if self._agreement is not None:
             done = (self.num_steps, self.num_skipped, step.num_divided, step.is_ended_by_caller)
             self._agreement.done = Done(*done, max_norm, self.scaler.scale, self.state.root.training)
@@ -323,25 +293,13 @@ class StepDriver:
         all of them.
         """
         optimizers = self.optimizers if optimizers is None else optimizers
-        self._refuse_update("update", optimizers)
+        self.refuse_update("update", optimizers)
         with self.callbacks.phase("optimizer"):
             report = self._update(optimizers)
         return self._end(report)
 
-    def update_part(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step one of several optimizers after `clip`, and leave the optimizer step open.
-
-        For loops that step their optimizers one by one, with code in between. `update(others)` ends the optimizer step:
-        it steps the optimizers that are left, and discards all gradients. The scheduler of `optimizer` is not stepped.
-
-        Raises:
-            StepError: `clip` was not called before, or an earlier backward or step raised.
-        """
-        self._refuse_update("update", [optimizer])
-        with self.callbacks.phase("optimizer"), self.micro_batches.noting("optimizer.step"):
-            self._step_optimizers([optimizer])
-
-    def _refuse_update(self, method: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def refuse_update(self, method: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Raise StepError unless `clip` was called, and all of `optimizers` belong to this driver."""
         self.micro_batches.refuse_after_failure(f"TrainStep.{method}")
         if self.phase is not Phase.CLIPPED:
             raise StepError(f"TrainStep.{method} was called without clip_grad_norm(). Call it first, or step() alone.")
@@ -352,7 +310,8 @@ class StepDriver:
                     "Pass those of TrainStep.optimizers."
                 )
 
-    def _step_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def step_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Step these optimizers after `clip`, unless the optimizer step is skipped. It stays open."""
         for callback in self.callbacks.all():
             callback.before_update()
         if optimizers:  # a forward since the backward, or one of a callback, may have left the old weights unsharded
@@ -373,7 +332,7 @@ class StepDriver:
             self.scheduler_steps.check()
             with self.micro_batches.noting("optimizer.step"):
                 rates = tuple(rate for optimizer in self.optimizers for rate in learning_rates(optimizer))
-                self._step_optimizers(optimizers)
+                self.step_optimizers(optimizers)
                 if not clipped.skipped:
                     self.num_steps += 1
                     for index, (own, scheduler) in enumerate(zip(self.optimizers, self.schedulers, strict=True)):

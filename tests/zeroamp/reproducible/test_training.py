@@ -10,6 +10,7 @@ from tests.processes import reproducible
 from tests.processes.ranks import Ranks
 from tests.processes.reproducible import SEED
 from tests.processes.training import config, full_parameters, same_bits
+from zeroamp.integrations.continued_steps import reopen
 from zeroamp.training.step import driver_of
 
 NUM_STEPS = 20
@@ -251,7 +252,7 @@ def _refused():
     train.zero_grad()
     for _ in range(2):
         train.backward(model(inputs), is_last=_ == 1)
-    attempt(zeroamp.StepError, driver_of(train).reopen)
+    attempt(zeroamp.StepError, lambda: reopen(driver_of(train)))
     return found
 
 
@@ -267,7 +268,7 @@ def test_what_cannot_be_kept_is_refused_by_name(ranks2):
         'divide=True with zeroamp.reproducible and zeroamp.reduce "sum"',
         "divide=False in float16",
         "ends after 1 micro-batch(es), but gradient_accumulation_steps is 2",
-        "TrainStep.reopen was called with zeroamp.reproducible",
+        "continued after its last backward with zeroamp.reproducible",
     ]
     for found, expected in zip(ranks2.run(_refused)[0], words, strict=True):
         assert expected in found

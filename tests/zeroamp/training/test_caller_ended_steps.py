@@ -10,6 +10,7 @@ from tests.models.small import batch, loss_of
 from tests.oracles import one_process
 from tests.processes.training import config, full_parameters, same_bits, wrapped
 from tests.selection import slow_but
+from zeroamp.integrations.continued_steps import reopen
 from zeroamp.training.step import driver_of
 
 NAME = "llama_tied"
@@ -338,19 +339,19 @@ def _reopened(stage):
         model = wrapped(NAME, config(stage, comm="fp32"))
         train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         for step in range(2):
-            driver_of(train).reopen()  # nothing to continue
+            reopen(driver_of(train))  # nothing to continue
             for micro in range(3):
                 index = (3 * step + micro) * dist.get_world_size() + dist.get_rank()
                 loss = loss_of(model, batch(NAME, index)).float() / 3
                 if not is_known:
-                    driver_of(train).reopen()
+                    reopen(driver_of(train))
                 train.backward(loss, is_last=micro == 2 or not is_known, divide=False)
             train.step()
         found.append(full_parameters(model))
     train.backward(loss_of(model, batch(NAME, 0)), is_last=True, divide=False)
     train.clip_grad_norm()
     with pytest.raises(zeroamp.StepError, match=r"A backward .*update\(\)"):
-        driver_of(train).reopen()
+        reopen(driver_of(train))
     return found
 
 
@@ -374,7 +375,7 @@ def _continued_without_a_reduction_over_replicas():
         for step in range(2):
             for micro, is_last in enumerate(marks):
                 index = (3 * step + micro) * dist.get_world_size() + dist.get_rank()
-                driver_of(train).reopen()
+                reopen(driver_of(train))
                 train.backward(loss_of(model, batch(NAME, index)).float() / 3, is_last=is_last, divide=False)
             norms.append(float(train.clip_grad_norm()))
             train.update()
@@ -395,7 +396,7 @@ def _refused_reopenings():
         train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         train.backward(loss_of(model, batch(NAME, 0)), is_last=is_last)
         with pytest.raises(zeroamp.StepError) as error:
-            driver_of(train).reopen()
+            reopen(driver_of(train))
         texts.append(str(error.value))
     return texts
 

@@ -11,6 +11,7 @@ from tests.models.small import batch, build, loss_of
 from tests.processes.launch import ROOT
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, same_bits
+from zeroamp.integrations.continued_steps import reopen
 from zeroamp.training.step import driver_of
 
 NAME = "encoder"
@@ -221,7 +222,7 @@ def _losses_after_a_lost_gradient(stage, reopens):
         inputs = batch(NAME, dist.get_rank())
         run.train.backward(loss_of(run.model, inputs), is_last=reopens)
         if reopens:
-            driver_of(run.train).reopen()
+            reopen(driver_of(run.train))
         if is_wrong:
             run.optimizer.zero_grad()
             run.model.zero_grad()

@@ -1,4 +1,4 @@
-"""`TrainStep.update(optimizers)` and `StepDriver.update_part`: some of several optimizers step."""
+"""`TrainStep.update(optimizers)` and `update_part`: some of several optimizers step."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 import zeroamp
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, full_parameters, same_bits, wrapped
+from zeroamp.integrations.continued_steps import update_part
 from zeroamp.training.step import driver_of
 
 
@@ -28,11 +29,11 @@ def _train(end):
 
 def _ends():
     def one_by_one(train):
-        driver_of(train).update_part(train.optimizers[0])
+        update_part(driver_of(train), train.optimizers[0])
         train.update(train.optimizers[1:])
 
     def first_only(train):
-        driver_of(train).update_part(train.optimizers[0])
+        update_part(driver_of(train), train.optimizers[0])
         train.update([])
 
     whole, parts, first = _train(lambda train: train.update()), _train(one_by_one), _train(first_only)

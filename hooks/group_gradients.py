@@ -40,6 +40,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.hooks._torch.dispatch import is_in_backward, runs_autograd_node
 from zeroamp.hooks._torch.parameter_group import GroupParameter, ParameterGroup, parameter_groups
 from zeroamp.hooks.tensors import hold_for_current_stream
+from zeroamp.policies.errors import WrapError
 
 
 class GroupGradients:
@@ -186,7 +187,12 @@ class GroupGradients:
 
     def _pre_forward(self, *args: Any) -> Any:
         self._num_forwards += torch.is_grad_enabled()
-        self.group.follow_requires_grad()
+        if replaced := self.group.follow_changes():
+            raise WrapError(
+                f"The FSDP unit of {replaced} was called with another tensor in the place of that parameter, as by "
+                "torch.func.functional_call. FSDP2 would use the parameter. Call the op itself with the tensor "
+                "(torch.nn.functional.linear), or make a module around this call the unit (auto_wrap_policy)."
+            )
         return self._pre_forward_of_fsdp(*args)
 
     def _post_backward(self, *unused: Any) -> Any:
@@ -222,7 +228,15 @@ class GroupGradients:
 
 def follow_gradients(root: nn.Module) -> list[GroupGradients]:
     """Attach a `GroupGradients` to each parameter group of a root. Call once, after `fully_shard` of all units."""
-    return [GroupGradients(group, module) for group, module in parameter_groups(root)]
+    places = {
+        id(parameter): (module._parameters, name, f"{fqn}.{name}" if fqn else name)
+        for fqn, module in root.named_modules()
+        for name, parameter in module._parameters.items()
+    }
+    found = [GroupGradients(group, module) for group, module in parameter_groups(root)]
+    for each in found:
+        each.group.places = [places[id(parameter)] for parameter in each.parameters]
+    return found
 
 
 def by_module(gradients: Iterable[GroupGradients]) -> dict[FSDPModule, GroupGradients]:

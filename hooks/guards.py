@@ -2,19 +2,22 @@
 with autocast off, and backwards that bypass `TrainStep`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
+from types import TracebackType
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.dispatch import accumulates_in
 from zeroamp.hooks._torch.dtensor import num_axes
 from zeroamp.hooks.root_forward import ForwardContext
 from zeroamp.hooks.tensors import tensors_in
-from zeroamp.hooks.unit_hooks import Hook
+from zeroamp.hooks.unit_hooks import Hook, wrap_forward
 from zeroamp.policies.errors import PrecisionError, StepError, WrapError
 
 
@@ -62,25 +65,50 @@ def refuse_sharded(root: nn.Module, fqn: str, parameter: str, *, unless: Callabl
     return check
 
 
-def explain_outside_reads(units: Iterable[str]) -> ForwardContext:
-    """Return a `ForwardContext` that explains torch's error for an op on a sharded weight of an embedding or head.
+def explain_sharded_reads(root: nn.Module, own_units: Collection[str]) -> ForwardContext:
+    """Return a `ForwardContext` that raises a WrapError in place of torch's error for an op on a sharded parameter.
 
-    `units` are the FQNs of those that are units of their own. Each is unsharded by its own forward, so a weight that
-    the model's forward reads elsewhere is a sharded DTensor. The error gets a note: torch would silence another
-    exception that a hook raises while a forward fails.
+    Each unit is unsharded by its own forward. A parameter of it that the model's forward reads elsewhere is a DTensor.
+    `own_units` are the FQNs of the embeddings and heads that are units of their own.
+
+    The context surrounds registered methods. The root's own forward is wrapped in it: torch silences an exception that
+    a hook raises while a forward fails.
     """
-    text = _read_outside(units)
 
     @contextmanager
     def around() -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" in str(error):
-                error.add_note(text)
-            raise
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise WrapError(_read_sharded(root, error.__traceback__, own_units)) from error
 
+    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def explained(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return forward(*args, **kwargs)
+            with around():
+                return forward(*args, **kwargs)
+
+        return explained
+
+    wrap_forward(root, wrap)
     return lambda call: around() if call.is_outermost else None
+
+
+def _read_sharded(root: nn.Module, traceback: TracebackType | None, own_units: Collection[str]) -> str:
+    """Return the text for an error of a sharded read. It names the innermost module in whose forward it was raised."""
+    callers = [frame.f_locals.get("self") for frame, _ in walk_tb(traceback)]
+    fqns = {module: fqn for fqn, module in root.named_modules()}
+    reader = next((each for each in reversed(callers) if isinstance(each, nn.Module) and each in fqns), root)
+    name = next(cls.__name__ for cls in type(reader).__mro__ if not issubclass(cls, FSDPModule))
+    text = (
+        f"{fqns[reader] or 'The root'} (a {name}) read a sharded parameter of another module. Each FSDP unit is "
+        f"unsharded when it is called. In auto_wrap_policy, name {name} or a module around it, and not the modules "
+        "whose parameters it reads."
+    )
+    return f"{text} Or, if it was one of these: {_read_outside(own_units)}" if own_units else text
 
 
 def attach_gradient_guard(parameter: nn.Parameter, unit: str) -> None:

@@ -91,8 +91,6 @@ class RootForward:
         self._open: list[_OpenForward] = []
         """One entry per running forward, outermost first."""
         self._output_hooks: list[Callable[[object], None]] = []
-        self._methods: dict[str, Any] = {}
-        """Name of a registered method -> the attribute of the instance that it replaced, None for none."""
 
     @property
     def depth(self) -> int:
@@ -147,7 +145,6 @@ class RootForward:
             groups: the forward hooks of the root's typed groups.
         """
         method = getattr(root, name)
-        self._methods.setdefault(name, vars(root).get(name))
 
         @wraps(method)
         def inside(*args: Any, **kwargs: Any) -> Any:
@@ -173,14 +170,6 @@ class RootForward:
                 self._leave()
 
         setattr(root, name, outside)
-
-    def restore_methods(self, root: nn.Module) -> None:
-        """Restore the methods that `register_method` replaced."""
-        for name, before in self._methods.items():
-            delattr(root, name)
-            if before is not None:
-                setattr(root, name, before)
-        self._methods.clear()
 
     def reset(self) -> None:
         """Exit the context managers of forwards that a KeyboardInterrupt ended: it calls no hooks."""

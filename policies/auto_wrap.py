@@ -77,7 +77,9 @@ def _units_of_policy(model: nn.Module, auto_wrap_policy: AutoWrapPolicy) -> list
                 f"auto_wrap_policy chose {fqn}, a {type(module).__name__}, which has no forward. Name the class of its "
                 "children."
             )
-    return [fqn for fqn in units if fqn]
+    attentions = (module for module in model.modules() if isinstance(module, nn.MultiheadAttention))
+    uncalled = {attention.out_proj for attention in attentions}  # the attention reads its weight
+    return [fqn for fqn in units if fqn and model.get_submodule(fqn) not in uncalled]
 
 
 def _is_never_called(module: nn.Module) -> bool:

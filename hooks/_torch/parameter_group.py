@@ -20,6 +20,10 @@ Method = Literal["pre_forward", "post_backward"]
 """`pre_forward` unshards a group before a forward. `post_backward` ends its backward and reduces its gradients."""
 
 
+Place = tuple[dict[str, nn.Parameter | None], str, str]
+"""The parameters of a module, the name of one of them, and its FQN."""
+
+
 class GroupParameter:
     """One parameter of a group: sharded, unsharded, and its unsharded gradient."""
 
@@ -84,6 +88,8 @@ class ParameterGroup:
 
     def __init__(self, group: Any) -> None:
         self._group = group
+        self.places: list[Place] = []
+        """Where the model has each parameter. Set it before the first forward."""
         self.parameters = [GroupParameter(each) for each in group.fsdp_params]
         self._trains = [each.sharded.requires_grad for each in self.parameters]
 
@@ -152,8 +158,11 @@ class ParameterGroup:
                 return True
         return False
 
-    def follow_requires_grad(self) -> None:
+    def follow_changes(self) -> str:
         """Copy a change of `requires_grad` between the sharded and the unsharded parameters.
+
+        Return the FQN of a parameter in whose place its module has another tensor, which FSDP2 would overwrite; "" if
+        there is none.
 
         Between micro-batches at stages 0 to 2, `model.parameters()` yields unsharded parameters. FSDP2 copies the flag
         of the sharded one only.
@@ -161,10 +170,14 @@ class ParameterGroup:
         for index, parameter in enumerate(self._group.fsdp_params):  # for each forward of each unit
             sharded, trained = parameter.sharded_param, self._trains[index]
             unsharded = getattr(parameter, "unsharded_param", sharded)
+            owned, name, fqn = self.places[index]
+            if (value := owned[name]) is not sharded and value is not unsharded:
+                return fqn
             if sharded.requires_grad is not trained or unsharded.requires_grad is not trained:
                 self._trains[index] = not trained
                 for form in (sharded, unsharded):
                     form.requires_grad_(not trained)
+        return ""
 
     def unsharded_gradients(self) -> tuple[list[int], bool, bool] | None:
         """Return which parameters have an unsharded gradient: their positions, and two flags.

@@ -13,9 +13,8 @@ from zeroamp.deepspeed.contents import Contents, find, read_contents
 from zeroamp.deepspeed.files import find_files
 from zeroamp.deepspeed.layout import StoredTensor, fill, whole
 from zeroamp.deepspeed.training import Training, plan_training
-from zeroamp.policies.errors import CheckpointError, printable, some_of
+from zeroamp.policies.errors import CheckpointError, StepError, printable, some_of
 from zeroamp.rank_group import RankGroup
-from zeroamp.training.refused_arguments import refuse_several
 from zeroamp.training.step import TrainStep
 from zeroamp.weights.model_weights import Weight, find_weights
 from zeroamp.wrapping.state import WrapState, wrap_state
@@ -97,8 +96,11 @@ def load_deepspeed_checkpoint(
 
 def _plan(folder: Path, tag: str | None, state: WrapState, train: TrainStep | None, with_scheduler: bool) -> _Plan:
     """Check everything, and return what to load on this rank. Changes nothing."""
-    if train is not None:
-        refuse_several(train.optimizers, "load_deepspeed_checkpoint")
+    if train is not None and (num_optimizers := len(train.optimizers)) != 1:
+        raise StepError(
+            f"load_deepspeed_checkpoint takes a TrainStep with one optimizer, but this one has {num_optimizers}. Load "
+            "the model alone, without the TrainStep."
+        )
     if train is not None and wrap_state(train.model) is not state:
         raise CheckpointError("train must be the TrainStep of `model`, but is of another model. Pass the right one.")
     files = find_files(folder, tag)

@@ -16,11 +16,12 @@ from zeroamp.weights.full_tensors import (
     full_gradient,
     full_optimizer_state,
     full_parameter,
+    owner_of,
     set_full_gradient,
     set_full_optimizer_state,
     set_full_parameter,
 )
-from zeroamp.wrapping.state import WrapState, owner_of
+from zeroamp.wrapping.state import WrapState
 from zeroamp.wrapping.step_state import Phase
 
 logger = logging.getLogger("zeroamp.deepspeed")

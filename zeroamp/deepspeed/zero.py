@@ -17,8 +17,8 @@ from zeroamp.deepspeed.refused import ZERO, Refused, refusal, unknown
 from zeroamp.hooks.tensors import map_tensors
 from zeroamp.planning.mesh import device_of, local_part
 from zeroamp.policies.errors import StepError
-from zeroamp.weights.full_tensors import full_parameter, set_full_parameter
-from zeroamp.wrapping.state import owner_of, wrap_state
+from zeroamp.weights.full_tensors import full_parameter, owner_of, set_full_parameter
+from zeroamp.wrapping.state import wrap_state
 
 _COPY, _STATUS = "_zeroamp_whole", "ds_status"
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]

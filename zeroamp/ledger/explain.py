@@ -61,30 +61,6 @@ class Ledger:
         text: str = load("Ledger.text")(self, "github", per_parameter=per_parameter)
         return text
 
-    def summary_rows(self) -> list[dict[str, Any]]:
-        """Return one dict per pair of all-gather and reduction dtype.
-
-        Each has the numbers of parameters and elements, the GB of one all-gather, and the GB of all all-gathers and of
-        all reductions of one optimizer step.
-        """
-        return [
-            {
-                "all-gathered in": row["param"],
-                "reduced in": row["communication"],
-                "params": row["params"],
-                "elements": row["elements"],
-                "GB per all-gather": row["bytes_per_all_gather"] / 1e9,
-                "GB all-gathered per step": row[PER_STEP[0]] / 1e9,
-                "GB reduced per step": row[PER_STEP[1]] / 1e9,
-            }
-            for row in self._rows().summary
-        ]
-
-    def class_rows(self) -> list[dict[str, Any]]:
-        """Return one dict per (classes of the owning modules, seven dtypes): parameters, elements and bytes."""
-        columns = ("class", "params", "elements", *DTYPE_COLUMNS, *self._byte_columns)
-        return [cells(row, columns) for row in self._rows().classes]
-
     def group_rows(self) -> list[dict[str, Any]]:
         """Return one dict per group: name, kind, numbers of parameters and elements, the seven dtypes, and bytes.
 

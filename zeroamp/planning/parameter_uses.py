@@ -109,6 +109,12 @@ def refuse_unusable(use: ParameterUses) -> None:
             f"{fqn} was packed by bitsandbytes for inference on the CPU, in a forward in evaluation mode. Call "
             "model.train() before the first forward, or wrap the model before the first forward."
         )
+    if parameter.requires_grad and parameter.is_complex():
+        raise WrapError(
+            f"{fqn} is trainable and complex, so neither fp32 shards nor fp32 sums can hold it. Store "
+            "torch.view_as_real of it as the parameter, and call torch.view_as_complex in the forward; or pass it in "
+            "ignored_params."
+        )
     if parameter.requires_grad and stored_dtype(parameter) != torch.float32:
         raise WrapError(
             f"{fqn} is trainable, so it must be stored in fp32, bf16 or fp16, but is stored in "

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from zeroamp.ledger.dtype_differences import REPLICAS, Verification
-from zeroamp.ledger.rows import BYTES, DTYPE_COLUMNS, PER_RANK, PER_STEP, SHARD_DIM, ledger_rows
+from zeroamp.ledger.rows import BYTES, DTYPE_COLUMNS, PER_RANK, PER_STEP, SHARD_DIM, cells, ledger_rows
 from zeroamp.planning.group_dtypes import PER_OP
 from zeroamp.policies.errors import some_of
 from zeroamp.reporting.tables import Row, Table, TableStyle, document, fold, gb, gib, paragraph, render
@@ -39,15 +39,18 @@ _UNITS: dict[str, tuple[str, Callable[[int], float | None]]] = {
 """Column of bytes -> its header in a table, and the function that converts bytes to the printed unit."""
 
 
+_CLASS_COLUMNS = ("class", "params", "elements", *DTYPE_COLUMNS)
+
+
 def ledger_text(ledger: "Ledger", style: TableStyle = "simple", *, per_parameter: bool = False) -> str:
     """Return the summary, one row per module class and dtypes, and one per group; equal neighbours share one.
 
     Markdown may be wide: it has one table of the groups. `per_parameter` adds a table of all parameters.
     """
-    groups = fold(ledger.group_rows())
+    all_rows, groups = ledger_rows(ledger.plan, ledger.ranks), fold(ledger.group_rows())
     tables = {
-        "Dtypes between ranks": ledger.summary_rows(),
-        "Module classes": _without(ledger.class_rows(), BYTES),
+        "Dtypes between ranks": [_of_dtypes(row) for row in all_rows.summary],
+        "Module classes": [cells(row, _CLASS_COLUMNS) for row in all_rows.classes],
         "Groups": groups if style == "github" else _without(groups, BYTES),
     }
     if style != "github":
@@ -110,6 +113,19 @@ def _notes(ledger: "Ledger") -> str:
     for dim, names in sorted(others.items()):
         notes.append(f"Sharded over dimension {dim}, where dimension 0 would be padded: {some_of(names)}.")
     return "\n".join(notes)
+
+
+def _of_dtypes(row: Row) -> Row:
+    """Return the row of a pair of all-gather and reduction dtype, with its bytes as GB."""
+    return {
+        "all-gathered in": row["param"],
+        "reduced in": row["communication"],
+        "params": row["params"],
+        "elements": row["elements"],
+        "GB per all-gather": row["bytes_per_all_gather"] / 1e9,
+        "GB all-gathered per step": row[PER_STEP[0]] / 1e9,
+        "GB reduced per step": row[PER_STEP[1]] / 1e9,
+    }
 
 
 def _in_units(row: Row) -> Row:

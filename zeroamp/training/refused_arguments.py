@@ -174,15 +174,6 @@ def refuse_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
             )
 
 
-def refuse_several(optimizers: Sequence[torch.optim.Optimizer], method: str) -> None:
-    """Raise StepError unless there is exactly one optimizer. The error names `method`, which supports only one."""
-    if len(optimizers) != 1:
-        raise StepError(
-            f"{method} takes a TrainStep with one optimizer, but this one has {len(optimizers)}. Load the model alone, "
-            "without the TrainStep."
-        )
-
-
 def no_gradient() -> StepError:
     """Return the error for an optimizer step that left no gradient on any parameter of this rank."""
     return StepError(

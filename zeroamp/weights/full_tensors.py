@@ -9,11 +9,30 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zeroamp.hooks._torch.fsdp import parameter_pairs
 from zeroamp.planning.mesh import axis_groups, device_of, local_part, local_slices
 from zeroamp.policies.errors import StepError, describe, some_of
 from zeroamp.training.optimizer_kinds import is_bound_to_shard
-from zeroamp.wrapping.state import WrapState, owner_of, reshard
+from zeroamp.wrapping.state import WrapState, reshard, wrap_state, wrapped_models
 from zeroamp.wrapping.step_state import Phase
+
+
+def owner_of(parameter: nn.Parameter) -> tuple[WrapState, nn.Parameter]:
+    """Return the state of the wrapped model that has a sharded or unsharded parameter, and the sharded parameter.
+
+    Raises:
+        StepError: no wrapped model has the parameter.
+    """
+    for root in wrapped_models():
+        for pair in parameter_pairs(root):
+            if any(parameter is each for each in pair):
+                return wrap_state(root), pair[0]
+        if any(parameter is each for each in root.parameters()):  # not sharded: 0-D, or without elements
+            return wrap_state(root), parameter
+    raise StepError(
+        f"A parameter of shape {tuple(parameter.shape)} is not one of a wrapped model. Pass one that "
+        "model.named_parameters() yields after wrap_model."
+    )
 
 
 def full_parameter(parameter: nn.Parameter) -> torch.Tensor:

@@ -22,7 +22,7 @@ from zeroamp.hooks.group_gradients import by_module
 from zeroamp.hooks.guards import (
     BackwardGuard,
     attach_gradient_guard,
-    explain_outside_reads,
+    explain_sharded_reads,
     refuse_autocast_off,
     refuse_sharded,
 )
@@ -139,8 +139,7 @@ def _add_own_units(model: nn.Module, state: WrapState, hooks: UnitHooks) -> None
         hooks.add(module, "return no view", return_no_view)
         for parameter in (each for each in module.parameters() if each.requires_grad):
             attach_gradient_guard(parameter, fqn)
-    if own_units:
-        forward.add("reshard", explain_outside_reads(own_units))
+    forward.add("reshard", explain_sharded_reads(model, tuple(own_units)))
 
 
 def _needs_train_step(plan: Plan, extensions: Iterable[Extension]) -> str:

@@ -21,8 +21,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from zeroamp.hooks._torch.dtensor import num_axes
-from zeroamp.hooks._torch.fsdp import can_be_sharded
 from zeroamp.hooks.typed_groups import PlacementFn, group_policy, place_shards, shard_typed_group
 from zeroamp.planning.group_dtypes import GroupKey, group_dtypes, unit_key
 from zeroamp.planning.groups import GroupKind, GroupPlan, ParamPlan
@@ -83,7 +81,6 @@ def shard_model(model: nn.Module, plan: Plan, axes: MeshAxes) -> dict[str, FSDPM
         is_expert = unit in own_groups and own_groups[unit].is_expert
         own_mesh = axes.fsdp_of(is_expert=is_expert)
         _shard_unit(model, unit, own_groups.get(unit), plan, own_mesh, reshard, offload)
-    _check_sharded(model, plan)
     for module in model.modules():
         _keep_quantized(module, device_of(mesh))
     return holders
@@ -102,7 +99,9 @@ def _keep_quantized(module: nn.Module, device: torch.device) -> None:
 
 
 def _store(model: nn.Module, params: Iterable[ParamPlan], mesh: DeviceMesh) -> None:
-    """Cast parameters to the dtype in which they are stored. Call before the `fully_shard` that shards them.
+    """Cast parameters to the dtype in which they are stored, and make them contiguous, as FSDP2 requires.
+
+    Call before the `fully_shard` that shards them.
 
     Call group by group, so that at most one group is unsharded in fp32 at a time. The cast runs on the device of
     `mesh`, to which FSDP2 would move the parameters next. Parameters on the meta device stay there.
@@ -113,6 +112,9 @@ def _store(model: nn.Module, params: Iterable[ParamPlan], mesh: DeviceMesh) -> N
             device = parameter.device if parameter.is_meta else device_of(mesh)
             parameter.grad = None  # it has the old dtype, and sharding discards gradients anyway
             parameter.data = parameter.data.to(device, param.dtypes.stored)
+        if not parameter.is_contiguous():
+            parameter.grad = None
+            parameter.data = parameter.data.contiguous()
 
 
 def cast_buffers(model: nn.Module, plan: Plan) -> None:
@@ -129,14 +131,6 @@ def cast_buffers(model: nn.Module, plan: Plan) -> None:
             full_name = f"{fqn}.{name}" if fqn else name
             if buffer.is_floating_point() and plan.fp32_regions.pattern_of(full_name) is None:
                 module._buffers[name] = cast.setdefault(id(buffer), buffer.to(dtype))
-
-
-def _check_sharded(model: nn.Module, plan: Plan) -> None:
-    ignored = plan.ignored_fqns
-    num_before = {fqn: bool(param.axis) for param in plan.params for fqn in (param.fqn, *param.aliases)}
-    for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        if fqn not in ignored and can_be_sharded(parameter) and num_axes(parameter) <= num_before.get(fqn, 0):
-            raise AssertionError(f"expected {fqn} to be sharded, got a {type(parameter).__name__}")
 
 
 def _shard_unit(

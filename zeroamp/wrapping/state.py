@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.hooks._torch.fsdp import parameter_pairs, release
+from zeroamp.hooks._torch.fsdp import release
 from zeroamp.hooks.collectives.collective_calls import IssuedInStep
 from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
 from zeroamp.hooks.group_gradients import GroupGradients
@@ -19,7 +19,7 @@ from zeroamp.hooks.precision.autocast import config_autocast
 from zeroamp.hooks.root_forward import RootForward
 from zeroamp.planning.mesh_axes import MeshAxes
 from zeroamp.planning.plan import Plan
-from zeroamp.policies.errors import StepError, WrapError
+from zeroamp.policies.errors import WrapError
 from zeroamp.policies.extensions import Extension
 from zeroamp.wrapping.step_state import StepState
 
@@ -116,24 +116,6 @@ def wrapped_models() -> list[nn.Module]:
 def is_wrapped(model: nn.Module) -> bool:
     """Return whether `zeroamp.wrap_model` has wrapped a model as its root."""
     return isinstance(getattr(model, _ATTRIBUTE, None), WrapState)
-
-
-def owner_of(parameter: nn.Parameter) -> tuple[WrapState, nn.Parameter]:
-    """Return the state of the wrapped model that has a sharded or unsharded parameter, and the sharded parameter.
-
-    Raises:
-        StepError: no wrapped model has the parameter.
-    """
-    for root in list(_roots):
-        for pair in parameter_pairs(root):
-            if any(parameter is each for each in pair):
-                return wrap_state(root), pair[0]
-        if any(parameter is each for each in root.parameters()):  # not sharded: 0-D, or without elements
-            return wrap_state(root), parameter
-    raise StepError(
-        f"A parameter of shape {tuple(parameter.shape)} is not one of a wrapped model. Pass one that "
-        "model.named_parameters() yields after wrap_model."
-    )
 
 
 def autocast_of(state: WrapState) -> AbstractContextManager[object]:

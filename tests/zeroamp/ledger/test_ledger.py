@@ -42,7 +42,7 @@ def _sum(rows, column):
 
 
 def test_a_row_per_class_of_owners_and_dtypes():
-    rows = ledger(ranks={"num_shards": 2}).class_rows()
+    rows = ledger(ranks={"num_shards": 2}).to_dict()["classes"]
     assert [(row["class"], row["params"], row["param"], row["compute"]) for row in rows] == [
         ("Embedding, Linear", 1, "fp32", "per op"),  # the tied weight
         ("RMSNorm", 7, "fp32", "per op"),
@@ -181,7 +181,7 @@ def test_two_classes_that_own_one_parameter_are_named_once_each():
             layer.weight = layers[0].weight
         return nn.Sequential(*layers)
 
-    assert [row["class"] for row in ledger(build, stage=1).class_rows()] == ["Linear"]
+    assert [row["class"] for row in ledger(build, stage=1).to_dict()["classes"]] == ["Linear"]
 
 
 @pytest.mark.parametrize("columns", [80, 100])

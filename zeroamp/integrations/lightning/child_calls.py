@@ -36,7 +36,7 @@ class ChildCalls:
         for child, cls in self._children:
             child.__class__ = cls
         self._children.clear()
-        wrap_state(self._root).root_forward.restore_methods(self._root)
+        vars(self._root).pop(_METHOD, None)
 
 
 def _call_child(child: nn.Module, cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

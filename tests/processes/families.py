@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
-from tests.models.families import FAMILIES, NUM_RANKS, loss_of
+from tests.models.families import NUM_RANKS, loss_of
+from tests.models.more_families import ALL_FAMILIES
 from tests.processes.training import full_parameters
 
 NUM_STEPS = 10
@@ -46,7 +47,7 @@ def train(name, safe_list, stage, folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers' own code
         logging.getLogger("transformers").setLevel(logging.ERROR)
-        return _train(FAMILIES[name], safe_list, stage, Path(folder))
+        return _train(ALL_FAMILIES[name], safe_list, stage, Path(folder))
 
 
 def _train(family, safe_list, stage, folder):

@@ -158,8 +158,9 @@ def _reloaded(family: Family, folder: Path) -> torch.nn.Module:
 
 def _first_error(text: str) -> str:
     """Return the first rank's error from the tracebacks of several ranks, or the first line of an error's text."""
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith((" ", "---", "Traceback"))]
-    return lines[0] if lines else text
+    of_rank = text.split("\n--- ")[0]
+    lines = [line for line in of_rank.splitlines() if line.strip() and not line.startswith((" ", "---", "Traceback"))]
+    return (lines[-1] if "Traceback" in of_rank else lines[0]) if lines else text
 
 
 def _expects(name: str, safe_list: str, text: str) -> bool:

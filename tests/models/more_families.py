@@ -154,14 +154,19 @@ MORE_FAMILIES: dict[str, Family] = {
                       shared_expert_intermediate_size=24, linear_num_value_heads=4, linear_num_key_heads=2,
                       linear_key_head_dim=8, linear_value_head_dim=8,
                       layer_types=["linear_attention", "full_attention"]),
-    # Routed experts: softmax over the chosen ones with biases; top-1 in an encoder-decoder; a sigmoid gate before the
-    # expert; experts in one parameter by expert parallel kernels.
+    # Routed experts: with biases; one of four in an encoder-decoder; a sigmoid before a shared and a routed expert; and
+    # two that normalize their queries or scale their branches.
     "gpt-oss": _lm("GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=4,
                    layer_types=["sliding_attention", "full_attention"]),
-    "Switch": _model("SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig", _text, vocab_size=_VOCAB,
-                     d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4, num_experts=4,
-                     num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, dropout_rate=0.0,
-                     router_jitter_noise=0.0, decoder_start_token_id=0, expert_capacity=16),
+    "Switch": Family(
+        build=_of_transformers("SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig",
+                               vocab_size=_VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2,
+                               num_heads=4, num_experts=4, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1,
+                               dropout_rate=0.0, router_jitter_noise=0.0, decoder_start_token_id=0,
+                               expert_capacity=16),
+        batch=_text,
+        keep_in_fp32=("router.classifier.weight",),  # the router casts its Linear to fp32 in each forward
+    ),
     "Llama-4": _lm("Llama4", "Llama4TextConfig", num_local_experts=4, intermediate_size_mlp=48, head_dim=8,
                    num_experts_per_tok=1, interleave_moe_layer_step=2, attention_chunk_size=8),
     "OLMoE": _lm("Olmoe", num_experts=4, num_experts_per_tok=2),

@@ -4,6 +4,7 @@ fp32 parameters, `torch.autocast`, each rank's micro-batches one after the other
 """
 
 import copy
+import math
 
 import torch
 
@@ -34,7 +35,7 @@ def train(
     reduce_each: average over ranks after every micro-batch, then accumulate (stages 2 and 3), instead of accumulating
     on each rank and averaging once (stages 0 and 1).
     accumulation: micro-batches per optimizer step, one number, or one per step.
-    loss_scale: a fixed one, a power of two.
+    loss_scale: a fixed one, a power of two. With one above 1, a step whose norm is not finite is skipped.
     num_replicas: neighbouring ranks share a shard group. Their sums, added over micro-batches, are then summed over the
     replicas (HSDP), and divided by the number of all ranks.
     make_optimizers: {fqn: parameter} -> the optimizers, in place of AdamW.
@@ -65,8 +66,9 @@ def train(
             if parameter.grad is not None:
                 parameter.grad /= loss_scale
         norms.append(_clip(model, clip))
-        for optimizer in optimizers:
-            optimizer.step()
+        if loss_scale == 1 or math.isfinite(norms[-1]):
+            for optimizer in optimizers:
+                optimizer.step()
         model.zero_grad()
     return losses, norms, {fqn: p.detach().cpu().clone() for fqn, p in model.named_parameters()}
 
@@ -85,7 +87,9 @@ def _gradients(model, inputs, accumulation, autocast, low_model):
 
 
 def _gradients_of_low_model(model, inputs, accumulation, dtype):
-    low = copy.deepcopy(model).to(dtype)
+    low = copy.deepcopy(model)
+    for parameter in low.parameters():  # buffers keep their dtype
+        parameter.data = parameter.data.to(dtype)
     if inputs.is_floating_point():
         inputs = inputs.to(dtype)
     loss = loss_of(low, inputs)

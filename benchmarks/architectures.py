@@ -25,7 +25,8 @@ import torch
 from tabulate import tabulate
 
 from benchmarks.output import emit
-from tests.models.families import FAMILIES, NUM_RANKS, Family
+from tests.models.families import NUM_RANKS, Family
+from tests.models.more_families import ALL_FAMILIES
 from tests.oracles import families as oracle
 from tests.processes.families import LR, NUM_STEPS, SAVED_AT, Run, train
 from tests.processes.ranks import RankError, Ranks
@@ -72,7 +73,7 @@ def run_case(ranks: Ranks, name: str, safe_list: str, stage: int, expected: orac
             "losses": _first_loss(runs, expected),
             "parameters": _first_tensor(runs[0].parameters, expected.parameters),
             "resume": _first_of_resume(runs),
-            "export": _first_of_export(FAMILIES[name], Path(folder) / "export", runs[0].parameters),
+            "export": _first_of_export(ALL_FAMILIES[name], Path(folder) / "export", runs[0].parameters),
         }
     differences = "; ".join(f"{side}: {text}" for side, text in found.items() if text is not None)
     answers = {side: text is None for side, text in found.items()}
@@ -82,7 +83,7 @@ def run_case(ranks: Ranks, name: str, safe_list: str, stage: int, expected: orac
 def expected_of(name: str) -> oracle.Expected:
     """Train the family in this process with plain torch."""
     with _quietly():
-        return oracle.train(FAMILIES[name], num_steps=NUM_STEPS, lr=LR)
+        return oracle.train(ALL_FAMILIES[name], num_steps=NUM_STEPS, lr=LR)
 
 
 class _quietly(warnings.catch_warnings):  # noqa: N801  # used as a function
@@ -157,12 +158,13 @@ def _reloaded(family: Family, folder: Path) -> torch.nn.Module:
 
 def _first_error(text: str) -> str:
     """Return the first rank's error from the tracebacks of several ranks, or the first line of an error's text."""
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith((" ", "---", "Traceback"))]
-    return lines[0] if lines else text
+    of_rank = text.split("\n--- ")[0]
+    lines = [line for line in of_rank.splitlines() if line.strip() and not line.startswith((" ", "---", "Traceback"))]
+    return (lines[-1] if "Traceback" in of_rank else lines[0]) if lines else text
 
 
 def _expects(name: str, safe_list: str, text: str) -> bool:
-    words = FAMILIES[name].refused_with_default_list
+    words = ALL_FAMILIES[name].refused_with_default_list
     return safe_list == "default" and bool(words) and words in text
 
 
@@ -201,7 +203,7 @@ def main() -> None:
     torch.set_num_threads(1)
     ranks = Ranks(NUM_RANKS)
     found = []
-    for result in results(ranks, arguments.only or list(FAMILIES), arguments.lists, arguments.stages):
+    for result in results(ranks, arguments.only or list(ALL_FAMILIES), arguments.lists, arguments.stages):
         found.append(result)
         print(f"{result.family} {result.safe_list} {result.stage}: {result.difference or 'exact'}", flush=True)
     ranks.stop()
@@ -214,7 +216,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=FAMILIES, help="these families alone")
+    parser.add_argument("--only", nargs="+", choices=ALL_FAMILIES, help="these families alone")
     parser.add_argument("--lists", nargs="+", choices=LISTS, default=LISTS)
     parser.add_argument("--stages", nargs="+", type=int, choices=(0, 1, 2, 3), default=STAGES)
     parser.add_argument("--out", type=Path, help="folder that the table and the cases are written to")

@@ -33,6 +33,8 @@ class Family:
     """Batch number `index`, as keyword arguments of the model's forward: the same values in every process."""
     refused_with_default_list: str = ""
     """What the error says with the default list of safe modules; empty: that list can be used."""
+    keep_in_fp32: tuple[str, ...] = ()
+    """The config's `data_types.keep_in_fp32_modules`, if the model needs any."""
 
     def seeded(self, seed: int = 0) -> nn.Module:
         """Build the model in training mode, of the same weights wherever it is built."""

@@ -4,6 +4,7 @@ fp32 parameters, `torch.autocast`, each rank's micro-batches one after the other
 """
 
 import copy
+import math
 
 import torch
 
@@ -26,6 +27,7 @@ def train(
     loss_scale=1.0,
     device="cpu",
     make_optimizers=None,
+    sent_as=None,
 ):
     """Return (losses[step][rank][micro], norms[step], {fqn: parameter}).
 
@@ -33,10 +35,11 @@ def train(
     reduce_each: average over ranks after every micro-batch, then accumulate (stages 2 and 3), instead of accumulating
     on each rank and averaging once (stages 0 and 1).
     accumulation: micro-batches per optimizer step, one number, or one per step.
-    loss_scale: a fixed one, a power of two.
+    loss_scale: a fixed one, a power of two. With one above 1, a step whose norm is not finite is skipped.
     num_replicas: neighbouring ranks share a shard group. Their sums, added over micro-batches, are then summed over the
     replicas (HSDP), and divided by the number of all ranks.
     make_optimizers: {fqn: parameter} -> the optimizers, in place of AdamW.
+    sent_as: FQN of a parameter -> the dtype in which ranks send its gradient; the others are sent as they are.
     """
     model = build(name)
     if prepare is not None:
@@ -57,14 +60,15 @@ def train(
             )
         losses.append([[loss for loss, _ in micros] for micros in by_rank])
         gradients = [[gradient for _, gradient in micros] for micros in by_rank]
-        for index, parameter in enumerate(_trainable(model).values()):
+        for index, (fqn, parameter) in enumerate(_trainable(model).items()):
             table = [[micro[index] for micro in rank] for rank in gradients]
-            parameter.grad = _combine(table, reduce_each, num_replicas)
+            parameter.grad = _combine(table, reduce_each, num_replicas, (sent_as or {}).get(fqn))
             if parameter.grad is not None:
                 parameter.grad /= loss_scale
         norms.append(_clip(model, clip))
-        for optimizer in optimizers:
-            optimizer.step()
+        if loss_scale == 1 or math.isfinite(norms[-1]):
+            for optimizer in optimizers:
+                optimizer.step()
         model.zero_grad()
     return losses, norms, {fqn: p.detach().cpu().clone() for fqn, p in model.named_parameters()}
 
@@ -83,7 +87,9 @@ def _gradients(model, inputs, accumulation, autocast, low_model):
 
 
 def _gradients_of_low_model(model, inputs, accumulation, dtype):
-    low = copy.deepcopy(model).to(dtype)
+    low = copy.deepcopy(model)
+    for parameter in low.parameters():  # buffers keep their dtype
+        parameter.data = parameter.data.to(dtype)
     if inputs.is_floating_point():
         inputs = inputs.to(dtype)
     loss = loss_of(low, inputs)
@@ -91,7 +97,7 @@ def _gradients_of_low_model(model, inputs, accumulation, dtype):
     return float(loss.detach()), gradients
 
 
-def _combine(table, reduce_each, num_replicas):
+def _combine(table, reduce_each, num_replicas, dtype=None):
     """table[rank][micro] -> the averaged, accumulated fp32 gradient. None, of an unused parameter, counts as zeros.
 
     None if all are None, as autograd leaves it.
@@ -102,6 +108,8 @@ def _combine(table, reduce_each, num_replicas):
     table = [[torch.zeros_like(like) if gradient is None else gradient for gradient in rank] for rank in table]
     if not reduce_each:
         table = [[_sum(micros)] for micros in table]
+    if dtype is not None:
+        table = [[gradient.to(dtype) for gradient in micros] for micros in table]
     if num_replicas == 1:
         return _sum([tree(micros) / len(table) for micros in zip(*table, strict=True)])
     shard_size = len(table) // num_replicas

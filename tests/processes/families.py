@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
-from tests.models.families import FAMILIES, NUM_RANKS, loss_of
+from tests.models.families import NUM_RANKS, loss_of
+from tests.models.more_families import ALL_FAMILIES
 from tests.processes.training import full_parameters
 
 NUM_STEPS = 10
@@ -33,12 +34,13 @@ class Run:
     """That model's full parameters and buffers at the end."""
 
 
-def config(safe_list, stage):
-    """Autocast in bf16 with the default list of safe modules or "auto"."""
+def config(safe_list, stage, keep_in_fp32=()):
+    """Autocast in bf16 with the default list of safe modules or "auto"; modules that are kept in fp32 beside it."""
     autocast = {"enabled": True, "dtype": "bfloat16"}
     if safe_list == "auto":
         autocast["lower_precision_safe_modules"] = "auto"
-    return {"torch_autocast": autocast, "zero_optimization": {"stage": stage}}
+    cfg = {"torch_autocast": autocast, "zero_optimization": {"stage": stage}}
+    return {**cfg, "data_types": {"keep_in_fp32_modules": list(keep_in_fp32)}} if keep_in_fp32 else cfg
 
 
 def train(name, safe_list, stage, folder):
@@ -46,7 +48,7 @@ def train(name, safe_list, stage, folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers' own code
         logging.getLogger("transformers").setLevel(logging.ERROR)
-        return _train(FAMILIES[name], safe_list, stage, Path(folder))
+        return _train(ALL_FAMILIES[name], safe_list, stage, Path(folder))
 
 
 def _train(family, safe_list, stage, folder):
@@ -68,7 +70,7 @@ def _train(family, safe_list, stage, folder):
 
 
 def _wrapped(family, safe_list, stage, seed):
-    policy = zeroamp.policy_from_config(config(safe_list, stage))
+    policy = zeroamp.policy_from_config(config(safe_list, stage, family.keep_in_fp32))
     example = family.batch(0) if safe_list == "auto" else None
     model = zeroamp.wrap_model(family.seeded(seed), policy, example_inputs=example)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)

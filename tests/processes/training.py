@@ -54,14 +54,14 @@ def sharded_dims(model):
     return {fqn: next(p.dim for p in q.placements if isinstance(p, Shard)) for fqn, q in named}
 
 
-def wrapped(name, cfg, *, mesh_shape=None, auto_wrap_policy=None, prepare_before=None, fields=None):
+def wrapped(name, cfg, *, mesh_shape=None, auto_wrap_policy=None, prepare_before=None, fields=None, example=None):
     mesh = mesh_of(mesh_shape)
     model = build(name)
     if prepare_before is not None:
         prepare_before(model)
     if auto_wrap_policy is None and name == "conv":
         auto_wrap_policy = {"Sequential"}
-    return zeroamp.wrap_model(model, policy(cfg, fields), mesh, auto_wrap_policy)
+    return zeroamp.wrap_model(model, policy(cfg, fields), mesh, auto_wrap_policy, example_inputs=example)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,17 +79,22 @@ class Run:
 
 
 def train(
-    name, cfg, num_steps, *, mesh_shape=None, lr=1e-2, prepare_before=None, prepare=None, between=None, fields=None
-):
+    name, cfg, num_steps, *, mesh_shape=None, lr=1e-2, prepare_before=None, prepare=None, between=None, fields=None,
+    make_optimizer=None, example=None,
+):  # fmt: skip
     """Train a small model on this rank; return its Run.
 
     prepare_before, prepare: called with the model before and after wrapping. between: after every backward.
-    fields: of the policy, beside the config's.
+    fields: of the policy, beside the config's. make_optimizer: {fqn: parameter} -> the optimizer, in place of AdamW.
+    example: inputs for a list of safe modules that is "auto".
     """
-    model = wrapped(name, cfg, mesh_shape=mesh_shape, prepare_before=prepare_before, fields=fields)
+    model = wrapped(name, cfg, mesh_shape=mesh_shape, prepare_before=prepare_before, fields=fields, example=example)
     if prepare is not None:
         prepare(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
+    if make_optimizer is None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
+    else:
+        optimizer = make_optimizer(dict(model.named_parameters()))
     step = zeroamp.TrainStep(model, optimizer)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     accumulation = cfg["gradient_accumulation_steps"]

@@ -39,7 +39,7 @@ def test_it_prints_tables(arguments):
     assert (code, err) == (0, "")
     assert "mode autocast, 8 ranks, 1 x batch 4 x 3 per rank" in out
     assert "all_to_all" in out
-    assert "with checkpointing" in " ".join(out.split())
+    assert {"peak", "NCCL", "fits", "traffic"} <= set(out.split())
 
 
 def test_options_reach_the_plan(arguments):

@@ -90,7 +90,7 @@ def test_a_mistake_in_the_arguments_exits_with_2(arguments, more, words):
     ("more", "words"),
     [
         (("--gpu", "h1000"), "or the memory of another GPU in GB (10^9 bytes), but is 'h1000'."),
-        (("--model", "some/model"), "(of a hub's model: download it)"),
+        (("--model", "some/model"), "(of a hub's: download it)"),
         (("--mesh", "3x3"), "'3x3'"),
         (("--inputs", "no.such:function"), "Error: --inputs no.such:function: importing it raised ModuleNotFoundError"),
         (("--inputs", "no.py:f"), "Error: --inputs no.py:f does not exist"),

@@ -68,7 +68,7 @@ def load_function(source: str, option: str) -> Callable[..., Any]:
     module_name, _, name = source.rpartition(":")
     file = Path(module_name).resolve() if module_name.endswith(".py") else None
     if not (module_name and name and (file is None or file.is_file())):
-        or_folder = "a folder with a transformers config.json (of a hub's model: download it), " * (option == "--model")
+        or_folder = "a folder with a transformers config.json (of a hub's: download it), " * (option == "--model")
         raise WrapError(
             f"{option} {source} does not exist. It must be {or_folder}package.module:function or "
             "path/to/file.py:function."

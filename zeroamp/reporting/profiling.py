@@ -147,7 +147,7 @@ class Profile(Callback):
 def _label_times(averages: Any) -> list[Row]:
     """Return the calls and times of zeroamp's labels. Device time is from the first to the last kernel of each."""
     labels = [each for each in averages if each.key.startswith(LABEL_PREFIX)]
-    on_host = [each for each in labels if each.device_type == torch.autograd.DeviceType.CPU]
+    on_host = [each for each in labels if each.device_type.name == "CPU"]
     device_us = {each.key: each.device_time_total for each in labels if each not in on_host}
     return [
         {

@@ -111,8 +111,8 @@ def render(rows: Sequence[Row], style: TableStyle = "simple", *, names: Collecti
         if not _fits(columns) and len(rows) <= _MOST_TRANSPOSED and _fits(turned):
             columns = turned
         if not _fits(columns) and len(rows[0]) > 2:
-            name, *others = rows[0]
-            halves = others[: len(others) // 2], others[len(others) // 2 :]
+            name, *keys = rows[0]
+            halves = keys[: len(keys) // 2], keys[len(keys) // 2 :]
             parts = [[{key: row[key] for key in (name, *half)} for row in rows] for half in halves]
             return "\n\n".join(render(part, names=names) for part in parts)
         # Wrapped here, because tabulate's maxcolwidths fails for a text column with the cell "1,000.0".

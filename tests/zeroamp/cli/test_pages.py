@@ -190,6 +190,7 @@ def test_equal_layers_are_one_row_and_parameters_that_are_not_bf16_can_be_shown_
     browser.evaluate("document.querySelectorAll('input[type=checkbox]')[1].click()")
     shown = [row[0] for row in cells(browser, 1)]
     assert shown == ["blocks.0…2.1.weight", "blocks.0…2.1.bias"]
+    assert [row[10] for row in cells(browser, 1)] == ["not safe: owned by LayerNorm (blocks.0…2.1)"] * 2
     unfold(browser)
     assert len(cells(browser, 1)) == 12
 

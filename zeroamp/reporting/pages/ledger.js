@@ -96,7 +96,7 @@ function folded(all, name) {
     found.set(same, [...(found.get(same) ?? []), row]);
   }
   return [...found.values()].map((equal) => ({ ...equal[0], count: equal.length,
-    [name]: range(equal[0][name], equal.at(-1)[name]),
+    [name]: range(equal[0][name], equal.at(-1)[name]), why: range(equal[0].why ?? "", equal.at(-1).why ?? ""),
     names: equal.map((row) => [row[name], ...(row.aliases ?? []), row.unit ?? ""].join(" ")).join(" ") }));
 }
 

@@ -26,8 +26,6 @@ class LanguageModel(nn.Module):
 
 dist.init_process_group()
 log = print if dist.get_rank() == 0 else lambda *_: None
-if torch.cuda.is_available():
-    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
 torch.manual_seed(0)  # the same weights on every rank
 model = zeroamp.wrap_model(LanguageModel(), zeroamp.policy_from_config(CONFIG))
 train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-3))  # the optimizer after wrapping

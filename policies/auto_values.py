@@ -5,19 +5,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from zeroamp.policies.errors import ConfigError, describe, shown, some_of
-from zeroamp.policies.json_values import flatten, json_value, load_config, nest
+from zeroamp.policies.json_values import flatten, json_value, load_config
+from zeroamp.policies.key_names import names_key, rename_keys
 from zeroamp.policies.numbers import is_integer
-from zeroamp.policies.schema import Config, Honoured, Native, iter_keys
-from zeroamp.policies.schema.keys import nearest
 
 AUTO = "auto"
-
-OTHER_NAMES = {
-    f"{key.path.rpartition('.')[0]}.{key.key_class.other_name}": key.path
-    for key in iter_keys(Config)
-    if isinstance(key.key_class, Honoured | Native) and key.key_class.other_name
-}
-"""Path of a key under its second name -> the path of the key."""
 
 OWN_AUTO = (
     "torch_autocast.lower_precision_safe_modules",
@@ -37,23 +29,6 @@ DERIVED: dict[str, dict[str, Callable[[Any], Any]]] = {
     "lr": {"scheduler.params.warmup_max_lr": lambda lr: lr},
 }
 """Name of an argument -> {key that it fills: rule}. The rules are those of transformers' integration of DeepSpeed."""
-
-
-def rename_keys(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `flat`, {path: value}, with each second name of a key (`OTHER_NAMES`) replaced by its first name.
-
-    Raises:
-        ConfigError: the config has a key under both names, with different values.
-    """
-    renamed = {path: value for path, value in flat.items() if path not in OTHER_NAMES}
-    for path in (path for path in flat if path in OTHER_NAMES):
-        first = OTHER_NAMES[path]
-        if renamed.setdefault(first, flat[path]) != flat[path]:
-            raise ConfigError(
-                f"{path} is {shown(flat[path])}, but {first}, another name of the same key, is {shown(flat[first])}. "
-                "Remove one of them."
-            )
-    return renamed
 
 
 def open_auto_keys(cfg: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, tuple[str, ...]]:
@@ -87,22 +62,21 @@ def _short_name(path: str) -> str:
     return block.replace(".", "__") if last == "enabled" else last
 
 
-def fill_auto(cfg: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `cfg` with each "auto" replaced by the argument of its name, and every key under its first name.
+def fill_auto(flat: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `flat`, {path: value}, with each "auto" replaced by the argument of its name.
 
     The name of an argument is the key's path with dots (or with `__` for each dot), the path's last part, or, for
     `block.enabled`, the block. An argument fills every "auto" that it names. If a key that it names is not "auto", the
     value of the key and the argument must be equal.
 
     Raises:
-        ConfigError: an "auto" is not filled, the config has a key under two names with different values, or an argument
-            names no key of the config or differs from the value of one.
+        ConfigError: an "auto" is not filled, or an argument names no key of the config or differs from the value of
+            one.
     """
-    flat = rename_keys(flatten(cfg))
     filled = dict(flat)
     for name, given in arguments.items():
         value = json_value(given, f"the argument {name}")
-        paths = [path for path in flat if _names(name, path)]
+        paths = [path for path in flat if names_key(name, path)]
         derived = {path: rule for path, rule in DERIVED.get(name, {}).items() if flat.get(path) == AUTO}
         if not paths and not derived:
             opened = [path for path in flat if _is_open(path, flat)]
@@ -123,50 +97,11 @@ def fill_auto(cfg: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str,
                 filled[path] = _derive(rule, name, value)
     if left := [path for path in flat if _is_open(path, flat) and filled[path] == AUTO]:
         raise ConfigError("\n".join(_left(path) for path in left))
-    return nest(filled)
+    return filled
 
 
 def _is_open(path: str, flat: Mapping[str, Any]) -> bool:
     return isinstance(flat[path], str) and flat[path] == AUTO and path not in OWN_AUTO
-
-
-def _names(argument: str, path: str) -> bool:
-    others = (other for other, first in OTHER_NAMES.items() if first == path)
-    return any(_is_name(argument, each) for each in (path, *others))
-
-
-def _is_name(argument: str, path: str) -> bool:
-    path_of_enabled, _, last = path.rpartition(".")
-    if last == "enabled" and argument == path_of_enabled:
-        return True
-    return argument in (path, path.replace(".", "__")) or (argument == last and last != "enabled")
-
-
-def path_of_key(name: str, value: object) -> str:
-    """Return the path of the key with this name. If `value` is a block or None, `name` may be the name of a block.
-
-    Raises:
-        ConfigError: no key, or more than one, has the name.
-    """
-    keys = list(iter_keys(Config))
-    paths = [key.path for key in keys]
-    if value is None or isinstance(value, Mapping):  # of a block
-        blocks = {path.rpartition(".")[0] for path in paths} | set(Config.model_fields)
-        if named := [block for block in blocks if block and name in (block, block.rpartition(".")[2])]:
-            return min(named, key=len)
-    if name in paths:
-        return name
-    if name == "enabled":
-        honoured = (key.path for key in keys if isinstance(key.key_class, Honoured))
-        enabled = [path.removesuffix(".enabled") for path in honoured if path.endswith(".enabled")]
-        raise ConfigError(f"enabled is a key of several blocks: {some_of(enabled)}. Name the block: bf16=True.")
-    named = [key.path for key in keys if isinstance(key.key_class, Honoured) and _names(name, key.path)]
-    if len(named) > 1:
-        raise ConfigError(f"{name} is the name of several keys: {some_of(named)}. Write the path of one.")
-    if not named:
-        hint = nearest(name, {path.rpartition(".")[2]: path for path in paths})
-        raise ConfigError(f"{name} is not a key of the config. {hint and f'{hint} '}docs/config.md lists the keys.")
-    return named[0]
 
 
 def _left(path: str) -> str:

@@ -17,13 +17,13 @@ from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
 
-from zeroamp.policies.auto_values import fill_auto, path_of_key, rename_keys
 from zeroamp.policies.batch_sizes import BATCH_SIZES, data_parallel_ranks
 from zeroamp.policies.conflicts import check_policy
 from zeroamp.policies.dtypes import FLOAT8_BY_NAME
 from zeroamp.policies.errors import ConfigError, WrapError
 from zeroamp.policies.extensions import load
 from zeroamp.policies.json_values import flatten, json_value, load_config, nest
+from zeroamp.policies.key_names import path_of_key, rename_keys
 from zeroamp.policies.loss_scale_rule import NO_LOSS_SCALE, LossScale
 from zeroamp.policies.normalise import HELD_BY, low_dtype_of, mode_of, normalised, short_config, to_config
 from zeroamp.policies.normalise import Mode as Mode
@@ -325,5 +325,8 @@ def policy_from_config(
         Traceback (most recent call last):
         zeroamp.policies.errors.ConfigError: ...Did you mean 'zero_optimization'?...
     """
-    filled = fill_auto(load_config(cfg), auto)
+    flat = rename_keys(flatten(load_config(cfg)))
+    if auto or "auto" in flat.values():
+        flat = load("policy_from_config.fill_auto")(flat, auto)
+    filled = nest(flat)
     return Policy(validate(filled), tuple(flatten(filled).items()), num_ranks=data_parallel_ranks(world_size))

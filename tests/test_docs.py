@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import zeroamp
 from tests.processes.launch import ROOT
+from tests.processes.other_device import model_on_another_device
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")] + PAGES
@@ -73,8 +74,9 @@ def _public(function):
 
 def _run(codes):
     names = {"__name__": "page"}
-    for code in codes:
-        exec(compile(code, "page", "exec"), names)
+    with model_on_another_device("page"):
+        for code in codes:
+            exec(compile(code, "page", "exec"), names)
     return dist.get_world_size()
 
 

@@ -42,6 +42,7 @@ EXTENSIONS = {
     "Ledger.text": "zeroamp.reporting.ledger_tables:ledger_text",
     "Ledger.parameter_text": "zeroamp.reporting.ledger_tables:parameter_text",
     "Verification.text": "zeroamp.reporting.ledger_tables:verification_text",
+    "policy_from_config.fill_auto": "zeroamp.policies.auto_values:fill_auto",
     "Policy.key_report": "zeroamp.reporting.key_report:render_report",
     "optimizer.types": "zeroamp.optimizers.optimizer_params:TYPES",
     "scheduler.types": "zeroamp.optimizers.scheduler_params:TYPES",
@@ -56,6 +57,8 @@ EXTENSIONS = {
     "TrainStep.shard_state": "zeroamp.optimizers.loaded_state:shard_state",
     "TrainStep.shard_state_dict": "zeroamp.optimizers.loaded_state:shard_state_dict",
     "TrainStep.resolve_overrides": "zeroamp.optimizers.kinds:resolve_overrides",
+    "TrainStep.replicated_apart": "zeroamp.optimizers.on_dtensors:replicated_apart",
+    "TrainStep.refuse_on_two_axes": "zeroamp.meshes.refused_optimizers:refuse_on_two_axes",
     "torch.optim.Muon": "zeroamp.optimizers.muon:updating_matrices",
 }
 """Name -> a class or function that is loaded at its first use, as "module:name".

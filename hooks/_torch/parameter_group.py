@@ -141,14 +141,15 @@ class ParameterGroup:
     def lacks_new_gradient(self, *, has_sums: bool) -> bool:
         """Return whether a trainable parameter has no gradient of this micro-batch yet, or may have none.
 
-        `has_sums`: whether there may be gradients of earlier micro-batches. Where these are in `grad` too, a new gradient
-        cannot be told from them; True is returned then.
+        `has_sums`: whether there may be gradients of earlier micro-batches. Where these are in `grad` too, a new
+        gradient cannot be told from them; True is returned then.
         """
         for parameter in self.parameters:
             unsharded = parameter.unsharded
-            if unsharded is not None and unsharded.requires_grad:
-                if unsharded.grad is None or (has_sums and parameter.own_sum is None):
-                    return True
+            if unsharded is None or not unsharded.requires_grad:
+                continue
+            if unsharded.grad is None or (has_sums and parameter.own_sum is None):
+                return True
         return False
 
     def follow_requires_grad(self) -> None:

@@ -11,7 +11,9 @@ from typing import cast
 import torch.distributed as dist
 
 
-def group_of_parts(parts: Iterable[Sequence[int]], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
+def group_of_parts(
+    parts: Iterable[Sequence[int]], timeout: timedelta | None = None, backend: str | None = None
+) -> dist.ProcessGroup:
     """Make one process group for each part of the ranks, and return the group of this rank's part.
 
     All ranks of all parts must call this with the same parts, which have no rank in common. If the parts have all ranks
@@ -24,8 +26,28 @@ def group_of_parts(parts: Iterable[Sequence[int]], timeout: timedelta, backend: 
         own, _ = dist.new_subgroups_by_enumeration(of_ranks, timeout, backend)  # type: ignore[no-untyped-call]
     else:
         members = next(part for part in of_ranks if dist.get_rank() in part)
-        own = dist.new_group(members, timeout=timeout, backend=backend, use_local_synchronization=True)
+        with _own_communicators():
+            own = dist.new_group(members, timeout=timeout, backend=backend, use_local_synchronization=True)
     return cast(dist.ProcessGroup, own)
+
+
+@contextmanager
+def _own_communicators() -> Iterator[None]:
+    """Let NCCL make communicators of new groups by themselves, at their first use.
+
+    If `init_process_group` was given a `device_id`, torch splits them off that of the default group, in a collective of
+    all ranks of the job. Ranks that are in no new group would not take part in it.
+    """
+    default = dist.group.WORLD
+    device = getattr(default, "bound_device_id", None)
+    if device is None:
+        yield
+        return
+    default.bound_device_id = None  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        default.bound_device_id = device  # type: ignore[union-attr]
 
 
 @contextmanager

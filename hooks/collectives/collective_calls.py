@@ -102,6 +102,12 @@ def peer_lost(
             f" The output of {issued.group_name.partition(':')[0]} must be in the loss of every rank that calls it. If "
             'a loss does not use it, add 0 * output.sum() to that loss, or set "zeroamp": {"own_units": false}.'
         )
+    if "Duplicate GPU" in str(error):
+        return PeerError(
+            f"Rank {dist.get_rank()} uses the same GPU as another rank of its host: {str(error).strip()}. Start the "
+            "script with torchrun, whose LOCAL_RANK chooses the GPU, or call torch.cuda.set_device before anything "
+            "uses a GPU."
+        )
     return PeerError(
         f"Rank {dist.get_rank()} waited for the {what}{place}, and the process group ended it: {str(error).strip()}. "
         "Another rank has ended or did not issue the same collective. Read the output of the other ranks, and check "

@@ -29,7 +29,9 @@ from typing import Any
 import torch
 
 BLOCK = 2**18
-"""Columns of a block: 1 MiB in fp32. Smaller ones cost time: each op has a fixed cost."""
+"""Columns of a block on a CPU: 1 MiB in fp32. Smaller ones cost time: each op has a fixed cost."""
+LARGE_BLOCK = 2**25
+"""Columns of a block on other devices: 128 MiB in fp32. Each op is a launch, and there is no cache to fit."""
 
 
 def tree_sum(rows: torch.Tensor, output: torch.Tensor, divide_by: float = 1) -> int:
@@ -43,10 +45,37 @@ def tree_sum(rows: torch.Tensor, output: torch.Tensor, divide_by: float = 1) -> 
     Returns:
         The number of kernels that were launched; 0 on a CPU.
     """
-    if rows.device.type == "cuda" and (kernel := _kernel()) is not None:
+    if _has_kernel(rows.device) and (kernel := _kernel()) is not None:
         launches: int = kernel(rows, output, divide_by)
         return launches
     return _loop(rows, output, divide_by)
+
+
+_failure: Exception | None = None
+"""The error with which Triton failed in `compile_sum`. The kernel is not used any more then."""
+
+
+def compile_sum(num_rows: int, dtype: torch.dtype, device: torch.device) -> Exception | None:
+    """Compile and run the kernel for so many rows, before a backward needs it. No effect on other devices than CUDA.
+
+    Triton needs a C compiler, Python's headers and a writable cache. If it fails, all sums of this process run the
+    loop, which has the same bits.
+
+    Returns:
+        The error with which Triton failed, now or before; else None.
+    """
+    global _failure
+    if _failure is None and _has_kernel(device) and (kernel := _kernel()) is not None:
+        rows = torch.zeros((num_rows, 16), dtype=dtype, device=device)
+        try:
+            kernel(rows, torch.empty(16, dtype=torch.float32, device=device), num_rows)
+        except Exception as error:  # of Triton, of a compiler that it calls, or of the file system
+            _failure = error
+    return _failure
+
+
+def _has_kernel(device: torch.device) -> bool:
+    return device.type == "cuda" and _failure is None
 
 
 @cache
@@ -59,10 +88,11 @@ def _kernel() -> Any:
     return tree_sum
 
 
-def _loop(rows: torch.Tensor, output: torch.Tensor, divide_by: float, block: int = BLOCK) -> int:
+def _loop(rows: torch.Tensor, output: torch.Tensor, divide_by: float, block: int = 0) -> int:
     # See [Note: The loop].
     num_rows, numel = rows.shape
     on_cpu = rows.device.type == "cpu"
+    block = block or (BLOCK if on_cpu else LARGE_BLOCK)
     # CUDA multiplies by the inverse of a divisor on the host. It divides by a divisor on the device.
     divisor = divide_by if on_cpu else torch.full((), divide_by, dtype=torch.float32, device=rows.device)
     num_temporaries = max(0, (num_rows - 1).bit_length() - 1)

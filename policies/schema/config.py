@@ -80,7 +80,8 @@ class ZeroampBlock(Block):
         Literal["auto", "off"] | PositiveInt,
         Honoured(
             "ranks per node: reductions and all-gathers over several nodes then run in two levels, with the same bits. "
-            "`auto`: the launcher's `LOCAL_WORLD_SIZE`; `off` or 1: one level (docs/precision.md)"
+            "`auto`: the launcher's `LOCAL_WORLD_SIZE`, else by the names of hosts; `off` or 1: one level "
+            "(docs/precision.md)"
         ),
     ] = "auto"
     partials_between_nodes: Annotated[

@@ -13,8 +13,8 @@ backward that reduces gradients reduces a group once. The exceptions all come fr
   per step, whose result is not used.
 * A unit without a backward (frozen, and nothing trainable before it) is prefetched all the same. Between two
   micro-batches the next forward uses that copy. After the last micro-batch it is discarded.
-* A unit that runs several times in one forward is all-gathered for each run, and reduced once, after the backward of its
-  first run: see [Note: Reducing once] in `hooks/group_gradients.py`.
+* A unit that runs several times in one forward is all-gathered for each run, and reduced once, after the backward of
+  its first run: see [Note: Reducing once] in `hooks/group_gradients.py`.
 * An embedding that is a unit of its own is not all-gathered for its backward.
 * `prefetch_bucket_size` prefetches in the order of registration.
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.hooks._torch.dtensor import is_strided, split_dim
 from zeroamp.hooks._torch.fsdp import timeout_of
 from zeroamp.hooks._torch.process_groups import group_of_parts
+from zeroamp.planning.rank_device import choose_device
 from zeroamp.policies.errors import ConfigError, WrapError, describe
 from zeroamp.policies.numbers import WORLD_SIZE
 from zeroamp.policies.policy import Policy, Stage
@@ -50,7 +51,7 @@ def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None, num_replicas: int = 1)
         raise ConfigError(_replicas(num_replicas, f"{replicate_size(mesh)}, the replicas of the mesh given"))
     if stage == 0 and mesh.ndim == 1:
         # The mesh may be a slice of a larger one, so only this rank makes its group: other ranks may not be here.
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        alone = group_of_parts([[dist.get_rank()]])
         groups = [mesh.get_group(), alone]
         return DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh.view(-1, 1), mesh_dim_names=(REPLICATE, SHARD))
     return mesh
@@ -59,13 +60,15 @@ def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None, num_replicas: int = 1)
 def start_process_group() -> None:
     """Initialise the default process group from torchrun's environment. Without RANK it gets a world size of one.
 
-    The group has the default backends: gloo, and NCCL (or the like) for an accelerator. A group of one rank is
-    destroyed when the program ends.
+    The group has the default backends: gloo, and NCCL (or the like) for an accelerator, whose device is chosen first:
+    see `choose_device`. A group of one rank is destroyed when the program ends.
 
     Raises:
-        WrapError: the environment has no RANK, but another launcher's variable has a world size above one.
+        WrapError: the environment has no RANK, but another launcher's variable has a world size above one; or there is
+            no device of this rank.
     """
     if "RANK" in os.environ:
+        choose_device(current_device_type())
         dist.init_process_group()
         return
     for name in _SIZES_OF_LAUNCHERS:

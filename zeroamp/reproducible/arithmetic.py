@@ -57,7 +57,7 @@ class OrderedReplicatedGradients(ReplicatedGradients):
         gradients = [zero] * (self._order.num_ranks * per_rank * num)
         for index, taken in zip(self._order.indices(per_rank), self._taken, strict=True):
             gradients[index * num : (index + 1) * num] = [zero if g is None else g.to(torch.float64) for g in taken]
-        used = torch.tensor(self._are_used(), dtype=torch.float64).to(device, non_blocking=True)
+        used = torch.tensor(self._are_used(), dtype=torch.float64, device="cpu").to(device, non_blocking=True)
         return [torch.stack(gradients), used]
 
     def _are_used(self) -> list[bool]:

@@ -44,7 +44,7 @@ _SMALLEST_POWER = -320
 def _powers_of_two(device: torch.device) -> torch.Tensor:
     """Return 2^-320 to 2^320, exactly: fp64."""
     powers = [2.0**power for power in range(_SMALLEST_POWER, -_SMALLEST_POWER + 1)]
-    return torch.tensor(powers, dtype=torch.float64).to(device, non_blocking=True)
+    return torch.tensor(powers, dtype=torch.float64, device="cpu").to(device, non_blocking=True)
 
 
 class ExactSum:

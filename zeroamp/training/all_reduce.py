@@ -86,7 +86,7 @@ class StepAllReduce:
         parts = [of_step, usage, *of_replicated, *of_copies]
         if on_host:
             # Built on the host and copied: to build it on the device, the host would wait for the whole backward.
-            parts.append(torch.tensor(on_host, dtype=of_step.dtype).to(of_step.device, non_blocking=True))
+            parts.append(torch.tensor(on_host, dtype=of_step.dtype, device="cpu").to(of_step.device, non_blocking=True))
         summed = torch.cat(parts)
         issued = IssuedCollective("all_reduce", summed, STEP, self._state.world)
         issue(lambda: dist.all_reduce(summed, group=self._state.world), issued, self._state.listeners)

@@ -112,8 +112,8 @@ class MicroBatches:
             parameter.grad = None
         if accumulator is not None:
             accumulator.discard(zeros)
-        sums = accumulator.sums if accumulator is not None else {}
-        left = next((i for i, p in enumerate(self.parameters) if p.grad is not None or p in sums), None)
+        sums = accumulator.sums if accumulator is not None else None
+        left = next((i for i, p in enumerate(self.parameters) if p.grad is not None or (sums and p in sums)), None)
         if left is not None:
             raise StepError(
                 f"{self._fqns[left]} has a gradient before the first backward of an optimizer step. A backward of "

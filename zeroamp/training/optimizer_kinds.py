@@ -103,17 +103,6 @@ def shard_loaded_state(optimizer: torch.optim.Optimizer, root: nn.Module) -> Non
         optimizer.register_load_state_dict_pre_hook(before_load)
 
 
-def refuse_on_two_axes(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> None:
-    """Raise StepError for an optimizer that is not updated on shards, with tensor or expert parallelism."""
-    if kind_of(optimizer, on_shards=on_shards) != "shards":
-        raise StepError(
-            f"TrainStep was given {full_name(optimizer)}, which is not updated on plain shards. With tensor or expert "
-            "parallelism that is not supported, because parameters are DTensors on meshes of one axis and of two. "
-            "Use torch.optim.AdamW or another of docs/optimizers.md that is updated on shards, or pass on_shards=True "
-            "if the optimizer is element-wise."
-        )
-
-
 def full_name(optimizer: torch.optim.Optimizer) -> str:
     """Return module and class: several libraries have an optimizer of the same name."""
     return f"{type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}"

@@ -36,7 +36,7 @@ class ReplicatedGradients:
             return []
         zero = torch.zeros((), dtype=torch.float64, device=device)
         gradients = [zero if p.grad is None else p.grad.to(torch.float64) for p in self._parameters]
-        used = torch.tensor(self._are_used(), dtype=torch.float64).to(device, non_blocking=True)
+        used = torch.tensor(self._are_used(), dtype=torch.float64, device="cpu").to(device, non_blocking=True)
         return [torch.stack(gradients), used]
 
     def _are_used(self) -> list[bool]:

@@ -21,6 +21,7 @@ from zeroamp.hooks.observers.trace_labels import label
 from zeroamp.planning.mesh import device_of, is_first_rank
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import StepError
+from zeroamp.policies.extensions import load
 from zeroamp.training.all_reduce import StepAllReduce
 from zeroamp.training.callbacks import Callbacks
 from zeroamp.training.loop_mistakes import SchedulerSteps
@@ -29,7 +30,6 @@ from zeroamp.training.micro_batches import MicroBatches
 from zeroamp.training.norm_and_clip import clip_factor, multiply_gradients
 from zeroamp.training.optimizer_kinds import (
     checked_on_shards,
-    refuse_on_two_axes,
     refuse_unsupported,
     shard_loaded_state,
 )
@@ -122,7 +122,7 @@ class StepDriver:
             refuse_unsupported(optimizer, on_shards=on_shards)
             shard_loaded_state(optimizer, self.state.root)
             if not self.state.axes.is_plain:
-                refuse_on_two_axes(optimizer, on_shards=on_shards)
+                load("TrainStep.refuse_on_two_axes")(optimizer, on_shards=on_shards)
             for extension in self.state.extensions:
                 extension.check_optimizer(optimizer, on_shards=on_shards)
         return None, description_of(self.state.root, self.optimizers, self.schedulers, self._on_shards)

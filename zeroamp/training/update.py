@@ -60,7 +60,7 @@ class OptimizerUpdate:
             with load("torch.optim.Muon")(self._state, self.optimizer):
                 self.optimizer.step()
         else:
-            with _replicated_apart(self.optimizer):
+            with load("TrainStep.replicated_apart")(self.optimizer):
                 self.optimizer.step()
 
 
@@ -175,23 +175,6 @@ class _Shard:
         return DTensor.from_local(
             value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
-
-
-@contextmanager
-def _replicated_apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Move replicated parameters to param groups of their own: foreach kernels refuse a mixture with DTensors."""
-    own = [(group, group["params"]) for group in optimizer.param_groups]
-    try:
-        for group, params in own:
-            replicated = [parameter for parameter in params if not isinstance(parameter, DTensor)]
-            if 0 < len(replicated) < len(params):
-                optimizer.param_groups.append({**group, "params": replicated})
-                group["params"] = [parameter for parameter in params if isinstance(parameter, DTensor)]
-        yield
-    finally:
-        del optimizer.param_groups[len(own) :]
-        for group, params in own:
-            group["params"] = params
 
 
 def works_on_shards(optimizer: torch.optim.Optimizer, *, on_shards: bool = False) -> bool:

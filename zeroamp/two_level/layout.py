@@ -1,9 +1,11 @@
 """Finds the ranks of a mesh axis that share a node, and makes the process groups of collectives in two levels.
 
-Loaded only if the ranks span several nodes, as far as `zeroamp.ranks_per_node` or the launcher shows.
+Loaded only if the ranks span several nodes, as far as `zeroamp.ranks_per_node`, the launcher or the number of
+accelerators shows. Without a number from the first two, the nodes are found by their hosts' names.
 """
 
 import logging
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -80,7 +82,14 @@ def nodes_of_mesh(policy: Policy, mesh: DeviceMesh, world: dist.ProcessGroup | N
 def _nodes_of_mesh(policy: Policy, mesh: DeviceMesh, world: dist.ProcessGroup | None) -> MeshNodes:
     per_node = ranks_per_node(policy)
     if per_node is None:
-        raise AssertionError("expected a known number of ranks per node, got none")
+        blocks = _ranks_by_host(world)
+        if blocks is None:
+            return MeshNodes(why_flat="the ranks of a node are not consecutive ranks of the job")
+        if len(blocks) <= 1:
+            return MeshNodes()
+        if len(set(blocks)) > 1:
+            return MeshNodes(why_flat="nodes have different numbers of ranks")
+        per_node = blocks[0]
     if not _is_equal(per_node, mesh, world):
         return MeshNodes(why_flat="nodes have different numbers of ranks")
     found: dict[int, AxisNodes] = {}
@@ -100,6 +109,20 @@ def _nodes_of_mesh(policy: Policy, mesh: DeviceMesh, world: dist.ProcessGroup | 
     return MeshNodes(reductions=reductions, gathers=gathers, why_flat=why_flat)
 
 
+def _ranks_by_host(world: dist.ProcessGroup | None) -> list[int] | None:
+    """Return the numbers of consecutive ranks on each host, by the hosts' names. All ranks of `world` call this.
+
+    Empty if the mesh has only some of the job's ranks: their numbers do not show where the others are. None if the
+    ranks of a host are not consecutive.
+    """
+    if dist.get_world_size(world) < dist.get_world_size():
+        return []
+    hosts = [""] * dist.get_world_size(world)
+    dist.all_gather_object(hosts, socket.gethostname(), group=world)
+    blocks = [len(list(block)) for _, block in groupby(hosts)]
+    return blocks if len(blocks) == len(set(hosts)) else None
+
+
 def _is_equal(per_node: int, mesh: DeviceMesh, world: dist.ProcessGroup | None) -> bool:
     bounds = torch.tensor([per_node, -per_node], dtype=torch.int64, device=device_of(mesh))
     issued = IssuedCollective("all_reduce", bounds, "zeroamp.ranks_per_node", world, dist.ReduceOp.MAX)
@@ -109,7 +132,7 @@ def _is_equal(per_node: int, mesh: DeviceMesh, world: dist.ProcessGroup | None) 
 
 def _made(axis: int, layout: AxisNodes, mesh: DeviceMesh, policy: Policy) -> Nodes:
     num_inside = layout.num_inside or 1
-    nodes = torch.tensor(parts_of_axis(mesh, axis)).view(-1, layout.num_nodes, num_inside)
+    nodes = torch.tensor(parts_of_axis(mesh, axis), device="cpu").view(-1, layout.num_nodes, num_inside)
     timeout = timeout_of(mesh.get_group(mesh.ndim - 1), mesh.device_type)
     inside = group_of_parts(nodes.flatten(0, 1).tolist(), timeout)
     across = group_of_parts(nodes.transpose(1, 2).flatten(0, 1).tolist(), timeout)

@@ -1,5 +1,6 @@
 """Installs zeroamp's all-gather and reduction into the FSDP2 parameter groups of a model."""
 
+import logging
 from functools import partial
 
 import torch
@@ -10,12 +11,16 @@ from zeroamp.hooks._torch.fsdp import divide_factor, leave_replicas_alone
 from zeroamp.hooks.collectives.all_gather import GroupAllGather
 from zeroamp.hooks.collectives.gradient_reduction import GroupReduceScatter, ReceiveBuffers
 from zeroamp.hooks.collectives.traffic import IssuedCollective, notify
+from zeroamp.hooks.collectives.tree_sum import compile_sum
 from zeroamp.hooks.group_gradients import GroupGradients
 from zeroamp.hooks.tensors import hold_for_current_stream
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan
-from zeroamp.planning.mesh import ranks_of, replicate_size, shard_size
+from zeroamp.planning.mesh import device_of, ranks_of, replicate_size, shard_size
+from zeroamp.policies.errors import error_text
 from zeroamp.wrapping.state import MeshNodes, WrapState
+
+logger = logging.getLogger("zeroamp.rank")  # each rank prints its own
 
 
 def attach_collectives(
@@ -78,6 +83,23 @@ def attach_collectives(
             notify(listeners, IssuedCollective("all_reduce", reduced, group.name, replicas, op))
 
         module.set_all_reduce_hook(all_reduced)
+
+
+def compile_sums(state: WrapState) -> None:
+    """Compile the kernel of the sums over ranks on CUDA. Log a warning on each rank where that fails."""
+    device, error = device_of(state.mesh), None
+    for key in {group.key for group in state.plan.groups}:
+        dtypes = group_dtypes(key, state.plan.policy, ranks_of(state.mesh))
+        if dtypes.reduction == "all_to_all":
+            error = compile_sum(shard_size(state.mesh), dtypes.communication, device)
+    if replicate_size(state.mesh) > 1:
+        error = compile_sum(replicate_size(state.mesh), torch.float32, device)
+    if error is not None:
+        logger.warning(
+            "Triton cannot compile the kernel that sums gradients over ranks (%s). A loop sums them, with the same "
+            "bits and more launches. Triton needs a C compiler (CC), Python's headers and a writable TRITON_CACHE_DIR.",
+            error_text(error),
+        )
 
 
 def _sum_replicas(module: FSDPModule, reduction: GroupReduceScatter, gradients: GroupGradients) -> None:

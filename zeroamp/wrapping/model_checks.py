@@ -78,9 +78,14 @@ def ranks_per_node(policy: Policy) -> int | None:
 
 
 def is_one_node(policy: Policy) -> bool:
-    """Return whether all ranks of the job share a node, as far as is known. Raises as `ranks_per_node` does."""
-    per_node = ranks_per_node(policy)
-    return per_node is None or per_node >= dist.get_world_size()
+    """Return whether all ranks of the job share a node, as far as is known. Raises as `ranks_per_node` does.
+
+    Without a launcher's number, more ranks than this node has accelerators are on several nodes.
+    """
+    num_ranks, per_node = dist.get_world_size(), ranks_per_node(policy)
+    if per_node is None and policy.ranks_per_node == "auto":
+        return num_ranks <= (torch.accelerator.device_count() or num_ranks)
+    return per_node is None or per_node >= num_ranks
 
 
 def _layout(axes: MeshAxes) -> str:

@@ -28,6 +28,7 @@ from zeroamp.planning.mesh import (
 )
 from zeroamp.planning.mesh_axes import MeshAxes, find_axes, plain_axes, ranks_of_axes
 from zeroamp.planning.plan import Plan, build_plan
+from zeroamp.planning.rank_device import choose_device
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.batch_sizes import check_batch_sizes
@@ -35,6 +36,7 @@ from zeroamp.policies.errors import WrapError, describe
 from zeroamp.policies.extensions import load
 from zeroamp.policies.policy import Policy, refuse_other_than_policy
 from zeroamp.wrapping.attach import attach_hooks
+from zeroamp.wrapping.collectives import compile_sums
 from zeroamp.wrapping.job_log import log_once_per_job
 from zeroamp.wrapping.model_checks import (
     broadcast_module_states,
@@ -117,6 +119,7 @@ def wrap_model(
         refuse_other_than_policy(policy)
         start_process_group()
     device_type = current_device_type() if mesh is None else mesh.device_type
+    choose_device(device_type)  # before the first collective
     axes = find_axes(model, mesh) if isinstance(model, nn.Module) else None
     mesh = mesh if axes is None else axes.fsdp
     world = None if axes is None else process_group(axes.whole)
@@ -186,6 +189,7 @@ def wrap_model(
         step=StepState(accumulates_in=unsharded_accumulation(policy)),
     )
     attach_hooks(model, state)
+    compile_sums(state)
     for extension in plan.extensions:
         extension.attach(model, state)
     record_state(model, state)

@@ -2,6 +2,7 @@
 
 import ast
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -102,6 +103,28 @@ def _groups_after_the_program_has_made_one_for_two_ranks():
 def test_groups_of_parts_of_all_ranks_do_not_depend_on_groups_of_the_program(ranks4):
     for rank, found in enumerate(ranks4.run(_groups_after_the_program_has_made_one_for_two_ranks)):
         assert found == [([1, 3], 4) if rank % 2 else ([0, 2], 2), ([0, 1, 2, 3], 6)]
+
+
+def _devices_bound_when_groups_are_made():
+    """What `device_id` of `init_process_group` is while groups of a part of the ranks are made, and afterwards."""
+    default, bound = dist.group.WORLD, []
+    default.bound_device_id = torch.device("cpu", 0)
+    new_group = dist.new_group
+
+    def noting(*args, **kwargs):
+        bound.append(default.bound_device_id)
+        return new_group(*args, **kwargs)
+
+    with mock.patch.object(dist, "new_group", noting):
+        process_groups.group_of_parts(
+            [[0, 2]] if dist.get_rank() in (0, 2) else [[1]] if dist.get_rank() == 1 else [[3]]
+        )
+    return bound, default.bound_device_id
+
+
+def test_groups_of_a_part_of_the_ranks_are_not_split_off_the_default_group(ranks4):
+    # A split is a collective of all ranks of the job.
+    assert ranks4.run(_devices_bound_when_groups_are_made) == [([None], torch.device("cpu", 0))] * 4
 
 
 def test_the_names_of_fsdp_exist(ranks2):

@@ -74,3 +74,14 @@ def test_an_error_of_the_backend_names_the_collective_and_the_place(monkeypatch)
             peer_lost(error, None, [issued])
         )
         issued.calls.clear()
+
+
+def _of_one_gpu():
+    error = dist.DistBackendError("Duplicate GPU detected : rank 0 and rank 1")
+    return str(peer_lost(error, _call()))
+
+
+def test_two_ranks_on_one_gpu_are_named_as_such(ranks2):
+    for rank, text in enumerate(ranks2.run(_of_one_gpu)):
+        assert text.startswith(f"Rank {rank} uses the same GPU as another rank of its host: Duplicate GPU detected")
+        assert "call torch.cuda.set_device before anything uses a GPU" in text

@@ -138,3 +138,28 @@ def test_the_kernel_has_the_bits_of_the_tree_on_cuda():
     assert tree_sum(rows, total, 3) == 1  # what a reduction calls takes the kernel
     assert module._loop(rows, looped, 3) == 12  # a copy and an add per pair, three adds, the division
     assert torch.equal(total, looped)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("Failed to find C compiler"), subprocess.CalledProcessError(1, "gcc"), AssertionError("libcuda")],
+)
+def test_a_kernel_that_triton_cannot_compile_is_replaced_by_the_loop(monkeypatch, error):
+    def kernel(*_args):
+        raise error
+
+    monkeypatch.setattr(module, "_has_kernel", lambda _device: module._failure is None)
+    monkeypatch.setattr(module, "_kernel", lambda: kernel)
+    monkeypatch.setattr(module, "_failure", None)
+    assert module.compile_sum(2, torch.bfloat16, torch.device("cpu")) is error
+    assert module.compile_sum(4, torch.float32, torch.device("cpu")) is error  # is not tried again
+    rows, output = torch.randn(3, 40).bfloat16(), torch.empty(40)
+    tree_sum(rows, output, 3)
+    wanted = ((rows[0].float() + rows[1].float()) + rows[2].float()) / 3
+    assert torch.equal(output, wanted)
+
+
+def test_other_devices_than_cpus_sum_one_block_of_usual_units():
+    rows, output = torch.empty(8, 2**22, dtype=torch.bfloat16, device="meta"), torch.empty(2**22, device="meta")
+    launches = module._loop(rows, output, 8)
+    assert launches == 12

@@ -285,3 +285,18 @@ def _gradients_left():
 
 def test_gradients_that_the_optimizer_does_not_hold_are_dropped_too(ranks2):
     assert ranks2.run(_gradients_left)[0] == []
+
+
+def _step_under_a_default_device():
+    torch.manual_seed(0)
+    model = zeroamp.wrap_model(torch.nn.Linear(4, 1), zeroamp.policy_from_config({"zero_optimization": {"stage": 3}}))
+    train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train.backward(model(torch.ones(2, 4)).mean())
+    with torch.device("meta"):  # a CUDA device would get a blocking copy of each number
+        report = train.step()
+    return report.loss
+
+
+def test_a_default_device_does_not_get_the_numbers_of_the_host(ranks2):
+    first, second = ranks2.run(_step_under_a_default_device)
+    assert first == second

@@ -1,10 +1,17 @@
 """How the ranks of a mesh axis lie on nodes."""
 
+import os
+import socket
+from unittest import mock
+
 import pytest
+import torch
+import torch.distributed as dist
 
 import zeroamp
 from zeroamp.two_level.layout import nodes_of_axis
 from zeroamp.wrapping.model_checks import ranks_per_node
+from zeroamp.wrapping.state import wrap_state
 
 
 @pytest.mark.parametrize(
@@ -39,3 +46,33 @@ def test_ranks_per_node_comes_from_the_config_or_the_launcher(monkeypatch, value
 def test_another_value_of_ranks_per_node_is_an_error(value):
     with pytest.raises(zeroamp.ConfigError, match="ranks_per_node"):
         zeroamp.policy_from_config({"zeroamp": {"ranks_per_node": value}})
+
+
+def _nodes_by(hosts, num_devices):
+    """Return the ranks of this rank's node in a reduction, and why it has one level, without LOCAL_WORLD_SIZE."""
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    torch.manual_seed(0)
+    with (
+        mock.patch.object(torch.accelerator, "device_count", return_value=num_devices),
+        mock.patch.object(socket, "gethostname", return_value=hosts[dist.get_rank()]),
+    ):
+        policy = zeroamp.policy_from_config({"zero_optimization": {"stage": 3}})
+        nodes = wrap_state(zeroamp.wrap_model(torch.nn.Linear(8, 8), policy)).nodes
+    return [dist.get_process_group_ranks(each.inside) for each in nodes.reductions.values()], nodes.why_flat
+
+
+@pytest.mark.parametrize(
+    ("hosts", "num_devices", "inside", "why_flat"),
+    [
+        ("aabb", 2, [[0, 1], [2, 3]], None),
+        ("aaaa", 2, None, None),  # several ranks on a GPU
+        ("aaab", 2, None, "different numbers of ranks"),
+        ("abab", 2, None, "not consecutive"),
+        ("aabb", 4, None, None),  # this host has a GPU for each rank: its name is not asked for
+    ],
+)
+def test_without_a_launchers_number_nodes_are_found_by_the_names_of_hosts(ranks4, hosts, num_devices, inside, why_flat):
+    for rank, (found, why) in enumerate(ranks4.run(_nodes_by, hosts, num_devices)):
+        assert found == ([] if inside is None else [inside[rank // 2]])
+        assert (why is None) == (why_flat is None)
+        assert (why_flat or "") in (why or "")

@@ -100,3 +100,30 @@ def _lines_after_wrapping_on_each_rank_alone():
 
 def test_the_first_rank_of_an_earlier_mesh_prints_nothing_for_a_later_one(ranks2):
     assert ranks2.run(_lines_after_wrapping_on_each_rank_alone) == [[1, 1], [1, 0]]
+
+
+def _lines_where_triton_fails():
+    from unittest import mock
+
+    import torch
+
+    import zeroamp
+    from tests.measuring.logs import log_lines
+    from zeroamp.wrapping import collectives
+
+    torch.manual_seed(0)
+    with (
+        mock.patch.object(collectives, "compile_sum", return_value=RuntimeError("Failed to find C compiler")) as tried,
+        log_lines(logging.WARNING) as lines,
+    ):
+        zeroamp.wrap_model(torch.nn.Linear(4, 8), zeroamp.policy_from_config({"bf16": {"enabled": True}}))
+    return [call.args[:2] for call in tried.call_args_list], lines
+
+
+def test_every_rank_that_cannot_compile_the_sum_logs_one_warning(ranks2):
+    import torch
+
+    for tried, lines in ranks2.run(_lines_where_triton_fails):
+        assert tried == [(2, torch.float32)]  # stage 0 sums replicas
+        assert [line for line in lines if "Failed to find C compiler" in line and "same bits" in line] == lines
+        assert len(lines) == 1

@@ -21,9 +21,10 @@ from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 
 from zeroamp.optimizers.from_config import optimizer_from_config
 from zeroamp.optimizers.schedulers import CurveLR
-from zeroamp.policies.auto_values import open_auto_keys, rename_keys
+from zeroamp.policies.auto_values import open_auto_keys
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.json_values import flatten, load_config, nest
+from zeroamp.policies.key_names import rename_keys
 from zeroamp.policies.numbers import WORLD_SIZE, size_from_launcher
 from zeroamp.policies.policy import Policy, policy_from_config
 

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
-from zeroamp.policies.auto_values import AUTO, DERIVED, open_auto_keys, rename_keys
+from zeroamp.policies.auto_values import AUTO, DERIVED, open_auto_keys
 from zeroamp.policies.dtypes import DTYPE_BY_NAME
 from zeroamp.policies.errors import ConfigError, shown, some_of
 from zeroamp.policies.json_values import flatten, load_config, nest
+from zeroamp.policies.key_names import rename_keys
 
 ZeroampConfig = str | os.PathLike[str] | Mapping[str, Any]
 """The path of a JSON file, or a mapping with its content."""

@@ -179,8 +179,8 @@ class RankAgreement:
         fqns = [names.get(id(parameter), "a removed parameter") for parameter in self._parameters]
         found |= {f"requires_grad of {fqn}": str(bool(each)) for fqn, each in zip(fqns, facts.is_trained, strict=True)}
         fqns.append("a parameter of another model")
-        for index, group in enumerate(facts.held):
-            for number, (place, has_state) in enumerate(divmod(each, 2) for each in group):
+        for index, held in enumerate(facts.held):
+            for number, (place, has_state) in enumerate(divmod(each, 2) for each in held):
                 state = "with state" if has_state else "without state"
                 found[f"the place of {fqns[place]}"] = f"param group {index}, number {number}, {state}"
         calls = {f"the count of {call}": str(count) for call, count in Counter(facts.calls).items()}

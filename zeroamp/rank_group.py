@@ -99,6 +99,18 @@ class RankGroup:
         results = self.run(action)
         return self.on_first(lambda: combine(results))
 
+    def refuse_different(self, call: str, arguments: Callable[[], dict[str, Any]]) -> None:
+        """Raise CheckpointError on all ranks if they made a call with different arguments. Also raises as `run`."""
+        of_ranks = self.run(arguments)
+        for name, first in of_ranks[0].items():
+            values = [of_rank[name] for of_rank in of_ranks]
+            if any(value != first for value in values):
+                found = " and ".join(sorted({repr(value) for value in values}))
+                raise CheckpointError(
+                    f"{call} needs the same {name} on all ranks, but got {found}. Pass the same value. If a rank "
+                    "failed in between, load the last checkpoint."
+                )
+
     def any(self, value: bool) -> bool:
         """Return whether `value` is true on any rank. All ranks call this."""
         return any(self.run(lambda: value))

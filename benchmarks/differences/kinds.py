@@ -287,6 +287,21 @@ def _checkpoint(run: Run) -> None:
     zeroamp.save_checkpoint(Path(tempfile.gettempdir()) / "rank-differences", run.model, run.train)
 
 
+def _no_state(run: Run) -> None:
+    run.train.optimizers[0].state.clear()
+    one_backward(run)
+
+
+def _pop(run: Run) -> None:
+    run.train.optimizers[0].param_groups[0]["params"].pop()
+    one_backward(run)
+
+
+def _reverse(run: Run) -> None:
+    run.train.optimizers[0].param_groups[0]["params"].reverse()
+    one_backward(run)
+
+
 def _at_step(names: str, step: Callable[[Run], None], **more: Any) -> Kind:
     return Kind(error="StepError", names=names, step=step, **more)
 
@@ -305,6 +320,9 @@ STEP = {
         "the number of backwards", _counted(3), all_step=_counted(2), stages=(0, 1)
     ),
     "zero_grad, stage 0": _at_step("the number of backwards", _zero_grad, all_step=_counted(2), stages=(0,)),
+    "optimizer state cleared": _at_step("without state on rank 1", _no_state, stages=(0, 2, 3)),
+    "a parameter popped from its group": _at_step("the place of head.weight", _pop, stages=(0, 2, 3)),
+    "parameters in another order": _at_step("the place of embed.weight", _reverse),
     "divide": _at_step("divided", _counted(1, divide=False), all_step=_counted(1)),
     "is_last": _at_step("given by the caller", _counted(1)),
     "evaluation mode": _at_step("training mode", _in_eval_mode),

@@ -92,6 +92,11 @@ def load_checkpoint(
     if train is not None:
         train.state_dict()  # raises inside an optimizer step
     ranks = RankGroup.for_saving(state.axes.whole)
+    arguments = {
+        "folder": os.fspath(folder), "train": "a TrainStep" if train else None, "missing_ok": missing_ok,
+        "load_optimizer_states": load_optimizer_states, "load_lr_scheduler_states": load_lr_scheduler_states,
+    }  # fmt: skip
+    ranks.refuse_different("load_checkpoint", lambda: arguments)
     found = _find(Path(folder), ranks)
     if found is None:
         if missing_ok:

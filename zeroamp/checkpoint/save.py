@@ -134,7 +134,9 @@ def save_checkpoint(
     ranks = RankGroup.for_saving(state.axes.whole)
     step = train.num_steps if step is None else step
     excluded = frozen_names(state.root) if exclude_frozen_parameters else []
-    _check_same(ranks.run(lambda: {**_arguments(Path(folder), step, keep, train), "frozen parameters": excluded}))
+    ranks.refuse_different(
+        "save_checkpoint", lambda: {**_arguments(Path(folder), step, keep, train), "frozen parameters": excluded}
+    )
     checkpoint = _Save(
         folder=Path(folder),
         step=step,
@@ -164,17 +166,6 @@ def _arguments(folder: Path, step: int, keep: int | None, train: TrainStep) -> d
             valid = f"an integer >= {least}"
             raise CheckpointError(describe(f"save_checkpoint({name}=)", repr(value), valid, "Pass such a number."))
     return {"folder": str(folder), "step": step, "keep": keep, "steps taken": train.num_steps}
-
-
-def _check_same(of_ranks: list[dict[str, Any]]) -> None:
-    for name, first in of_ranks[0].items():
-        values = [of_rank[name] for of_rank in of_ranks]
-        if any(value != first for value in values):
-            found = " and ".join(sorted({repr(value) for value in values}))
-            raise CheckpointError(
-                f"save_checkpoint needs the same {name} on all ranks, but got {found}. Pass the same value. If a rank "
-                "failed in between, load the last checkpoint."
-            )
 
 
 @dataclass(slots=True)

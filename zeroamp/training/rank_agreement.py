@@ -100,6 +100,8 @@ class _Facts(NamedTuple):
     num_backwards: int
     hyperparameters: list[list[tuple[str, object]]]
     """The plain values of each param group of each optimizer."""
+    held: list[list[int]]
+    """Of each param group: twice the position of each parameter in the model, plus 1 if it has optimizer state."""
     is_trained: bytes
     """One byte per parameter of the model: `requires_grad`."""
     calls: list[str]
@@ -127,6 +129,7 @@ class RankAgreement:
         self._state = state
         self._optimizers = optimizers
         self._parameters = list(state.root.parameters())
+        self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         self._num_ranks = state.axes.whole.size()
 
     def number(self, *, is_late: bool) -> tuple[Sequence[float], Receive]:
@@ -135,13 +138,17 @@ class RankAgreement:
         Begins the next optimizer step. If the ranks differ, the function raises StepError on all ranks. `is_late`:
         whether the function is called in the next step.
         """
+        groups = [(optimizer.state, group) for optimizer in self._optimizers for group in optimizer.param_groups]
         facts = _Facts(
             done=self.done,
             num_backwards=self.issued.num_backwards,
             hyperparameters=[
                 [(key, value) for key, value in group.items() if type(value) in _PLAIN or _is_plain(value)]
-                for optimizer in self._optimizers
-                for group in optimizer.param_groups
+                for _, group in groups
+            ],
+            held=[
+                [2 * self._places.get(id(p), -1) + bool(state.get(p)) for p in group["params"]]
+                for state, group in groups
             ],
             is_trained=bytes([parameter.requires_grad for parameter in self._parameters]),
             calls=self.issued.calls,
@@ -169,7 +176,12 @@ class RankAgreement:
         for index, group in enumerate(facts.hyperparameters):
             found |= {f"{key} of param group {index}": str(value) for key, value in group}
         names = {id(parameter): fqn for fqn, parameter in self._state.root.named_parameters()}
-        for parameter, is_trained in zip(self._parameters, facts.is_trained, strict=True):
-            found[f"requires_grad of {names.get(id(parameter), 'a removed parameter')}"] = str(bool(is_trained))
+        fqns = [names.get(id(parameter), "a removed parameter") for parameter in self._parameters]
+        found |= {f"requires_grad of {fqn}": str(bool(each)) for fqn, each in zip(fqns, facts.is_trained, strict=True)}
+        fqns.append("a parameter of another model")
+        for index, held in enumerate(facts.held):
+            for number, (place, has_state) in enumerate(divmod(each, 2) for each in held):
+                state = "with state" if has_state else "without state"
+                found[f"the place of {fqns[place]}"] = f"param group {index}, number {number}, {state}"
         calls = {f"the count of {call}": str(count) for call, count in Counter(facts.calls).items()}
         return found | calls  # in the order of their first call

@@ -41,7 +41,7 @@ from zeroamp.training.refused_arguments import (
     refuse_loss,
     refuse_unusable,
 )
-from zeroamp.training.step_report import NonfiniteHint, StepReport, learning_rates, log_step
+from zeroamp.training.step_report import NonfiniteHint, StepReport, learning_rates
 from zeroamp.training.update import OptimizerUpdate
 from zeroamp.wrapping.run_alike import Description, run_alike
 from zeroamp.wrapping.state import reshard, wrap_state
@@ -353,8 +353,8 @@ class StepDriver:
             if clipped.skipped and not self.scaler.enabled:  # the host has read the norm
                 _ = report.grad_norm
             every = self._policy.steps_per_print
-            if every and (self.num_steps + self.num_skipped) % every == 0:
-                log_step(report, self.optimizers, self.state.axes.whole)
+            if every and (self.num_steps + self.num_skipped) % every == 0 and is_first_rank(self.state.axes.whole):
+                logger.info("%s", report)  # waits for the device
             return report
         finally:
             self._finish()

@@ -2,13 +2,10 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-
-from zeroamp.planning.mesh import is_first_rank
 
 logger = logging.getLogger("zeroamp")
 
@@ -133,13 +130,3 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> tuple[float | torch.Tens
     """Return the learning rate of each param group. Tensors are copied, because a scheduler changes them in place."""
     rates = [group["lr"] for group in optimizer.param_groups]
     return tuple(rate.detach().clone() if isinstance(rate, torch.Tensor) else rate for rate in rates)
-
-
-def log_step(report: StepReport, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh) -> None:
-    """Log one line about a step, on the first rank of the mesh. Waits for the device there."""
-    if is_first_rank(mesh):
-        rates = ", ".join(f"{float(group['lr']):.3e}" for optimizer in optimizers for group in optimizer.param_groups)
-        logger.info(
-            "step %d: loss %.4f, gradient norm %.4f, lr %s, loss scale %g, %d skipped",
-            *(report.step, report.loss, report.grad_norm, rates, report.loss_scale, report.num_skipped),
-        )

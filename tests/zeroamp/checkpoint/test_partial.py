@@ -138,3 +138,25 @@ def test_frozen_parameters_can_be_left_out(ranks2, tmp_path):
         names = set(load_file(tmp_path / folder / "model.safetensors"))
         assert "frozen" not in names
         assert {"scale", "mean", "blocks.0.up.weight"} <= names
+
+
+def _loaded_otherwise(folder, argument):
+    """Load with another argument on rank 1; return the error."""
+    training = Training(Case())
+    training.save(folder)
+    train, options = training.train, {}
+    if dist.get_rank() == 1:
+        folder = f"{folder}/other" if argument == "folder" else folder
+        train = None if argument == "train" else train
+        options = {argument: argument == "missing_ok"} if argument not in ("folder", "train") else {}
+    with pytest.raises(zeroamp.CheckpointError) as raised:
+        zeroamp.load_checkpoint(folder, training.model, train, **options)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "argument", ["folder", "train", "load_optimizer_states", "load_lr_scheduler_states", "missing_ok"]
+)
+def test_other_arguments_on_one_rank_are_refused(ranks2, tmp_path, argument):
+    for text in ranks2.run(_loaded_otherwise, str(tmp_path), argument):
+        assert f"load_checkpoint needs the same {argument} on all ranks" in text

@@ -1,7 +1,9 @@
 """Checkpoints of `ZeroampTrainer`: `from_pretrained` reads them, and a training goes on from each bit for bit."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -63,6 +65,51 @@ def test_a_training_goes_on_from_every_save_bit_for_bit(ranks2, tmp_path, case):
     for found, num_steps in ranks2.run(_resumed, tmp_path, stage, cfg, changes):
         assert num_steps == 4
         assert found == {f"checkpoint-{step}": [] for step in range(1, 5)}
+
+
+class _KilledError(Exception):
+    """Ends a training where its process would have been killed."""
+
+
+def _killed_at(name):
+    """Return a patch that ends the training inside of its save at step 4, in a method of the Trainer."""
+    from transformers import Trainer
+
+    real = getattr(Trainer, name)
+
+    def save(self, *args):
+        if self.state.global_step != 4 or (name == "_save_rng_state" and dist.get_rank() == 0):
+            return real(self, *args)
+        if name == "_save_checkpoint":  # the last file is the Trainer's state
+            real(self, *args)
+            Path(self.args.output_dir, "checkpoint-4", "trainer_state.json").write_text('{"global_step": 4')
+        raise _KilledError
+
+    return mock.patch.object(Trainer, name, save)
+
+
+def _killed_inside_a_save(folder, name, rounds):
+    """Train, be killed at step 4, and resume; each round of it. Return what differs from a training without kills."""
+    expected, run = _trainer(3, folder / "whole"), folder / "killed"
+    expected.train()
+    for _ in range(rounds):  # in the second round there is a whole checkpoint of this step already
+        with _killed_at(name), suppress(_KilledError, zeroamp.CheckpointError):
+            _trainer(3, run).train()
+        dist.barrier()
+        with pytest.raises(zeroamp.CheckpointError, match="checkpoint-4.*=True takes the newest complete"):
+            _trainer(3, run).train(resume_from_checkpoint=str(run / "checkpoint-4"))
+        resumed = _trainer(3, run)
+        resumed.train(resume_from_checkpoint=True)
+    again = _trainer(3, run)
+    again.train(resume_from_checkpoint=True)
+    return outcome(resumed).differences(outcome(expected)), again.state.global_step
+
+
+@pytest.mark.parametrize(("name", "rounds"), [("_save_scaler", 2), ("_save_rng_state", 1), ("_save_checkpoint", 1)])
+def test_a_trainer_that_was_killed_inside_a_save_resumes_from_the_checkpoint_before(ranks2, tmp_path, name, rounds):
+    found = ranks2.run(_killed_inside_a_save, tmp_path, name, rounds)
+    assert found[0] == found[1]
+    assert found[0] == ([], 4)
 
 
 def _saved(folder):

@@ -134,3 +134,43 @@ def _report():
 
 def test_a_report_reads_its_numbers_when_the_caller_does(ranks2):
     assert ranks2.run(_report) == [([], ["one number"] * 2)] * 2
+
+
+class _Collectives(TorchDispatchMode):
+    """Lists the collectives that reach a process group."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.names.append(func.name().partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _collectives_of_steps(options, stage, is_plain):
+    """The collectives of the second optimizer step, after its backward."""
+    model = wrapped(NAME, config(stage, **options))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    train = None if is_plain else zeroamp.TrainStep(model, optimizer)
+    for index in range(2):
+        loss = loss_of(model, batch(NAME, 2 * index + dist.get_rank()))
+        loss.backward() if train is None else train.backward(loss)
+        with _Collectives() as collectives:
+            optimizer.step() if train is None else train.step()
+        model.zero_grad()
+    return collectives.names
+
+
+FP16 = {"dtype": "float16", "fp16": {"initial_scale_power": 4}}
+
+
+@pytest.mark.parametrize(
+    ("options", "is_plain"),
+    [({}, False), (BF16, False), (FP16, False), ({}, True)],
+    ids=["autocast", "bf16", "fp16", "plain loop"],
+)
+def test_an_optimizer_step_has_one_collective(ranks2, options, is_plain):
+    for stage in range(4):
+        assert ranks2.run(_collectives_of_steps, options, stage, is_plain) == [["c10d::allreduce_"]] * 2

@@ -1,5 +1,6 @@
 """A loop without `TrainStep`: backward, clip, step and zero_grad of plain torch, bit for bit as in one process."""
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -121,3 +122,77 @@ def test_clip_grad_norm_of_torch_clips_to_the_norm_over_all_parameters(ranks2, f
                 torch.testing.assert_close(own, parameters[fqn], rtol=1e-4, atol=1e-6)
         sharded = [by_stage[stage] for stage in (1, 2, 3)]
         assert all(run[3] == sharded[0][3] and same_bits(run[2], sharded[0][2]) == [] for run in sharded)
+
+
+def _two_optimizers_in_turn(model, optimizers, loss_at, step):
+    loss_at(2 * step).backward()
+    optimizers[step % 2].step()
+    model.zero_grad()
+
+
+def _one_graph_twice(model, optimizers, loss_at, step):
+    loss = loss_at(2 * step)
+    (loss * 0.5).backward(retain_graph=True)
+    (loss * 2).backward()
+    _step_all(model, optimizers)
+
+
+def _the_last_graph_first(model, optimizers, loss_at, step):
+    first, last = loss_at(2 * step), loss_at(2 * step + 1)
+    last.backward()
+    first.backward()
+    _step_all(model, optimizers)
+
+
+def _frozen_in_odd_steps(model, optimizers, loss_at, step):
+    for fqn, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1" not in fqn or step % 2 == 0)
+    loss_at(2 * step).backward()
+    _step_all(model, optimizers)
+
+
+def _zeros_instead_of_none(model, optimizers, loss_at, step):
+    loss_at(2 * step).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def _step_all(model, optimizers):
+    for optimizer in optimizers:
+        optimizer.step()
+    model.zero_grad()
+
+
+LOOPS = (_two_optimizers_in_turn, _one_graph_twice, _the_last_graph_first, _frozen_in_odd_steps, _zeros_instead_of_none)
+
+
+def _run_loop(loop, model, context):
+    named = dict(model.named_parameters())
+    halves = [[named[fqn] for fqn in named if ("norm" in fqn) == is_norm] for is_norm in (True, False)]
+    optimizers = [OPTIMIZERS["AdamW"](halves[0]), OPTIMIZERS["SGD"](halves[1])]
+
+    def loss_at(index):
+        with context():
+            return loss_of(model, FAMILIES["Llama"].batch(index))
+
+    for step in range(4):
+        loop(model, optimizers, loss_at, step)
+    return full_parameters(model)
+
+
+def _differing(stage):
+    """Both ranks have the same batches, so that the average over ranks changes no bit."""
+    autocast = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    found = {}
+    for loop in LOOPS:
+        model = zeroamp.wrap_model(FAMILIES["Llama"].seeded(), zeroamp.policy_from_config(config(stage)))
+        ours = _run_loop(loop, model, contextlib.nullcontext)
+        found[loop.__name__] = same_bits(ours, _run_loop(loop, FAMILIES["Llama"].seeded(), autocast))
+    return found
+
+
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
+def test_other_loops_have_the_bits_of_one_process(ranks2, stage):
+    for found in ranks2.run(_differing, stage):
+        assert found == {loop.__name__: [] for loop in LOOPS}

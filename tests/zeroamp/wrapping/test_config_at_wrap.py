@@ -147,6 +147,6 @@ def _logged(cfg):
 def test_steps_per_print_logs_every_so_many_steps_on_the_first_rank(ranks2):
     first, second = ranks2.run(_logged, config(3, steps_per_print=2))
     assert [line.split(":")[0] for line in first] == ["step 2", "step 4"]
-    assert "lr 1.000e-01, loss scale 1, 0 skipped" in first[0]
+    assert first[0].endswith(", lr 0.1")
     assert second == []
     assert ranks2.run(_logged, config(3))[0] == []

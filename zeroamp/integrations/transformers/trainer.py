@@ -1,5 +1,6 @@
 """`ZeroampMixin`: runs any subclass of transformers' Trainer on zeroamp."""
 
+import json
 import logging
 import math
 import os
@@ -14,7 +15,8 @@ import transformers.trainer
 from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import Trainer
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
@@ -29,6 +31,7 @@ from zeroamp.optimizers.schedulers import scheduler_from_config
 from zeroamp.policies.auto_wrap import find_units
 from zeroamp.policies.errors import CheckpointError, ConfigError
 from zeroamp.policies.policy import ConfigLike, Policy, policy_from_config
+from zeroamp.rank_group import RankGroup
 from zeroamp.training.step import TrainStep
 from zeroamp.weights.export import export_hf
 from zeroamp.weights.files import ADAPTER_STEM, INDEX, SINGLE_FILE
@@ -229,6 +232,18 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
             processing.save_pretrained(folder)
         torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save `checkpoint-N`. It is complete once it has the Trainer's state, which is removed first, written last."""
+        folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        self._ranks().on_first(lambda: (folder / TRAINER_STATE_NAME).unlink(missing_ok=True))
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        self._ranks().run(lambda: super(ZeroampMixin, self)._save_rng_state(output_dir))
+
+    def _ranks(self) -> RankGroup:
+        return RankGroup.for_saving(wrap_state(self.model).axes.whole)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_checkpoint(
             Path(output_dir) / _STATE,
@@ -243,6 +258,12 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
 
     # ---- loading
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train. `resume_from_checkpoint=True` resumes from the newest complete checkpoint of `output_dir`."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _newest_complete(self.args.output_dir)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Check that the checkpoint can be resumed from. It is loaded later, when the model is wrapped."""
         del model
@@ -251,6 +272,11 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
             raise CheckpointError(
                 f"Cannot resume from {folder}: it has neither a folder {_STATE} nor {SINGLE_FILE}. Pass a folder "
                 "checkpoint-N that this Trainer saved."
+            )
+        if not _is_complete(folder):
+            raise CheckpointError(
+                f"Cannot resume from {folder}: it has no readable {TRAINER_STATE_NAME}, so the process ended inside of "
+                "the save. resume_from_checkpoint=True takes the newest complete checkpoint."
             )
         if (folder / OPTIMIZER_NAME).exists():
             raise CheckpointError(
@@ -336,6 +362,25 @@ class TrainerAccelerator(ZeroampAccelerator):
 
 class ZeroampTrainer(ZeroampMixin, Trainer):  # type: ignore[misc]
     """transformers' `Trainer` on zeroamp."""
+
+
+def _newest_complete(output_dir: str) -> str | bool:
+    """Return the newest complete checkpoint, and warn of newer ones that are not. True if there is none."""
+    start = f"{PREFIX_CHECKPOINT_DIR}-"
+    names = (path.name.removeprefix(start) for path in Path(output_dir).glob(f"{start}*"))
+    for step in sorted((int(name) for name in names if name.isdecimal()), reverse=True):
+        if _is_complete(path := Path(output_dir, f"{start}{step}")):
+            return str(path)
+        logger.warning("%s is not loaded: the process that saved it ended inside of the save. Remove it.", path)
+    return True
+
+
+def _is_complete(folder: Path) -> bool:
+    """Return whether a save of `checkpoint-N` has ended: the Trainer writes its state last."""
+    try:
+        return isinstance(json.loads((folder / TRAINER_STATE_NAME).read_text()), dict)
+    except (FileNotFoundError, ValueError):
+        return False
 
 
 def _has_weights(folder: Path) -> bool:

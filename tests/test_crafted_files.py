@@ -14,7 +14,7 @@ def test_no_crafted_file_is_accepted_run_or_given_memory(tmp_path):
     endings = [json.loads(line) for line in (tmp_path / "crafted_files.jsonl").read_text().splitlines()]
     assert len(endings) > 60
     assert {ending["reader"] for ending in endings} >= {
-        "load_checkpoint", "export_checkpoint", "latest_checkpoint", "load_hf", "load_deepspeed_checkpoint",
+        "load_checkpoint", "export_checkpoint", "latest_checkpoint", "load_hf",
         "read_run", "policy_from_config",
     }  # fmt: skip
     assert [ending for ending in endings if not ending["is_right"]] == []

@@ -1,4 +1,4 @@
-"""Crafted safetensors, checkpoints of DeepSpeed, run reports and configs."""
+"""Crafted safetensors, run reports and configs."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -8,17 +8,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.crafted.checkpoints import ARCHIVES
 from benchmarks.crafted.variant import (
-    Storage,
     Variant,
     archive,
-    doubled,
     harm,
     put,
-    saved,
     special,
-    tensor,
 )
 
 Craft = Callable[[Path], None]
@@ -114,107 +109,6 @@ _HF: dict[str, Craft] = {
     )[-1],
 }
 
-MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-TAG = "global_step3"
-
-
-def _states(name: str, change: Callable[[Any, Path], Any]) -> Craft:
-    def craft(folder: Path) -> None:
-        from zeroamp.deepspeed.files import DEEPSPEED_CLASSES
-
-        path = folder / TAG / name
-        inert: list[Any] = [(_Nothing, each) for each in DEEPSPEED_CLASSES]
-        with torch.serialization.safe_globals(inert):
-            values = _without_objects(torch.load(path, weights_only=True))
-        other = change(values, folder)
-        put(f"{TAG}/{name}", saved(values if other is None else other))(folder)
-
-    return craft
-
-
-class _Nothing:
-    """Replaces DeepSpeed's objects, which no variant needs."""
-
-    def __new__(cls, *_: Any) -> "_Nothing":
-        return super().__new__(cls)
-
-    def __setstate__(self, _: Any) -> None:
-        """Store nothing."""
-
-
-def _without_objects(value: Any) -> Any:
-    if isinstance(value, _Nothing):
-        return None
-    if type(value) in (list, tuple):
-        return type(value)(map(_without_objects, value))
-    return {key: _without_objects(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _module(name: str, make: Callable[[], Any]) -> Craft:
-    return _states(MODEL, lambda v, _: v["module"].update({name: make()}))
-
-
-_OPTIM_0 = OPTIMIZER.format(0)
-_DEEPSPEED: dict[str, Craft] = {
-    **{
-        f"{name}: {kind}": special(f"{TAG}/{name}", kind)
-        for name in (MODEL, _OPTIM_0)
-        for kind in ("fifo", "device", "link out", "cut", "empty")
-    },
-    **{
-        f"{name}: {what}": (lambda f, name=name, make=make: put(f"{TAG}/{name}", make(f))(f))  # type: ignore[misc]
-        for name in (MODEL, _OPTIM_0)
-        for what, make in ARCHIVES.items()
-    },
-    **{f"latest: {kind}": special("latest", kind) for kind in ("fifo", "socket", "device", "folder", "gone")},
-    "latest: ../": put("latest", f"../good/{TAG}"),
-    "latest: an absolute path": put("latest", "/etc"),
-    "latest: 10 MB": put("latest", b"x" * 10_000_000),
-    "latest: terminal escapes": put("latest", "\x1b]0;owned\x07"),
-    "a buffer expanded to 2**40 elements": _module("offset", lambda: torch.zeros(1, 1).expand(2**20, 2**20)),
-    "a sparse buffer": _module("offset", lambda: torch.zeros(6).to_sparse()),
-    "a buffer on the meta device": _module("offset", lambda: torch.zeros(6, device="meta")),
-    "a buffer of another shape": _module("offset", lambda: torch.zeros(7)),
-    "a module with terminal escapes": _module("\x1b[31mred", lambda: torch.zeros(3)),
-    "a list": _states(MODEL, lambda *_: [1]),
-    "no module": _states(MODEL, lambda v, _: v.pop("module") and None),
-    "shapes that are text": _states(MODEL, lambda v, _: v.update(param_shapes=[{"embed.weight": "x"}])),
-    "shapes that no repr should print": _states(
-        MODEL, lambda v, _: v.update(param_shapes=[{"embed.weight": doubled(40)}])
-    ),
-    "a shape of 2**62": _states(
-        MODEL, lambda v, _: v["param_shapes"][0].update({"embed.weight": torch.Size((2**31, 2**31))})
-    ),
-    "a negative shape": _states(
-        MODEL, lambda v, _: v["param_shapes"][0].update({"embed.weight": torch.Size((-11, -6))})
-    ),
-    "a world size that no repr should print": _states(MODEL, lambda v, _: v.update(mp_world_size=doubled(40))),
-    "steps that are text": _states(MODEL, lambda v, _: v.update(global_steps="3")),
-    "a stage that no repr should print": _states(
-        _OPTIM_0, lambda v, _: v["optimizer_state_dict"].update(zero_stage=doubled(40))
-    ),
-    "a partition expanded to 2**40 elements": _states(
-        _OPTIM_0,
-        lambda v, _: v["optimizer_state_dict"].update(
-            single_partition_of_fp32_groups=[torch.zeros(1).expand(2**40)] * 2
-        ),
-    ),
-    "a partition that is too short": _states(
-        _OPTIM_0, lambda v, _: v["optimizer_state_dict"].update(single_partition_of_fp32_groups=[torch.zeros(1)] * 2)
-    ),
-    "a partition less": _states(
-        _OPTIM_0, lambda v, _: v["optimizer_state_dict"]["single_partition_of_fp32_groups"].clear()
-    ),
-    "a number of partitions that no repr should print": _states(
-        _OPTIM_0, lambda v, _: v["optimizer_state_dict"].update(partition_count=doubled(40))
-    ),
-    "no optimizer state": _states(_OPTIM_0, lambda v, _: v.pop("optimizer_state_dict") and None),
-    "a call in the client's state": lambda f: put(f"{TAG}/{MODEL}", archive({"client": harm(f)}))(f),
-    "a tensor beyond its storage": put(
-        f"{TAG}/{MODEL}", archive({"module": {"offset": tensor(Storage(4), 6)}}, {"0": b"\0" * 16})
-    ),
-}
-
 _STEP = {"kind": "step", "step": 1, "loss": 1.0, "grad_norm": 1.0}
 _REPORTS: dict[str, Craft] = {
     **{kind: special("run.jsonl", kind) for kind in ("fifo", "socket", "device", "folder", "empty", "gone")},
@@ -289,7 +183,6 @@ def variants() -> Iterator[Variant]:
     """Yield all variants except those of zeroamp's checkpoints."""
     for reader, crafts in (
         ("load_hf", _HF),
-        ("load_deepspeed_checkpoint", _DEEPSPEED),
         ("read_run", _REPORTS),
         ("policy_from_config", _CONFIGS),
     ):

@@ -1,7 +1,6 @@
 """The readers of crafted files: the good folder of each, how it is read, and the values that it must read."""
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ from torch import nn
 
 import zeroamp
 from benchmarks.crafted.checkpoints import STEP
-from tests.models import deepspeed as tiny
 from zeroamp.reporting.saved_runs import read_run, table
 from zeroamp.reporting.step_record import StepRecord
 
@@ -22,7 +20,6 @@ CONFIG = {
     "zero_optimization": {"stage": 3},
     "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
 }
-DEEPSPEED = Path(__file__).parents[2] / "tests" / "data" / "deepspeed" / "stage2_autocast"
 ESCAPES = {chr(code) for code in (*range(32), 127)} - {"\n"}
 
 
@@ -63,7 +60,6 @@ def make_good(root: Path) -> None:
     torch.save(_state(train.model), root / "expected.pt")
     (root / "hf").mkdir()
     save_file(_state(train.model), root / "hf" / "model.safetensors")
-    shutil.copytree(DEEPSPEED, root / "deepspeed")
     (root / "reports").mkdir()
     header = {"kind": "header", "world_size": 1, "device": "cpu", "plan": {"mode": "fp32", "stage": 3}}
     known: dict[str, Any] = {"step": 1, "loss": 1.0, "grad_norm": 1.0}
@@ -105,12 +101,6 @@ def _load_hf(folder: Path) -> bool:
     return _same(_state(model), _expected(folder))
 
 
-def _load_deepspeed(folder: Path) -> bool:
-    train = _train(tiny.build)
-    zeroamp.load_deepspeed_checkpoint(folder, train.model, train)
-    return True
-
-
 def _report(folder: Path) -> bool:
     text = table([read_run(folder / "run.jsonl")])
     return "loss, last" in text and not ESCAPES & set(text)
@@ -136,7 +126,6 @@ READERS = {
     "latest_checkpoint": Reader("checkpoints", _latest),
     "save_checkpoint": Reader("checkpoints", _save),
     "load_hf": Reader("hf", _load_hf),
-    "load_deepspeed_checkpoint": Reader("deepspeed", _load_deepspeed),
     "read_run": Reader("reports", _report),
     "policy_from_config": Reader("configs", _policy),
 }

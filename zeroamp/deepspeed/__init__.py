@@ -1,4 +1,4 @@
-"""DeepSpeed's API on zeroamp, and checkpoints of DeepSpeed's ZeRO. DeepSpeed itself is not needed.
+"""DeepSpeed's API on zeroamp. DeepSpeed itself is not needed.
 
 `import zeroamp.deepspeed as deepspeed` lets a script that calls `deepspeed.initialize` run on zeroamp. Names are
 imported at their first use: importing the package loads nothing else. docs/deepspeed-api.md has a table of what each

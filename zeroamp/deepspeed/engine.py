@@ -402,7 +402,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint of this engine or of DeepSpeed's: see `engine_checkpoint.load`. All ranks call it."""
+        """Load a checkpoint that `save_checkpoint` wrote: see `engine_checkpoint.load`. All ranks call it."""
         if not load_module_strict:
             raise refusal("engine.load_checkpoint(load_module_strict=False)", "Load weights with zeroamp.load_hf.")
         if custom_load_fn is not None:

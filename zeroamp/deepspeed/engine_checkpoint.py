@@ -142,8 +142,8 @@ def _find(folder: Path, tag: str | int | None) -> str | None:
     if not (folder / name / INSIDE).is_dir():
         raise CheckpointError(
             f"{folder / name} was not written by zeroamp. For the weights of a checkpoint of DeepSpeed, run its "
-            "`zero_to_fp32.py . OUTPUT --safe_serialization` in its folder, then zeroamp.load_hf(engine.module, OUTPUT) "
-            "after initialize(). Optimizer state, step counts and loss scale of DeepSpeed cannot be loaded."
+            "`zero_to_fp32.py . OUTPUT --safe_serialization` in its folder, then zeroamp.load_hf(engine.module, "
+            "OUTPUT) after initialize(). Optimizer state, step counts and loss scale of DeepSpeed cannot be loaded."
         )
     return name
 

@@ -21,7 +21,6 @@ ALIASES = {
     "utils.logging": "utils",
     "utils.nvtx": "utils",
     "utils.tensor_fragment": "utils",
-    "utils.z3_leaf_module": "utils",
 }
 """Submodule of DeepSpeed -> the module here that has its names."""
 

@@ -1,6 +1,6 @@
 """Writes the tables of the docs that the code decides: python docs/generate.py
 
-`config.md`, `accumulation.md` and the key tables of `migrating-from-deepspeed.md` from the schema, those of
+`config.md`, `accumulation.md` and the defaults of `migrating-from-deepspeed.md` from the schema, those of
 `precision.md` from planning, those of `deepspeed-api.md` from docstrings; `cli.md` from the commands, and the names of
 `api.md`, whose docstrings mkdocstrings reads when the site is built.
 """
@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from pydantic_core import PydanticUndefined
-from tabulate import tabulate
 from torch import nn
 from typer.testing import CliRunner
 
@@ -24,9 +23,9 @@ from zeroamp import deepspeed
 from zeroamp.cli.app import app
 from zeroamp.deepspeed.accelerator import Accelerator
 from zeroamp.deepspeed.engine import DeepSpeedEngine
-from zeroamp.deepspeed.engine_config import EngineConfig
+from zeroamp.deepspeed.engine_config import READERS, EngineConfig
 from zeroamp.deepspeed.optimizer import ZeroOptimizer
-from zeroamp.deepspeed.refused import ENGINE, EXPERTS, OPS, PACKAGE, ZERO
+from zeroamp.deepspeed.refused import REFUSED
 from zeroamp.optimizers.optimizer_params import OPTIMIZER_PARAMS
 from zeroamp.optimizers.scheduler_params import SCHEDULER_PARAMS
 from zeroamp.planning.group_dtypes import group_dtypes, param_dtypes
@@ -73,18 +72,20 @@ def precision_tables() -> dict[str, str]:
 def deepspeed_tables() -> dict[str, str]:
     """Return the tables of `deepspeed-api.md` by name: the first sentence of each docstring, and what is refused."""
     calls = {f"`deepspeed.{name}`": getattr(deepspeed, name) for name in deepspeed.__all__ if name not in _NOT_CALLS}
-    modules = ("zero", "utils", "comm", "checkpointing", "ops.adam")
+    modules = ("zero", "utils", "comm", "checkpointing", "ops.adam", "runtime.utils")
     in_modules = {f"`{name}.{each}`": value for name in modules for each, value in _defined_in(name)}
-    engine = {f"`engine.{name}`": value for name, value in _members(DeepSpeedEngine, EngineConfig)}
+    engine: dict[str, object] = {f"`engine.{name}`": value for name, value in _members(DeepSpeedEngine, EngineConfig)}
+    engine |= {", ".join(f"`engine.{name}`" for name in READERS): "Return this value of the config."}
     optimizer = {f"`optimizer.{name}`": value for name, value in _members(ZeroOptimizer)}
     accelerator = {f"`get_accelerator().{name}`": value for name, value in _members(Accelerator)}
-    refused = {"deepspeed": PACKAGE, "engine": ENGINE, "zero": ZERO, "ops.adam": OPS, "moe": EXPERTS}
-    rows = [(f"`{owner}.{name}`", reason) for owner, names in refused.items() for name, reason in names.items()]
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in REFUSED.items():
+        by_reason.setdefault(reason, []).append(f"`{name}`")
     return {
         "deepspeed-functions": _calls(calls | in_modules),
         "deepspeed-engine": _calls(engine | optimizer),
         "deepspeed-accelerator": _calls(accelerator),
-        "deepspeed-refused": _table([{"name": name, "instead": reason} for name, reason in rows]),
+        "deepspeed-refused": _table([{"names": ", ".join(names), "instead": why} for why, names in by_reason.items()]),
     }
 
 
@@ -145,6 +146,8 @@ def _calls(members: dict[str, object]) -> str:
 
 
 def _first_sentence(member: object) -> str:
+    if isinstance(member, str):
+        return member
     return " ".join((inspect.getdoc(member) or "").split("\n\n")[0].split())
 
 
@@ -283,7 +286,9 @@ def _json(value: object) -> str:
 
 
 def _table(rows: list[dict[str, str]]) -> str:
-    return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True) + "\n"
+    """Return a table in Markdown, without padding: a long cell would lengthen every row."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def render(text: str) -> str:

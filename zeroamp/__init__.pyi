@@ -6,8 +6,6 @@ from zeroamp.checkpoint.folder import latest_checkpoint as latest_checkpoint
 from zeroamp.checkpoint.load import load_checkpoint as load_checkpoint
 from zeroamp.checkpoint.preemption import Preemption as Preemption
 from zeroamp.checkpoint.save import save_checkpoint as save_checkpoint
-from zeroamp.deepspeed.load import DeepSpeedCheckpoint as DeepSpeedCheckpoint
-from zeroamp.deepspeed.load import load_deepspeed_checkpoint as load_deepspeed_checkpoint
 from zeroamp.discovery.traced_parameters import SafeParameters as SafeParameters
 from zeroamp.discovery.traced_parameters import discover_safe_parameters as discover_safe_parameters
 from zeroamp.dry_run.run_plan import RunPlan as RunPlan

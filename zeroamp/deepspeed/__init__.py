@@ -1,13 +1,14 @@
-"""DeepSpeed's API on zeroamp, and checkpoints of DeepSpeed's ZeRO. DeepSpeed itself is not needed.
+"""DeepSpeed's API on zeroamp. DeepSpeed itself is not needed.
 
 `import zeroamp.deepspeed as deepspeed` lets a script that calls `deepspeed.initialize` run on zeroamp. Names are
-imported at their first use: importing the package loads nothing else. docs/deepspeed-api.md has a table of what each
-call does, and of what is refused.
+imported at their first use: importing the package loads only the finder of submodules. docs/deepspeed-api.md has a
+table of what each call does, and of what is refused.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from zeroamp.deepspeed.submodules import register
 from zeroamp.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ MODULES = ("accelerator", "checkpointing", "comm", "moe", "ops", "runtime", "uti
 
 __all__ = sorted(_HOMES)
 
+register()
+
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
@@ -52,13 +55,9 @@ if not TYPE_CHECKING:
             value = getattr(import_module(_HOMES[name]), name)
             globals()[name] = value  # later uses find it here, without `__getattr__`
             return value
-        if name.startswith("__"):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from zeroamp.deepspeed.refused import PACKAGE, Refused, unknown
+        from zeroamp.deepspeed.refused import missing
 
-        if name in PACKAGE:
-            return Refused(f"deepspeed.{name}", PACKAGE[name])
-        raise unknown(__name__, name, (*__all__, *MODULES))
+        return missing(__name__, name, (*__all__, *MODULES))
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__, *MODULES})

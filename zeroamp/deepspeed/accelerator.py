@@ -8,7 +8,20 @@ import torch
 from zeroamp.deepspeed.refused import unknown
 from zeroamp.planning.mesh import current_device_type
 
+__path__: list[str] = []  # a package: `submodules` imports `accelerator.real_accelerator`
+
 Index = int | None
+
+
+_ON_CPU: dict[str, int | None] = {
+    "empty_cache": None,
+    "reset_peak_memory_stats": None,
+    "memory_allocated": 0,
+    "max_memory_allocated": 0,
+    "memory_reserved": 0,
+    "max_memory_reserved": 0,
+}
+"""Functions of torch.cuda that torch.cpu lacks -> what they return on the CPU."""
 
 
 class Accelerator:
@@ -101,35 +114,11 @@ class Accelerator:
         else:
             self._module.set_rng_state(new_state, *([] if device_index is None else [device_index]))
 
-    def empty_cache(self) -> None:
-        """Return unused memory to the device."""
-        if not self._on_cpu:
-            torch.accelerator.empty_cache()
-
-    def reset_peak_memory_stats(self, device_index: Index = None) -> None:
-        """Reset the peaks of memory. Does nothing on the CPU."""
-        if not self._on_cpu:
-            torch.accelerator.reset_peak_memory_stats(device_index)
-
-    def memory_allocated(self, device_index: Index = None) -> int:
-        """Return the bytes of tensors on the device; 0 on the CPU."""
-        return 0 if self._on_cpu else int(torch.accelerator.memory_allocated(device_index))
-
-    def max_memory_allocated(self, device_index: Index = None) -> int:
-        """Return the peak of `memory_allocated`."""
-        return 0 if self._on_cpu else int(torch.accelerator.max_memory_allocated(device_index))
-
-    def memory_reserved(self, device_index: Index = None) -> int:
-        """Return the bytes that torch's allocator has reserved on the device; 0 on the CPU."""
-        return 0 if self._on_cpu else int(torch.accelerator.memory_reserved(device_index))
-
-    def max_memory_reserved(self, device_index: Index = None) -> int:
-        """Return the peak of `memory_reserved`."""
-        return 0 if self._on_cpu else int(torch.accelerator.max_memory_reserved(device_index))
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
+        if self._on_cpu and name in _ON_CPU:
+            return lambda *_, **__: _ON_CPU[name]
         if (found := getattr(self._module, name, None)) is not None:  # Stream, Event, current_stream
             return found
         raise unknown("The accelerator", name, (each for each in dir(type(self)) if not each.startswith("_")))

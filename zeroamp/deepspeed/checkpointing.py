@@ -5,14 +5,9 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from zeroamp.deepspeed.refused import refusal, unknown
+from zeroamp.deepspeed.refused import missing, refusal
 
 _settings: dict[str, bool] = {"is_configured": False}
-_REFUSED = {
-    "get_cuda_rng_tracker": "It is for tensor parallelism, which initialize() does not have.",
-    "model_parallel_cuda_manual_seed": "initialize() does not have tensor parallelism. Call torch.manual_seed.",
-    "CheckpointFunction": "Call checkpointing.checkpoint(function, *args).",
-}
 
 
 def configure(
@@ -64,9 +59,5 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 non_reentrant_checkpoint = checkpoint
 
 
-def __getattr__(name: str) -> object:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    if name in _REFUSED:
-        raise refusal(f"checkpointing.{name}", _REFUSED[name])
-    raise unknown(__name__, name, ("checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"))
+def __getattr__(name: str) -> Any:
+    return missing(__name__, name, ("checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"))

@@ -8,48 +8,21 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import P2POp as P2POp
-from torch.distributed import ReduceOp as ReduceOp
-from torch.distributed import all_gather as all_gather
-from torch.distributed import all_gather_into_tensor as all_gather_into_tensor
-from torch.distributed import all_gather_object as all_gather_object
-from torch.distributed import all_reduce as all_reduce
-from torch.distributed import all_to_all as all_to_all
-from torch.distributed import all_to_all_single as all_to_all_single
-from torch.distributed import barrier as barrier
-from torch.distributed import batch_isend_irecv as batch_isend_irecv
-from torch.distributed import broadcast as broadcast
-from torch.distributed import broadcast_object_list as broadcast_object_list
-from torch.distributed import destroy_process_group as destroy_process_group
-from torch.distributed import gather as gather
-from torch.distributed import gather_object as gather_object
-from torch.distributed import get_backend as get_backend
-from torch.distributed import get_global_rank as get_global_rank
-from torch.distributed import get_rank as get_rank
-from torch.distributed import get_world_size as get_world_size
-from torch.distributed import irecv as irecv
-from torch.distributed import is_available as is_available
-from torch.distributed import is_initialized as is_initialized
-from torch.distributed import isend as isend
-from torch.distributed import monitored_barrier as monitored_barrier
-from torch.distributed import new_group as new_group
-from torch.distributed import recv as recv
-from torch.distributed import reduce as reduce
-from torch.distributed import reduce_scatter as reduce_scatter
-from torch.distributed import reduce_scatter_tensor as reduce_scatter_tensor
-from torch.distributed import scatter as scatter
-from torch.distributed import send as send
 
-from zeroamp.deepspeed.refused import refusal, unknown
+from zeroamp.deepspeed.refused import missing
 from zeroamp.planning.mesh import start_process_group
 from zeroamp.policies.errors import WrapError
 
-_REFUSED = {
-    "log_summary": "zeroamp.traffic(model) has calls and bytes of every collective.",
-    "configure": "zeroamp.traffic(model) has calls and bytes of every collective.",
-    "initialize_mesh_device": 'Pass "zeroamp": {"dp_replicate_size": N} in the config for replicas of the shards.',
-    "mpi_discovery": "Start the script with torchrun.",
-}
+_OF_TORCH = (
+    *("P2POp", "ReduceOp", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),
+    *("all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list"),
+    *("destroy_process_group", "gather", "gather_object", "get_backend", "get_global_rank", "get_rank"),
+    *("get_world_size", "irecv", "is_available", "is_initialized", "isend", "monitored_barrier", "new_group", "recv"),
+    *("reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send"),
+)
+"""Names that are those of torch.distributed."""
+
+__path__: list[str] = []  # a package: `submodules` imports `comm.comm`
 
 
 def init_distributed(
@@ -117,14 +90,12 @@ def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
-def inference_all_reduce(tensor: Any, op: Any = ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> Any:
+def inference_all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> Any:
     """Call `all_reduce`."""
-    return all_reduce(tensor, op=op, group=group)
+    return dist.all_reduce(tensor, op=op, group=group)
 
 
-def __getattr__(name: str) -> object:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    if name in _REFUSED:
-        raise refusal(f"comm.{name}", _REFUSED[name])
-    raise unknown(__name__, name, (each for each in globals() if not each.startswith("_")))
+def __getattr__(name: str) -> Any:
+    if name in _OF_TORCH:
+        return getattr(dist, name)
+    return missing(__name__, name, (*_OF_TORCH, *(each for each in globals() if not each.startswith("_"))))

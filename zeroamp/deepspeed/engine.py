@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -13,9 +14,9 @@ from torch import nn
 from zeroamp.deepspeed import engine_checkpoint
 from zeroamp.deepspeed.comm import get_local_rank
 from zeroamp.deepspeed.data_loaders import data_loader
-from zeroamp.deepspeed.engine_config import EngineConfig
+from zeroamp.deepspeed.engine_config import READERS, EngineConfig
 from zeroamp.deepspeed.optimizer import ZeroOptimizer
-from zeroamp.deepspeed.refused import ENGINE, refusal, unknown
+from zeroamp.deepspeed.refused import REFUSED, refusal, unknown
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import StepError
 from zeroamp.policies.policy import Policy
@@ -190,9 +191,9 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         Raises:
             StepError: at stages 2 and 3, where every backward reduces; or inside another no_sync().
         """
-        if self.zero_optimization_partition_gradients():
+        if self.policy.stage >= 2:
             raise StepError(
-                f"engine.no_sync was called at ZeRO stage {self.zero_optimization_stage()}, where every backward "
+                f"engine.no_sync was called at ZeRO stage {self.policy.stage}, where every backward "
                 "reduces gradients. Call set_gradient_accumulation_boundary(False) instead, or use stage 0 or 1."
             )
         if self._in_no_sync:
@@ -402,7 +403,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint of this engine or of DeepSpeed's: see `engine_checkpoint.load`. All ranks call it."""
+        """Load a checkpoint that `save_checkpoint` wrote: see `engine_checkpoint.load`. All ranks call it."""
         if not load_module_strict:
             raise refusal("engine.load_checkpoint(load_module_strict=False)", "Load weights with zeroamp.load_hf.")
         if custom_load_fn is not None:
@@ -435,22 +436,26 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the module's `state_dict()`, with "module." before each name. Raises StepError at stages 1 to 3."""
-        stage = self.zero_optimization_stage()
+        stage = self.policy.stage
         return engine_checkpoint.whole_or_error(stage, super().state_dict, depth=2)(*args, **kwargs)
 
     _zero3_consolidated_16bit_state_dict = module_state_dict  # accelerate and many scripts call it
 
     def __getattr__(self, name: str) -> Any:
+        if name in READERS:
+            return partial(READERS[name], self.policy)
         try:
             return super().__getattr__(name)  # the engine's own submodule: `module`
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
-        if name in ENGINE:
-            raise refusal(f"engine.{name}", ENGINE[name])
+        if f"engine.{name}" in REFUSED:
+            raise refusal(f"engine.{name}", REFUSED[f"engine.{name}"])
         if name.startswith("__"):
             raise AttributeError(name)
         raise unknown(
-            "The engine (and its module)", name, (each for each in dir(type(self)) if not each.startswith("_"))
+            "The engine (and its module)",
+            name,
+            (*READERS, *(each for each in dir(type(self)) if not each.startswith("_"))),
         )

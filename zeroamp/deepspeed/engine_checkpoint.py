@@ -3,7 +3,7 @@
     FOLDER/latest            the tag of the newest checkpoint
     FOLDER/TAG/zeroamp/      a checkpoint of zeroamp.save_checkpoint
 
-`load_deepspeed_checkpoint` reads folders that DeepSpeed wrote.
+A folder that DeepSpeed wrote is refused: its own converter writes weights that `zeroamp.load_hf` reads.
 """
 
 import inspect
@@ -21,13 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
-from zeroamp.deepspeed.load import DeepSpeedCheckpoint, load_deepspeed_checkpoint
-from zeroamp.optimizers.schedulers import CurveLR
 from zeroamp.planning.mesh import local_part
 from zeroamp.policies.errors import CheckpointError, StepError, describe, some_of
 from zeroamp.rank_group import RankGroup
-from zeroamp.training.refused_arguments import StatefulScheduler
-from zeroamp.training.step import driver_of
 from zeroamp.weights.drafts import replace_durably
 from zeroamp.weights.export import overflow, refuse_overflows, whole_weight
 from zeroamp.weights.model_weights import find_weights
@@ -105,7 +101,7 @@ def save(
 def load(
     engine: "DeepSpeedEngine", folder: str | os.PathLike[str], tag: str | int | None, parts: Parts
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Load `folder/tag`, written by zeroamp or DeepSpeed. All ranks call it.
+    """Load `folder/tag`, which `save` wrote. All ranks call it.
 
     Without a tag, `folder/latest` names it. If that file is missing, a warning is logged and (None, None) is returned,
     as in DeepSpeed, so that a script can start a new run.
@@ -114,11 +110,11 @@ def load(
         The path of the checkpoint, and the client state of the first rank.
 
     Raises:
-        CheckpointError: the tag does not exist, or `load_checkpoint` or `load_deepspeed_checkpoint` raises it.
+        CheckpointError: the tag does not exist, DeepSpeed wrote it, or `load_checkpoint` raises it.
         StepError: called inside an optimizer step.
     """
     ranks = RankGroup.for_saving(wrap_state(engine.module).axes.whole)
-    name, is_ours = ranks.on_first(lambda: _find(Path(folder), tag))
+    name = ranks.on_first(lambda: _find(Path(folder), tag))
     if name is None:
         if ranks.rank == 0:
             logger.warning(
@@ -127,29 +123,32 @@ def load(
             )
         return None, None
     path = Path(folder) / name
-    if is_ours:
-        client_state = _load_ours(engine, path / INSIDE, parts)
-    else:
-        client_state = _load_theirs(engine, Path(folder), name, parts)
+    client_state = _load(engine, path / INSIDE, parts)
     engine._num_accumulated = 0  # it is not 0 after zero_grad between micro-batches
     return str(path), client_state
 
 
-def _find(folder: Path, tag: str | int | None) -> tuple[str | None, bool]:
-    """Return the tag to load, or None, and whether zeroamp wrote it."""
+def _find(folder: Path, tag: str | int | None) -> str | None:
+    """Return the tag to load; None if `latest` is missing."""
     name = None if tag is None else str(tag)
     if name is None:
         try:
             name = read_regular(folder / LATEST, _MAX_TAG_BYTES).decode(errors="replace").strip()
         except FileNotFoundError:
-            return None, False
+            return None
     if Path(name).name != name or not (folder / name).is_dir():
         tags = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
         raise CheckpointError(f"{folder} has no checkpoint {name!r}. Pass one of its tags: {some_of(tags) or 'none'}.")
-    return name, (folder / name / INSIDE).is_dir()
+    if not (folder / name / INSIDE).is_dir():
+        raise CheckpointError(
+            f"{folder / name} was not written by zeroamp. For the weights of a checkpoint of DeepSpeed, run its "
+            "`zero_to_fp32.py . OUTPUT --safe_serialization` in its folder, then zeroamp.load_hf(engine.module, "
+            "OUTPUT) after initialize(). Optimizer state, step counts and loss scale of DeepSpeed cannot be loaded."
+        )
+    return name
 
 
-def _load_ours(engine: "DeepSpeedEngine", path: Path, parts: Parts) -> dict[str, Any]:
+def _load(engine: "DeepSpeedEngine", path: Path, parts: Parts) -> dict[str, Any]:
     train_step = engine.train_step if parts.counts else None
     extra = load_checkpoint(
         path,
@@ -167,36 +166,6 @@ def _load_ours(engine: "DeepSpeedEngine", path: Path, parts: Parts) -> dict[str,
         engine.micro_steps = counts["micro_steps"]
     client_state: dict[str, Any] = extra["client_state"]
     return client_state
-
-
-def _load_theirs(engine: "DeepSpeedEngine", folder: Path, tag: str, parts: Parts) -> dict[str, Any]:
-    """Load a checkpoint of DeepSpeed. A scheduler of the script loads the state that DeepSpeed saved."""
-    train_step = engine.train_step
-    if train_step is not None:
-        driver_of(train_step).micro_batches.refuse_unfinished("engine.load_checkpoint")
-    loaded: DeepSpeedCheckpoint = load_deepspeed_checkpoint(
-        folder,
-        engine.module,
-        train_step if parts.optimizer else None,
-        tag=tag,
-        load_lr_scheduler_states=parts.scheduler,
-    )
-    num_taken = loaded.global_steps - loaded.skipped_steps
-    scheduler, saved = engine.lr_scheduler, loaded.lr_scheduler
-    if parts.scheduler and saved is not None:
-        if not isinstance(scheduler, CurveLR):
-            if isinstance(scheduler, StatefulScheduler):
-                scheduler.load_state_dict(saved)
-        elif not parts.optimizer and set(saved) == {"last_batch_iteration"}:  # else load_deepspeed_checkpoint did it
-            scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": num_taken})
-    if parts.counts:
-        if train_step is not None:
-            driver = driver_of(train_step)
-            driver.num_steps, driver.num_skipped = num_taken, loaded.skipped_steps
-        engine.global_steps = loaded.global_steps
-        engine.global_samples = loaded.global_steps * engine.train_batch_size()
-        engine.micro_steps = loaded.global_steps * engine.gradient_accumulation_steps()
-    return loaded.client_state
 
 
 def whole_state_dict(engine: "DeepSpeedEngine", without_frozen: bool, *, on_first_only: bool = False) -> dict[str, Any]:

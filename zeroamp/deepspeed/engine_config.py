@@ -1,5 +1,7 @@
 """`EngineConfig`: the methods of the engine that read the config."""
 
+from collections.abc import Callable
+
 import torch
 
 from zeroamp.policies.errors import ConfigError, describe
@@ -21,8 +23,36 @@ def micro_batch_size(policy: Policy) -> int:
     return policy.train_micro_batch_size_per_gpu
 
 
+def _is_dynamic(policy: Policy) -> bool:
+    return policy.low_dtype == torch.float16 and policy.loss_scale.dynamic
+
+
+READERS: dict[str, Callable[[Policy], object]] = {
+    "amp_enabled": lambda _: False,  # there is no Apex AMP
+    "bfloat16_enabled": lambda policy: policy.mode == "bf16",
+    "dynamic_loss_scale": _is_dynamic,
+    "fp16_enabled": lambda policy: policy.mode == "fp16",
+    "gradient_clipping": lambda policy: policy.gradient_clipping,
+    "initial_dynamic_scale": lambda policy: policy.loss_scale.initial,
+    "loss_scale": lambda policy: 0.0 if _is_dynamic(policy) else policy.loss_scale.initial,
+    "optimizer_name": lambda policy: None if policy.optimizer is None else policy.optimizer.type.lower(),
+    "scheduler_name": lambda policy: None if policy.scheduler is None else policy.scheduler.type,
+    "steps_per_print": lambda policy: int(policy.steps_per_print),
+    "torch_autocast_dtype": lambda policy: policy.low_dtype if policy.mode == "autocast" else None,
+    "torch_autocast_enabled": lambda policy: policy.mode == "autocast",
+    "wall_clock_breakdown": lambda policy: policy.wall_clock_breakdown,
+    "zero_cpu_offload": lambda policy: policy.offload.to_cpu,
+    "zero_gather_16bit_weights_on_model_save": lambda policy: policy.gather_16bit_weights_on_save,
+    "zero_optimization": lambda policy: policy.stage > 0,
+    "zero_optimization_partition_gradients": lambda policy: policy.stage >= 2,
+    "zero_optimization_partition_weights": lambda policy: policy.stage == 3,
+    "zero_optimization_stage": lambda policy: policy.stage,
+}
+"""Method of the engine without arguments -> the value of the config that it returns."""
+
+
 class EngineConfig:
-    """The methods of DeepSpeed's engine that return values of the config."""
+    """The batch sizes of DeepSpeed's engine. Its `__getattr__` finds the methods of `READERS`."""
 
     def __init__(self, policy: Policy, num_ranks: int) -> None:
         self.policy = policy
@@ -71,90 +101,3 @@ class EngineConfig:
             valid = "an integer of 1 or more"
             raise ConfigError(describe("set_train_micro_batch_size", repr(micro_batch_size), valid, "Pass one."))
         self._micro_batch_size = micro_batch_size
-
-    # Stage and sharding
-
-    def zero_optimization(self) -> bool:
-        """Return whether the stage is above 0."""
-        return self.policy.stage > 0
-
-    def zero_optimization_stage(self) -> int:
-        """Return the ZeRO stage."""
-        return self.policy.stage
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        """Return whether the stage shards gradients: 2 and 3."""
-        return self.policy.stage >= 2
-
-    def zero_optimization_partition_weights(self) -> bool:
-        """Return whether the stage shards parameters between forward and backward: 3."""
-        return self.policy.stage == 3
-
-    def zero_cpu_offload(self) -> bool:
-        """Return whether shards, gradients and optimizer state are on the CPU."""
-        return self.policy.offload.to_cpu
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Return the key `stage3_gather_16bit_weights_on_model_save`. `save_16bit_model` works without it too."""
-        return self.policy.gather_16bit_weights_on_save
-
-    # Precision
-
-    def bfloat16_enabled(self) -> bool:
-        """Return whether the mode is bf16."""
-        return self.policy.mode == "bf16"
-
-    def fp16_enabled(self) -> bool:
-        """Return whether the mode is fp16."""
-        return self.policy.mode == "fp16"
-
-    def torch_autocast_enabled(self) -> bool:
-        """Return whether the forward runs under torch.autocast."""
-        return self.policy.mode == "autocast"
-
-    def torch_autocast_dtype(self) -> torch.dtype | None:
-        """Return the low precision of autocast; None in other modes."""
-        return self.policy.low_dtype if self.policy.mode == "autocast" else None
-
-    def amp_enabled(self) -> bool:
-        """Return False: there is no Apex AMP."""
-        return False
-
-    def dynamic_loss_scale(self) -> bool:
-        """Return whether the loss scale is dynamic."""
-        return self.policy.low_dtype == torch.float16 and self.policy.loss_scale.dynamic
-
-    def initial_dynamic_scale(self) -> float:
-        """Return the initial loss scale."""
-        return self.policy.loss_scale.initial
-
-    def loss_scale(self) -> float:
-        """Return the static loss scale of the config; 0 if it is dynamic, 1 without float16."""
-        return 0.0 if self.dynamic_loss_scale() else self.policy.loss_scale.initial
-
-    @property
-    def communication_data_type(self) -> torch.dtype:
-        """The dtype in which gradients of low-precision parameters are sent."""
-        return self.policy.communication_dtype
-
-    # Step
-
-    def gradient_clipping(self) -> float:
-        """Return the largest gradient norm; 0 does not clip."""
-        return self.policy.gradient_clipping
-
-    def steps_per_print(self) -> int:
-        """Return the optimizer steps between two log lines; 0: none."""
-        return int(self.policy.steps_per_print)
-
-    def wall_clock_breakdown(self) -> bool:
-        """Return whether the phases of a step are timed."""
-        return self.policy.wall_clock_breakdown
-
-    def optimizer_name(self) -> str | None:
-        """Return the type in the config's `optimizer` block."""
-        return None if self.policy.optimizer is None else self.policy.optimizer.type.lower()
-
-    def scheduler_name(self) -> str | None:
-        """Return the type in the config's `scheduler` block."""
-        return None if self.policy.scheduler is None else self.policy.scheduler.type

@@ -53,7 +53,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale is dynamic."""
-        return self._engine.dynamic_loss_scale()
+        return bool(self._engine.dynamic_loss_scale())
 
     @property
     def overflow(self) -> bool:

@@ -1,7 +1,7 @@
 """`deepspeed.utils`: whole and local tensors of sharded parameters, logging, and other names that scripts import."""
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
+from logging import INFO, getLogger  # not the module: the submodule `utils.logging` has its name
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroamp.deepspeed.data_loaders import RepeatingLoader as RepeatingLoader
-from zeroamp.deepspeed.refused import refusal, unknown
+from zeroamp.deepspeed.refused import missing
 from zeroamp.planning.mesh import local_part
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.weights.full_tensors import (
@@ -24,14 +24,16 @@ from zeroamp.weights.full_tensors import (
 from zeroamp.wrapping.state import WrapState
 from zeroamp.wrapping.step_state import Phase
 
-logger = logging.getLogger("zeroamp.deepspeed")
+__path__: list[str] = []  # a package: `submodules` imports `utils.timer` and others
+
+logger = getLogger("zeroamp.deepspeed")
 """For the script's messages: as in DeepSpeed, they are printed on every rank that logs them."""
 
 LEAF = "_z3_leaf"
 """Attribute that marks a module as one unit without units inside."""
 
 
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
     """Log a message on the given ranks. None or -1: on all ranks."""
     rank = dist.get_rank() if dist.is_initialized() else -1
     if not ranks or -1 in ranks or rank in ranks or rank == -1:
@@ -249,9 +251,5 @@ def _copy(target: torch.Tensor, value: torch.Tensor, method: str) -> None:
     local.copy_(value)
 
 
-def __getattr__(name: str) -> object:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    if name == "groups":
-        raise refusal("utils.groups", "There are no groups of experts or of tensor parallelism: use comm's functions.")
-    raise unknown(__name__, name, (each for each in globals() if each.startswith(("safe", "set", "log", "Rep", "On"))))
+def __getattr__(name: str) -> Any:
+    return missing(__name__, name, (each for each in globals() if each.startswith(("safe", "set", "log", "Rep", "On"))))

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from zeroamp.deepspeed.comm import init_distributed
 from zeroamp.deepspeed.parameters import REPLACED
-from zeroamp.deepspeed.refused import ZERO, Refused, refusal, unknown
+from zeroamp.deepspeed.refused import missing, refusal
 from zeroamp.hooks.tensors import map_tensors
 from zeroamp.planning.mesh import device_of, local_part
 from zeroamp.policies.errors import StepError
@@ -233,8 +233,4 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def __getattr__(name: str) -> Any:
-    if name in ZERO:
-        return Refused(f"zero.{name}", ZERO[name])
-    if name.startswith("__"):
-        raise AttributeError(name)
-    raise unknown(__name__, name, ("GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter"))
+    return missing(__name__, name, ("GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter"))

@@ -1,6 +1,7 @@
 """The names of the package: what each brings, what is refused, and the small modules beside the engine."""
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -15,23 +16,10 @@ from tests.processes.launch import ROOT
 from zeroamp.deepspeed import accelerator, checkpointing, comm, moe, utils, zero
 from zeroamp.deepspeed.arguments import config_of
 from zeroamp.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from zeroamp.deepspeed.refused import ENGINE, EXPERTS, OPS, PACKAGE, ZERO, UnsupportedError
+from zeroamp.deepspeed.refused import REFUSED, Refused, UnsupportedError
+from zeroamp.deepspeed.runtime.utils import move_to_device, see_memory_usage
+from zeroamp.deepspeed.submodules import ALIASES
 from zeroamp.policies.errors import ConfigError, WrapError
-
-READER = """
-import sys
-import zeroamp.deepspeed
-assert "torch" not in sys.modules
-from zeroamp.deepspeed.load import load_deepspeed_checkpoint
-print([name for name in sys.modules if name.startswith("zeroamp.deepspeed.")])
-"""
-
-
-@pytest.mark.slow
-def test_the_reader_of_checkpoints_imports_nothing_of_the_engine():
-    found = subprocess.run([sys.executable, "-c", READER], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    names = {name.rpartition(".")[2] for name in json.loads(found.replace("'", '"'))}
-    assert names == {"contents", "files", "layout", "load", "training"}
 
 
 def test_every_public_name_is_there():
@@ -46,30 +34,104 @@ def test_every_public_name_is_there():
     assert ZeroParamStatus is deepspeed.zero.ZeroParamStatus
 
 
-@pytest.mark.parametrize(("owner", "names"), [(deepspeed, PACKAGE), (zero, ZERO), (moe.layer, EXPERTS)])
-def test_refused_names_are_imported_and_raise_the_reason_when_used(owner, names):
-    for name, reason in names.items():
-        refused = getattr(owner, name)
-        for use in (refused, lambda refused=refused: refused.attribute):
-            with pytest.raises(UnsupportedError) as raised:
-                use()
-            assert reason in str(raised.value)
+COLLISIONS = """
+import json, sys
+from importlib import import_module
+from zeroamp.deepspeed.submodules import Submodules
+found = []
+for name in sys.argv[1:]:
+    home, _, last = name.rpartition(".")
+    there = vars(import_module(f"zeroamp.deepspeed.{home}".rstrip("."))).get(last)
+    if there is not None and not isinstance(getattr(there, "__loader__", None), Submodules):
+        found.append(name)
+print(json.dumps(found))
+"""
+
+
+def _home_and_last(name):
+    home, _, last = name.rpartition(".")
+    return importlib.import_module(f"zeroamp.deepspeed.{home}".rstrip(".")), last
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if not name.startswith("engine.")])
+def test_refused_names_are_imported_and_raise_the_reason_when_used(name):
+    refused = getattr(*_home_and_last(name))  # an object, or the module if another test has imported it
+    with pytest.raises(UnsupportedError) as raised:
+        refused.anything()
+    assert REFUSED[name] in str(raised.value)
+    assert f"deepspeed.{name}." in str(raised.value)
+
+
+def test_an_imported_submodule_replaces_no_name_of_its_package():
+    names = [name for name in (*REFUSED, *ALIASES) if not name.startswith("engine.")]
+    found = subprocess.run(
+        [sys.executable, "-c", COLLISIONS, *names], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert json.loads(found.stdout) == []
+
+
+def test_a_refused_class_is_no_base_class_and_has_no_instances():
+    assert isinstance(deepspeed.PipelineModule, Refused)
+    for use in (deepspeed.PipelineModule, lambda: list(deepspeed.PipelineModule), lambda: deepspeed.PipelineModule.a):
+        with pytest.raises(UnsupportedError, match="no pipeline"):
+            use()
+    assert not isinstance(torch.nn.Linear(1, 1), deepspeed.PipelineModule)
     with pytest.raises(UnsupportedError, match="no pipeline"):
 
         class Model(deepspeed.PipelineModule):
             pass
 
 
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("runtime.lr_schedules", "scheduler"),
+        ("runtime.config", "policy_from_config"),
+        ("pipe", "no pipeline"),
+        ("profiling.flops_profiler", "count_flops"),
+        ("utils.zero_to_fp32", "load_hf"),
+        ("utils.timer", "wall_clock_breakdown"),
+    ],
+)
+def test_submodules_that_scripts_import_answer_with_a_sentence(name, word):
+    module = importlib.import_module(f"zeroamp.deepspeed.{name}")
+    with pytest.raises(UnsupportedError, match=word):
+        module.any_function()
+
+
+def test_what_deepspeed_does_not_have_is_not_found():
+    for name in ("zeroamp.deepspeed.nothing", "zeroamp.deepspeed.utils.nothing"):
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(name)
+
+
+def test_other_names_of_modules_have_the_same_objects():
+    for name, target in ALIASES.items():
+        module, home = (importlib.import_module(f"zeroamp.deepspeed.{each}") for each in (name, target))
+        public = next(each for each in vars(home) if callable(getattr(home, each)) and not each.startswith("_"))
+        assert getattr(module, public) is getattr(home, public)
+
+
+def test_memory_is_logged_when_it_is_forced(caplog):
+    with caplog.at_level("INFO", logger="zeroamp.deepspeed"):
+        see_memory_usage("after the forward")
+        assert caplog.messages == []
+        see_memory_usage("after the forward", force=True)
+    assert caplog.messages[0].startswith("after the forward: allocated 0.00 GiB")
+    moved = move_to_device({"a": [torch.ones(2)], "b": 3}, "meta")
+    assert (moved["a"][0].is_meta, moved["b"]) == (True, 3)
+
+
 def test_every_refused_name_is_in_the_docs():
     text = (ROOT / "docs" / "deepspeed-api.md").read_text()
-    for names in (PACKAGE, ENGINE, ZERO, OPS, EXPERTS):
-        for name, reason in names.items():
-            assert f".{name}`" in text
-            assert reason in text
+    for name, reason in REFUSED.items():
+        assert f"`{name}`" in text
+        assert reason in text
 
 
 def test_no_name_of_the_engine_is_both_there_and_refused():
-    assert not [name for name in ENGINE if hasattr(deepspeed.DeepSpeedEngine, name)]
+    names = [name.removeprefix("engine.") for name in REFUSED if name.startswith("engine.")]
+    assert not [name for name in names if hasattr(deepspeed.DeepSpeedEngine, name)]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +143,6 @@ def test_no_name_of_the_engine_is_both_there_and_refused():
         (zero, "GatherParameters", "GatheredParameters"),
         (checkpointing, "checkpoints", "checkpoint"),
         (accelerator.get_accelerator(), "device_names", "device_name"),
-        (moe.layer, "MoEs", "MoE"),
     ],
 )
 def test_an_unknown_name_is_told_close_ones(owner, name, close):

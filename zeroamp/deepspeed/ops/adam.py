@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from zeroamp.deepspeed.refused import OPS, Refused, refusal, unknown
+from zeroamp.deepspeed.refused import missing, refusal
+
+__path__: list[str] = []  # a package: `submodules` imports `ops.adam.fused_adam`
 
 Betas = tuple[float, float]
 
@@ -63,8 +65,4 @@ def _adam(
 
 
 def __getattr__(name: str) -> Any:
-    if name in OPS:
-        return Refused(f"ops.{name}", OPS[name])
-    if name.startswith("__"):
-        raise AttributeError(name)
-    raise unknown(__name__, name, ("DeepSpeedCPUAdam", "FusedAdam"))
+    return missing(__name__, name, ("DeepSpeedCPUAdam", "FusedAdam"))

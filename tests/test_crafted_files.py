@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
@@ -70,7 +71,8 @@ def good(tmp_path_factory):
     zeroamp.save_checkpoint(root / "run", train.model, train, extra={"position": 1})
     (root / "hf").mkdir()
     save_file(_state(train.model), root / "hf" / SINGLE)
-    return root
+    yield root
+    dist.destroy_process_group()  # which wrap_model has made in this process, for all tests here
 
 
 def _manifest(folder, change):

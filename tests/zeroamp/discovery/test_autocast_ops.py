@@ -183,7 +183,7 @@ def _outside():
         inside = torch.nn.functional.grouped_mm(x, weight, offs=ends).dtype
     with torch.autocast("cpu", dtype=torch.bfloat16):
         outside = torch.nn.functional.grouped_mm(x, weight, offs=ends).dtype
-    wrapped = [fqn for fqn, module in model.named_modules() if "forward" in vars(module)]
+    wrapped = [fqn for fqn, module in model.named_modules() if fqn and "forward" in vars(module)]
     verified = str(zeroamp.explain(model).verify(model, EXPERTS["grouped"].batch(0)))
     return inside, outside, wrapped, verified
 

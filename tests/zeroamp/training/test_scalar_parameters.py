@@ -225,7 +225,7 @@ def _saved_apart(folder):
 
 
 def test_values_that_differ_between_ranks_are_not_saved(ranks2, tmp_path):
-    with pytest.raises(RankError, match=r"CheckpointError: model\.scale must be the same on all ranks"):
+    with pytest.raises(RankError, match=r"CheckpointError: model\.scale must be the same on ranks 0, 1"):
         ranks2.run(_saved_apart, tmp_path / "none")
     assert not (tmp_path / "none").exists()
 

@@ -76,12 +76,3 @@ def hold_for_current_stream(tensor: torch.Tensor) -> None:
 def has_streams(device: torch.device) -> bool:
     """Return whether a device runs work in streams, in which memory may be freed while another stream uses it."""
     return device.type != "cpu"
-
-
-def values_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that holds the values of an unsharded parameter: itself, or what a float8 one of torchao has.
-
-    The dtype of the float8 parameter itself is that of its gradient.
-    """
-    values: torch.Tensor = getattr(parameter, "_data", parameter)
-    return values

@@ -1,4 +1,4 @@
-"""Makes process groups of parts of the ranks, and groups of fake ranks.
+"""Makes process groups of parts of the ranks.
 
 Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -48,18 +48,3 @@ def _own_communicators() -> Iterator[None]:
         yield
     finally:
         default.bound_device_id = device  # type: ignore[union-attr]
-
-
-@contextmanager
-def fake_ranks(num_ranks: int) -> Iterator[None]:
-    """Make this process the first of so many ranks, by torch's backend "fake", whose collectives move nothing.
-
-    Models can be distributed over a mesh of these ranks on the meta device. There must be no process group.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.dispatch import TorchDispatchMode, storage_key
-from zeroamp.hooks.tensors import tensors_in, values_of
+from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.dtypes import short_name
 
 
@@ -123,7 +123,7 @@ class UnitObserver:
     def _look(self, fqn: str, parameter: nn.Parameter, unit: str) -> None:
         if isinstance(parameter, DTensor):
             return  # sharded
-        values = values_of(parameter)
+        values = _values_of(parameter)
         self._observations.see(fqn, "param", values.dtype, f"the forward of {unit}")
         self._ops.follow(fqn, values)
         if parameter.requires_grad and parameter not in self._watched:
@@ -143,3 +143,12 @@ def _plain_tensors(value: object) -> Iterator[torch.Tensor]:
     for tensor in tensors_in(value):
         if not isinstance(tensor, DTensor) and tensor.layout == torch.strided:
             yield tensor
+
+
+def _values_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that holds the values of an unsharded parameter: itself, or what a float8 one of torchao has.
+
+    The dtype of the float8 parameter itself is that of its gradient.
+    """
+    values: torch.Tensor = getattr(parameter, "_data", parameter)
+    return values

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from zeroamp.hooks._torch.parameter_group import after_each_reduction
+from zeroamp.hooks._torch.after_reduction import after_each_reduction
 from zeroamp.planning.mesh import shard_device
 from zeroamp.policies.accumulation import sharded_accumulation
 from zeroamp.wrapping.state import WrapState

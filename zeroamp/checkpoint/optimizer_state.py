@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.checkpoint.model_state import named_differences, state_by_name
 from zeroamp.planning.mesh import local_part, num_shards_of
 from zeroamp.policies.errors import CheckpointError, describe
-from zeroamp.training.optimizer_kinds import is_bound_to_shard
+from zeroamp.tensor_shards import is_bound_to_shard
 
 OPTIMIZER = "optimizer."
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zeroamp.cli.model_source import load_function, load_model, takes_mesh
-from zeroamp.hooks._torch.process_groups import fake_ranks
+from zeroamp.hooks._torch.fake_ranks import fake_ranks
 from zeroamp.ledger.explain import Ledger
 from zeroamp.meshes.refused_meshes import refuse_combinations
 from zeroamp.planning.mesh import current_device_type, mesh_shape

@@ -10,7 +10,6 @@ from zeroamp.hooks.observers.observed_dtypes import Observations, OpObserver, Un
 from zeroamp.ledger.dtype_differences import Verification, find_differences, see_collectives
 from zeroamp.ledger.observed_step import ObservedStep, call, is_sharded, leaves_no_trace, observed_units
 from zeroamp.planning.mesh import device_of, ranks_of
-from zeroamp.planning.mesh_axes import refuse_model_axes
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.errors import PrecisionError, StepError, WrapError, describe
@@ -25,7 +24,11 @@ _NUM_DIFFERENCES = 8
 def verify(plan: Plan, model: nn.Module, batch: object, loss_fn: LossFunction | None) -> Verification:
     """See `Ledger.verify`."""
     state = wrap_state(model)
-    refuse_model_axes(state.axes, "Ledger.verify", "zeroamp.traffic(model) has what was communicated.")
+    if not state.axes.is_plain:
+        raise WrapError(
+            "Ledger.verify is not supported with tensor or expert parallelism. zeroamp.traffic(model) has what was "
+            "communicated."
+        )
     _run_on_all_ranks(state, lambda: _refuse_problem(plan, state, batch))
     observations, counted = Observations(), Traffic()
     with leaves_no_trace(state), torch.inference_mode(False), torch.enable_grad():

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from zeroamp.planning.mesh import local_slices
 from zeroamp.policies.errors import StepError
+from zeroamp.tensor_shards import local_slices
 from zeroamp.training.optimizer_kinds import ELEMENTWISE
 
 

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zeroamp.planning.mesh import Ranks, ranks_of
-from zeroamp.policies.errors import WrapError
 from zeroamp.policies.extensions import load
 
 ROLES: Mapping[str, Literal["replicate", "shard", "context", "tensor", "expert", "pipeline"]] = {
@@ -141,9 +140,3 @@ def find_axes(model: nn.Module, mesh: DeviceMesh | None) -> MeshAxes | None:
         return None
     axes: MeshAxes | None = load("wrap_model.find_axes")(model, mesh)
     return axes
-
-
-def refuse_model_axes(axes: MeshAxes, what: str, instead: str) -> None:
-    """Raise WrapError if there is a tensor or expert axis, for a function that supports neither."""
-    if not axes.is_plain:
-        raise WrapError(f"{what} is not supported with tensor or expert parallelism. {instead}")

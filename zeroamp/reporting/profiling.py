@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroamp.hooks.observers.trace_labels import LABEL_PREFIX, label_forwards
+from zeroamp.hooks.observers.forward_labels import label_forwards
+from zeroamp.hooks.observers.trace_labels import LABEL_PREFIX
 from zeroamp.policies.errors import StepError
 from zeroamp.rank_group import signals_of
 from zeroamp.reporting.tables import Row, render

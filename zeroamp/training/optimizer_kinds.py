@@ -5,18 +5,16 @@ Only torch's element-wise optimizers are known here. `zeroamp.optimizers.kinds` 
 docs/optimizers.md has a table of optimizers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from zeroamp.planning.mesh import local_part, num_shards_of
 from zeroamp.policies.errors import StepError
 from zeroamp.policies.extensions import load
 from zeroamp.wrapping.optimizer_hooks import is_own_hook
@@ -48,19 +46,6 @@ def kind_of(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> Kind:
         return "shards"
     kind: Kind = load("TrainStep.kind_of_other")(optimizer)
     return kind
-
-
-def is_bound_to_shard(parameter: torch.Tensor, state: Mapping[str, Any]) -> bool:
-    """Return whether a parameter's state is tied to this rank's shard of the parameter, so that it cannot be resharded.
-
-    True if a plain tensor has the shard's shape: 8-bit optimizers quantize in blocks of the shard, for example.
-    """
-    if num_shards_of(parameter) == 1:
-        return False
-    with torch.no_grad():
-        shape = local_part(parameter).shape
-    plain = (value for value in state.values() if isinstance(value, torch.Tensor) and not isinstance(value, DTensor))
-    return any(value.shape == shape for value in plain)
 
 
 def checked_on_shards(on_shards: bool | Sequence[bool], num_optimizers: int) -> tuple[bool, ...]:

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import parameter_pairs
-from zeroamp.planning.mesh import axis_groups, device_of, local_part, local_slices
+from zeroamp.planning.mesh import axis_groups, device_of, local_part
 from zeroamp.policies.errors import StepError, describe, some_of
-from zeroamp.training.optimizer_kinds import is_bound_to_shard
+from zeroamp.tensor_shards import is_bound_to_shard, local_slices
 from zeroamp.wrapping.state import WrapState, reshard, wrap_state, wrapped_models
 from zeroamp.wrapping.step_state import Phase
 

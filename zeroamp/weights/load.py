@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zeroamp.planning.mesh import local_slices, num_shards_of
+from zeroamp.planning.mesh import num_shards_of
 from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.rank_group import RankGroup
+from zeroamp.tensor_shards import local_slices
 from zeroamp.weights.export import overflow, refuse_overflows
 from zeroamp.weights.files import INDEX, SINGLE_FILE, read_index, safetensors_torch
 from zeroamp.weights.layouts import Part, Stored, parts_of_model

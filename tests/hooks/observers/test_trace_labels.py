@@ -14,7 +14,8 @@ from tests.models.prepared import checkpoint_outside, compile_blocks
 from tests.models.small import batch, loss_of
 from tests.processes.training import check_same_run, config, train, wrapped
 from tests.selection import slow_but
-from zeroamp.hooks.observers.trace_labels import label, label_forwards
+from zeroamp.hooks.observers.forward_labels import label_forwards
+from zeroamp.hooks.observers.trace_labels import label
 from zeroamp.wrapping.state import wrap_state
 
 NAME = "llama_tied"

@@ -14,7 +14,7 @@ from tests.models.small import OddBlock
 from tests.processes.checkpoint_training import VOCAB, Case, Training, differences, error_of, full, group_of
 from tests.processes.training import mesh_of, sharded_dims
 from tests.selection import slow_but
-from zeroamp.planning.mesh import local_slices
+from zeroamp.tensor_shards import local_slices
 
 
 class Block(OddBlock):

@@ -24,7 +24,7 @@ from tests.processes.training import (
 )
 from tests.selection import slow_but
 from zeroamp.accumulation.shard_accumulator import RoundedSum, ShardAccumulator
-from zeroamp.hooks._torch.parameter_group import after_each_reduction
+from zeroamp.hooks._torch.after_reduction import after_each_reduction
 from zeroamp.planning.mesh import shard_device
 from zeroamp.policies.policy import NO_OFFLOAD, Offload
 from zeroamp.training.norm_and_clip import local_sum_of_squares, multiply_gradients

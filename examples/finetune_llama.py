@@ -10,7 +10,7 @@ On SIGTERM it saves at the end of the step and exits. With --train-batch-size an
 another number of ranks with the same rows in every step. `examples/launch/` starts it on several machines. The same
 file runs on one process without torchrun, on CPUs (gloo) and on GPUs (NCCL). It prints the dtype ledger and the
 held-out loss before and after, and writes `model/` (for `from_pretrained`), `losses.json`, `loss.png` and `run.jsonl`
-to --out. `zeroamp report` makes a table and plots of the `run.jsonl` of one or several runs.
+to --out. `zeroamp report` makes a table, and a page with `--html`, of the `run.jsonl` of one or several runs.
 """
 
 from __future__ import annotations

@@ -114,11 +114,5 @@ print(f"norms after the checkpoint: {first.grad_norm!r} and {second.grad_norm!r}
 if (first.loss, first.grad_norm) != (second.loss, second.grad_norm):
     raise AssertionError("expected the same bits after the checkpoint was loaded")
 
-# %% Plots, if matplotlib is installed
-try:
-    plan.plot(OUT / "plan.png")
-except zeroamp.ConfigError as error:
-    print(error)
-else:
-    print(f"wrote {OUT / 'plan.png'}")
+# %% A page of the run
 print(f"zeroamp report {OUT / 'run.jsonl'} --html {OUT / 'run.html'} writes a page of the run")

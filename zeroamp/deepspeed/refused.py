@@ -60,7 +60,7 @@ _NAMES = {
     'Set "wall_clock_breakdown": true, or construct zeroamp.RunReport(engine.train_step, path).': (
         "utils.timer engine.timers engine.tput_timer"
     ),
-    "Call zeroamp.count_flops(model, batch) before initialize(), or zeroamp.profile for the time of each part.": (
+    "Call zeroamp.count_flops(model, batch) before initialize(), or zeroamp.Profile for the time of each part.": (
         "profiling engine.flops_profiler"
     ),
     "zeroamp.traffic(model) has calls and bytes of every collective.": (

@@ -1,4 +1,4 @@
-"""Output files: checks that they can be written, appends to logs, and writes plots with matplotlib (optional)."""
+"""Output files: checks that they can be written, and appends to logs."""
 
 import importlib
 import os
@@ -59,19 +59,6 @@ def _ends_whole(path: Path) -> bool:
         return file.read() == b"\n"
 
 
-def check_picture(path: Path) -> None:
-    """Check that a plot can be written, before computing what it shows.
-
-    Raises:
-        ConfigError: matplotlib is not installed, the suffix is not one of its formats, or the folder cannot be written.
-    """
-    suffix = path.suffix.lower().removeprefix(".")
-    formats = sorted(_figure().canvas.get_supported_filetypes())
-    if suffix not in formats:
-        raise ConfigError(f"plot: matplotlib cannot write '{path}'. Its suffix must be one of .{', .'.join(formats)}.")
-    check_file(path, "plot")
-
-
 def check_file(path: Path, where: str) -> None:
     """Check that a file can be written, before computing its content.
 
@@ -84,27 +71,6 @@ def check_file(path: Path, where: str) -> None:
             raise IsADirectoryError(None, "it is a folder")
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(None, "the file exists and is read-only")
-
-
-def new_figure(path: Path, *, width: float, height: float) -> Any:
-    """Return a matplotlib figure for a file; sizes are in inches. Raises the errors of `check_picture`."""
-    check_picture(path)
-    return _figure(figsize=(width, height), layout="constrained")
-
-
-def save_figure(figure: Any, path: Path, *, dpi: int) -> None:
-    """Write a figure to a file, and create the file's folder.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    with errors_of(path, "plot"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=dpi)
-
-
-def _figure(**options: Any) -> Any:
-    return imported("matplotlib.figure", where="plot", extra="plot").Figure(**options)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 import zeroamp
 from benchmarks.output import add_out, emit
 from benchmarks.two_hosts import INTERFACE, Hosts, two_hosts
-from zeroamp.hooks.collectives.exchange_and_sum import exchange
+from zeroamp.hooks.collectives.gradient_reduction import exchange
 from zeroamp.hooks.collectives.tree_sum import tree_sum
 from zeroamp.two_level.nodes import Nodes
 

@@ -1,7 +1,18 @@
 """The gradient reduction of one parameter group: it communicates in one dtype, and sums in the same or another one.
 
-With sums in fp32, the reduction is an all-to-all and a sum in the order of the tree: see `exchange_and_sum.py`. With
-native sums it is the backend's reduce-scatter.
+With sums in fp32, the reduction is an all-to-all and a sum in the order of the tree (`tree_sum.py`). With native sums
+it is the backend's reduce-scatter.
+
+[Note: Summing in fp32]
+Under autocast the raw gradient of a safe parameter is already in the low precision, so communicating it in that dtype
+loses nothing. A native low-precision reduce-scatter loses bits in its partial sums. Here each rank sends every other
+rank its chunk unchanged (an all-to-all, the same bytes as a ring's reduce-scatter), and sums what it received in fp32,
+in the order of the tree. That is the fp32 reduction of the same gradients at half the bytes. fp32 gradients are summed
+the same way, with the bytes of a ring's reduce-scatter.
+
+[Note: All-reduce in tree order]
+An all-reduce is the same exchange and sum of chunks, and then an all-gather of the sums. It moves the bytes of a ring's
+all-reduce. The order of a backend's own all-reduce is not defined.
 
 [Note: Dividing fp16]
 A native sum of fp16 can overflow before it is divided, and dividing first can underflow. As FSDP2 does for its own fp16
@@ -37,9 +48,8 @@ import torch
 import torch.distributed as dist
 
 from zeroamp.hooks._torch.dispatch import at_end_of_backward, backward_id
-from zeroamp.hooks._torch.fsdp import reduce_scatter
+from zeroamp.hooks._torch.fsdp import all_gather, reduce_scatter
 from zeroamp.hooks.collectives.collective_calls import issue
-from zeroamp.hooks.collectives.exchange_and_sum import all_reduce_in_tree_order, exchange
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective, ReduceOp
 from zeroamp.hooks.collectives.tree_sum import tree_sum
 from zeroamp.hooks.observers.trace_labels import label
@@ -103,7 +113,7 @@ class GroupReduceScatter:
     """The dtype of the output. After an all-to-all, the sum is computed in it. A backend's reduce-scatter sums in
     `communication_dtype`, and its output is cast to `reduce_dtype`."""
     collective: Literal["reduce_scatter", "all_to_all"] | None
-    """"all_to_all": see `exchange_and_sum.py`. None if there is one shard: FSDP2 then only copies the input."""
+    """"all_to_all": see [Note: Summing in fp32]. None if there is one shard: FSDP2 then only copies the input."""
     op: ReduceOp = dist.ReduceOp.AVG
     """The op of the backend's reduce-scatter. If it is SUM and FSDP2 passes AVG, the division happens here: see
     [Note: Dividing fp16]."""
@@ -230,3 +240,53 @@ class GroupReduceScatter:
             output_tensor.copy_(reduced)
         if divides_here and divide_by != 1:
             output_tensor.div_(divide_by / before)
+
+
+def exchange(
+    chunks: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup, nodes: "Nodes | None" = None
+) -> torch.Tensor:
+    """Send each rank its chunk, so that every rank has the terms of its own sum: see [Note: Summing in fp32].
+
+    Args:
+        chunks: (N x M,), contiguous, one chunk for each of the N ranks of the group, in their order. May be
+            overwritten.
+        received: like `chunks`. Overwritten.
+        group: the ranks.
+        nodes: the two levels of the group. None: one level.
+
+    Returns:
+        (N, M), or (number of nodes, M): the rows for `tree_sum`, as a view of the memory of the arguments.
+    """
+    if nodes is not None:
+        return nodes.exchange(chunks, received)
+    dist.all_to_all_single(received, chunks, group=group)
+    return received.view(group.size(), -1)
+
+
+def all_reduce_in_tree_order(
+    tensor: torch.Tensor, group: dist.ProcessGroup, divide_by: float = 1, nodes: "Nodes | None" = None
+) -> None:
+    """Sum a tensor over the ranks of `group`, in place: see [Note: All-reduce in tree order].
+
+    Allocates about as much memory as the tensor has, before it issues the first collective.
+
+    Args:
+        tensor: 1-D, contiguous, fp32. If the number of ranks does not divide its size, a padded copy is summed.
+        group: the ranks, in the order of the tree.
+        divide_by: divides the sum.
+        nodes: the two levels of the group. None: one level.
+    """
+    num_ranks, numel = group.size(), tensor.numel()
+    length = -(-numel // num_ranks)
+    chunks = tensor
+    if length * num_ranks != numel:
+        chunks = tensor.new_zeros(length * num_ranks)
+        chunks[:numel].copy_(tensor)
+    received, total = torch.empty_like(chunks), tensor.new_empty(length)
+    tree_sum(exchange(chunks, received, group, nodes), total, divide_by)
+    if nodes is not None:
+        nodes.all_gather(chunks, total)
+    else:
+        all_gather(chunks, total, group, async_op=False)
+    if chunks is not tensor:
+        tensor.copy_(chunks[:numel])

@@ -1,7 +1,13 @@
 """The schema of a config: all keys of DeepSpeed 0.19.8 and of the `zeroamp` block, each with its type and class."""
 
-from zeroamp.policies.schema.check import known_part, validate
-from zeroamp.policies.schema.config import CommsLoggerBlock, Config, OptimizerBlock, SchedulerBlock
+from zeroamp.policies.schema.config import (
+    CommsLoggerBlock,
+    Config,
+    OptimizerBlock,
+    SchedulerBlock,
+    known_part,
+    validate,
+)
 from zeroamp.policies.schema.keys import SAME, Block, Honoured, Key, KeyClass, Native, Unsupported, iter_keys, own_class
 from zeroamp.policies.schema.precision import OverrideBlock
 from zeroamp.policies.schema.zero import LeafModuleBlock, OffloadOptimizerBlock, ZeroOptimizationBlock

@@ -1,10 +1,11 @@
 """The top level of the config, the block `zeroamp`, and the blocks of monitors."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
-from zeroamp.policies.errors import shown
+from zeroamp.policies.errors import ConfigError, shown
 from zeroamp.policies.extensions import load
 from zeroamp.policies.schema.foreign import with_foreign_keys
 from zeroamp.policies.schema.keys import (
@@ -17,6 +18,7 @@ from zeroamp.policies.schema.keys import (
     PositiveInt,
     Steps,
     as_tuple,
+    inner_block,
     refused,
 )
 from zeroamp.policies.schema.precision import Bf16Block, DataTypesBlock, Fp16Block, OverrideBlock, TorchAutocastBlock
@@ -298,3 +300,26 @@ class Config(Block):
         AfterValidator(_no_deepcompile),
         Native("without `deepcompile`, which is an error, it has no effect in DeepSpeed either; use torch.compile"),
     ] = None
+
+
+def known_part(cfg: Mapping[str, Any], block: type[Block] = Config) -> dict[str, Any]:
+    """Return the config of a checkpoint without the keys that the version which saved it had, and this one has not."""
+    known = {}
+    for name, value in cfg.items():
+        if name in block.model_fields:
+            inner = inner_block(block.model_fields[name])
+            known[name] = known_part(value, inner) if inner is not None and isinstance(value, dict) else value
+    return known
+
+
+def validate(cfg: Mapping[str, Any]) -> Config:
+    """Return the config as typed blocks.
+
+    Raises:
+        ConfigError: keys are unknown, unsupported, or have values of another type. The text has a line for each of
+            the first 20.
+    """
+    try:
+        return Config.model_validate(dict(cfg))
+    except ValidationError as error:
+        raise ConfigError(load("validate.explain")(error, cfg)) from None

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.oracles.one_process import tree
-from zeroamp.hooks.collectives.exchange_and_sum import all_reduce_in_tree_order, exchange
+from zeroamp.hooks.collectives.gradient_reduction import all_reduce_in_tree_order, exchange
 from zeroamp.hooks.collectives.tree_sum import tree_sum
 from zeroamp.two_level.nodes import Nodes
 

@@ -26,7 +26,10 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, ranks: RankGroup)
     Raises:
         CheckpointError: on all ranks, if any rank could not write or is lost.
     """
-    writer = FileSystemWriter(path, sync_files=True)
+    # Tensors on the CPU are staged ones. By default torch synchronizes a stream of the current GPU for these, too: in
+    # the thread of a background save that is GPU 0 on every rank.
+    is_on_cpu = all(tensor.device.type == "cpu" for tensor in tensors.values())
+    writer = FileSystemWriter(path, sync_files=True, **({"per_thread_copy_ahead": 0} if is_on_cpu else {}))
     writer.fs = files = _HashingFileSystem()
     try:
         ranks.communicate(lambda group: save(tensors, storage_writer=writer, process_group=group))

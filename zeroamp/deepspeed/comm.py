@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from zeroamp.deepspeed.refused import missing
-from zeroamp.planning.mesh import start_process_group
+from zeroamp.planning.mesh import current_device_type, start_process_group
+from zeroamp.planning.rank_device import choose_device
 from zeroamp.policies.errors import WrapError
 
 _OF_TORCH = (
@@ -37,7 +38,7 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Initialise torch's default process group, unless there is one.
+    """Initialise torch's default process group, unless there is one. Chooses the rank's accelerator first.
 
     Args:
         dist_backend: backend of `torch.distributed.init_process_group`. None: torch's default for this machine.
@@ -72,6 +73,7 @@ def init_distributed(
     elif rank < 0:
         start_process_group()  # a world of one, or an error that names the launcher
         return
+    choose_device(current_device_type())
     dist.init_process_group(**given)
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -149,3 +150,30 @@ def _state_of_its_own(folder):
 
 def test_state_that_could_not_be_loaded_is_refused(ranks2, tmp_path):
     ranks2.run(_state_of_its_own, tmp_path)
+
+
+def _is_in_a_thread():
+    return threading.current_thread() is not threading.main_thread()
+
+
+def _device_calls_of_a_background_save(folder):
+    """Return what the thread of a background save asks of CUDA, where torch sees a GPU while it writes."""
+    model, train = _training()
+    _take_step(model, train, 0)
+    asked = []
+
+    def stream(*_args):
+        asked.append(threading.current_thread().name)
+        raise RuntimeError("a context on GPU 0")
+
+    with (
+        mock.patch.object(torch.cuda, "is_available", side_effect=_is_in_a_thread),
+        mock.patch.object(torch.cuda, "current_stream", side_effect=stream),
+    ):
+        zeroamp.save_checkpoint(folder, model, train, async_=True)
+        zeroamp.wait_for_save(model)
+    return asked
+
+
+def test_the_thread_of_a_background_save_uses_no_gpu(ranks2, tmp_path):
+    assert ranks2.run(_device_calls_of_a_background_save, tmp_path / "checkpoints") == [[], []]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
+from zeroamp.deepspeed import comm
 from zeroamp.planning import mesh
 from zeroamp.planning.rank_device import choose_device
 from zeroamp.wrapping import wrap
@@ -58,8 +59,11 @@ class _FirstCollectiveError(Exception):
 def _enter(entrance):
     if entrance == "wrap_model":
         zeroamp.wrap_model(torch.nn.Linear(2, 2), zeroamp.policy_from_config({}))
-    else:
+    elif entrance == "start_process_group":
         mesh.start_process_group()
+    else:
+        with mock.patch.object(dist, "is_initialized", return_value=False):
+            comm.init_distributed()
 
 
 def _order_in(entrance, local_ranks):
@@ -76,6 +80,7 @@ def _order_in(entrance, local_ranks):
         mock.patch.dict(os.environ, LOCAL_RANK=local_ranks[rank], RANK=str(rank)),
         mock.patch.object(wrap, "current_device_type", return_value="cuda"),
         mock.patch.object(mesh, "current_device_type", return_value="cuda"),
+        mock.patch.object(comm, "current_device_type", return_value="cuda"),
         mock.patch.object(wrap, "device_of_type", torch.device),
         mock.patch.object(torch, "get_device_module", return_value=fake),
         mock.patch.object(torch.accelerator, "device_count", return_value=2),
@@ -88,6 +93,6 @@ def _order_in(entrance, local_ranks):
     return events
 
 
-@pytest.mark.parametrize("entrance", ["wrap_model", "start_process_group"])
+@pytest.mark.parametrize("entrance", ["wrap_model", "start_process_group", "deepspeed.init_distributed"])
 def test_each_rank_chooses_its_device_before_the_first_collective(ranks2, entrance):
     assert ranks2.run(_order_in, entrance, ("0", "1")) == [[0, "collective"], [1, "collective"]]

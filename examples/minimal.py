@@ -28,7 +28,8 @@ dist.init_process_group()
 log = print if dist.get_rank() == 0 else lambda *_: None
 torch.manual_seed(0)  # the same weights on every rank
 model = zeroamp.wrap_model(LanguageModel(), zeroamp.policy_from_config(CONFIG))
-train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-3))  # the optimizer after wrapping
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=torch.cuda.is_available())  # after wrapping
+train = zeroamp.TrainStep(model, optimizer)
 log(zeroamp.explain(model))  # which dtype is used where
 torch.manual_seed(1 + dist.get_rank())  # other data on every rank
 for _ in range(20):

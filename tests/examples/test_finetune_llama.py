@@ -104,7 +104,6 @@ def test_the_output_shows_the_ledger_and_lines_that_a_log_can_hold(finetuned):
     assert "ZeRO stage 3" in stdout
     assert "model.layers.1" in stdout
     assert f"step {NUM_STEPS}/{NUM_STEPS}: loss {record['losses'][-1]:.4f}" in stdout
-    assert "tokens/s, peak" in stdout
     assert "\r" not in stdout
     assert stdout.count("before training") == 1  # rank 0 alone prints
 

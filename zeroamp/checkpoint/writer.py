@@ -16,6 +16,9 @@ from zeroamp.checkpoint.manifest import FileRecord
 from zeroamp.policies.errors import CheckpointError, error_text
 from zeroamp.rank_group import RankGroup
 
+_BYTES_AHEAD = 10_000_000
+"""How many bytes torch copies ahead from an accelerator while it writes; torch's default."""
+
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, ranks: RankGroup) -> dict[str, FileRecord]:
     """Write tensors into the folder `path`, which must not contain any yet. Every rank of `ranks` calls this.
@@ -29,7 +32,7 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, ranks: RankGroup)
     # Tensors on the CPU are staged ones. By default torch synchronizes a stream of the current GPU for these, too: in
     # the thread of a background save that is GPU 0 on every rank.
     is_on_cpu = all(tensor.device.type == "cpu" for tensor in tensors.values())
-    writer = FileSystemWriter(path, sync_files=True, **({"per_thread_copy_ahead": 0} if is_on_cpu else {}))
+    writer = FileSystemWriter(path, sync_files=True, per_thread_copy_ahead=0 if is_on_cpu else _BYTES_AHEAD)
     writer.fs = files = _HashingFileSystem()
     try:
         ranks.communicate(lambda group: save(tensors, storage_writer=writer, process_group=group))

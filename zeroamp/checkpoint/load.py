@@ -22,6 +22,7 @@ from zeroamp.checkpoint.manifest import (
     read_manifest,
 )
 from zeroamp.checkpoint.model_state import (
+    CALLBACK,
     MODEL,
     callback_tensors,
     check_model_fits,
@@ -199,10 +200,18 @@ class _Load:
     def _of_callbacks(self, train: TrainStep, metadata: Metadata) -> dict[str, torch.Tensor]:
         """Return the tensors of the callbacks, into which the load writes."""
         found = callback_tensors(train.callbacks)
-        if missing := found.keys() - metadata.state_dict_metadata.keys():
+        saved = {name for name in metadata.state_dict_metadata if name.startswith(CALLBACK)}
+        if missing := found.keys() - saved:
             raise CheckpointError(
-                f"{self.path} has no {min(missing)}: a callback of TrainStep, such as zeroamp.EMA, was not there at "
-                "the save. Append it after the load."
+                f"{self.path} has no {min(missing).removeprefix(CALLBACK)}: a callback of TrainStep, such as "
+                "zeroamp.EMA, was not there at the save. Build it after the load, and append it then."
+            )
+        if unused := saved - found.keys():
+            logger.warning(
+                "%s has %s of a callback that this TrainStep does not have. Append it before the load, or it is not "
+                "loaded.",
+                self.path,
+                min(unused).removeprefix(CALLBACK),
             )
         return found
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.weights.model_weights import live_state
 
-MODEL = "model."
+MODEL, CALLBACK = "model.", "callback."
 _COMPILED, _EXTRA_STATE = "_orig_mod", "_extra_state"
 _NUM_NAMED = 5  # names of one kind in an error
 
@@ -65,9 +65,19 @@ def model_tensors(root: nn.Module, excluded: Container[str] = ()) -> dict[str, t
 
 
 def callback_tensors(callbacks: Iterable[object]) -> dict[str, torch.Tensor]:
-    """Return the tensors of the callbacks that have a method `tensors`, by name in the checkpoint."""
-    found = [callback.tensors() for callback in callbacks if hasattr(callback, "tensors")]
-    return {f"callback.{index}.{name}": each for index, named in enumerate(found) for name, each in named.items()}
+    """Return the tensors of the callbacks that have a method `tensors`, by name in the checkpoint.
+
+    Raises:
+        CheckpointError: two callbacks have tensors of the same name.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for callback in callbacks:
+        named = callback.tensors() if hasattr(callback, "tensors") else {}
+        if twice := tensors.keys() & {f"{CALLBACK}{name}" for name in named}:
+            name = min(twice).removeprefix(CALLBACK)
+            raise CheckpointError(f"Two callbacks have the tensor {name}. Remove one, or give it another decay.")
+        tensors |= {f"{CALLBACK}{name}": tensor for name, tensor in named.items()}
+    return tensors
 
 
 def shard_dims(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -50,7 +50,8 @@ _NAMES = {
         "DeepSpeedConfig runtime.config runtime.config_utils runtime.constants runtime.zero.config "
         "runtime.zero.offload_config runtime.precision_config runtime.model_checkpointing constants monitor.config"
     ),
-    'Write the scheduler in the config, "scheduler": {"type": "WarmupLR", ...}, or pass initialize(lr_scheduler=).': (
+    'Write the scheduler in the config, "scheduler": {"type": "WarmupLR", ...}, or pass initialize(lr_scheduler=). In '
+    "place of OneCycle and LRRangeTest, torch.optim.lr_scheduler has CyclicLR, OneCycleLR and LambdaLR.": (
         "runtime.lr_schedules add_tuning_arguments"
     ),
     "DeepSpeed's own script converts folders that DeepSpeed wrote: `zero_to_fp32.py . OUTPUT --safe_serialization`. "

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _NOTE = (
     "Memory: of one rank at its peak, in a step after the first. init: between two steps. Traffic: bytes that are "
     "communicated, counted as by zeroamp.traffic(model). NCCL: an estimate of its memory and the driver's context, "
-    "allocated in wrap_model and not part of the peak. Fragmentation is not counted. 1 GiB is 1024³ bytes."
+    "allocated in the first step and not part of the peak. Fragmentation is not counted. 1 GiB is 1024³ bytes."
 )
 _ROUTING_NOTE = "Balanced routing is assumed: every expert of a layer gets equally many tokens."
 

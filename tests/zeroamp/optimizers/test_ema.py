@@ -1,10 +1,13 @@
 """`zeroamp.EMA` against averages of whole weights that plain torch computes after each step."""
 
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import zeroamp
+from tests.measuring.logs import log_lines
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, full_parameters, wrapped
 from zeroamp.optimizers.ema import EMA
@@ -34,7 +37,7 @@ def _run(model, train, steps):
 
 
 def _averages(ema):
-    return {name: average.full_tensor() for name, average in ema.tensors().items()}
+    return {name.removeprefix("EMA(0.75)."): average.full_tensor() for name, average in ema.tensors().items()}
 
 
 def _same(one, other):
@@ -102,13 +105,64 @@ def _late(folder):
     zeroamp.save_checkpoint(folder, model, train)
     again, with_averages, _ = _training(config(3), seed=1)
     before = full_parameters(again)
-    with pytest.raises(zeroamp.CheckpointError, match="was not there at the save. Append it after the load"):
+    with pytest.raises(zeroamp.CheckpointError, match="was not there at the save. Build it after the load"):
         zeroamp.load_checkpoint(folder, again, with_averages)
     return _same(full_parameters(again), before)
 
 
 def test_a_checkpoint_without_averages_is_refused_before_anything_is_loaded(ranks2, tmp_path):
     assert ranks2.run(_late, tmp_path) == [True, True]
+
+
+def _of_two_decays(folder):
+    model, train, _ = _training(config(3))
+    train.callbacks.append(EMA(model, 0.5))
+    _run(model, train, range(2))
+    zeroamp.save_checkpoint(folder, model, train)
+    _run(model, train, range(2, 4))
+    expected = [_averages(each) for each in train.callbacks]
+    again, other, _ = _training(config(3), seed=1)
+    other.callbacks.insert(0, EMA(again, 0.5))  # in another order
+    zeroamp.load_checkpoint(folder, again, other)
+    _run(again, other, range(2, 4))
+    found = [_averages(each) for each in other.callbacks][::-1]
+    plain, without, _ = _training(config(3), seed=1)
+    without.callbacks.clear()
+    with log_lines(logging.WARNING) as lines:
+        zeroamp.load_checkpoint(folder, plain, without)
+    without.callbacks += [EMA(plain, 0.5), EMA(plain, 0.5)]
+    with pytest.raises(zeroamp.CheckpointError, match=r"Two callbacks have the tensor EMA\(0.5\)"):
+        zeroamp.save_checkpoint(folder / "twice", plain, without)
+    return [_same(one, two) for one, two in zip(found, expected, strict=True)], lines
+
+
+def test_averages_are_loaded_by_their_decay_and_one_that_is_not_loaded_is_named(ranks2, tmp_path):
+    for rank, (same, lines) in enumerate(ranks2.run(_of_two_decays, tmp_path)):
+        assert same == [True, True]
+        assert ["a callback that this TrainStep does not have" in line for line in lines] == [True] * (rank == 0)
+
+
+def _inside_applied(folder):
+    model, train, ema = _training(config(3))
+    errors = []
+    for call in (
+        lambda: zeroamp.save_checkpoint(folder, model, train),
+        lambda: ema.applied().__enter__(),
+        lambda: train.backward(loss_of(model, batch(NAME, 0))),
+    ):
+        with ema.applied(), pytest.raises(zeroamp.ZeroAmpError) as error:
+            call()
+        errors.append(str(error.value))
+    model, train, ema = _training(config(2, accumulation=2))
+    train.backward(loss_of(model, batch(NAME, 0)))
+    with pytest.raises(zeroamp.StepError, match="within an optimizer step"), ema.applied():
+        pass
+    return errors
+
+
+def test_training_and_saves_are_refused_while_averages_are_applied(ranks2, tmp_path):
+    for errors in ranks2.run(_inside_applied, tmp_path):
+        assert ["inside of EMA.applied()" in error for error in errors] == [True] * 3
 
 
 @pytest.mark.parametrize("decay", [1.0, -0.1])

@@ -119,7 +119,8 @@ class Ledger:
         AdamW on copies. It observes the dtypes of stored and unsharded parameters, of the ops that consume them, of raw
         gradients, collectives, sums and optimizer state. Parameters, gradients, buffers, random states and counters are
         restored, also if the step raises. Compiled modules run eagerly. Where a parameter's compute dtype is "per op",
-        the dtypes of its ops are reported, but not compared. Modules that do not run are not checked.
+        the dtypes of its ops are reported, but not compared. Modules that do not run are not checked. Under autocast,
+        two more forwards show whether the output changes if a weight's `dtype`, where the model reads it, is fp32.
 
         Args:
             model: the wrapped model of this ledger, between two optimizer steps.

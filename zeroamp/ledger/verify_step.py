@@ -8,6 +8,7 @@ from torch import nn
 from zeroamp.hooks.collectives.traffic import Traffic, listening
 from zeroamp.hooks.observers.observed_dtypes import Observations, OpObserver, UnitObserver
 from zeroamp.ledger.dtype_differences import Verification, find_differences, see_collectives
+from zeroamp.ledger.dtype_reads import differing_reads
 from zeroamp.ledger.observed_step import ObservedStep, call, is_sharded, leaves_no_trace, observed_units
 from zeroamp.planning.mesh import device_of, ranks_of
 from zeroamp.planning.plan import Plan
@@ -33,9 +34,10 @@ def verify(plan: Plan, model: nn.Module, batch: object, loss_fn: LossFunction | 
     observations, counted = Observations(), Traffic()
     with leaves_no_trace(state), torch.inference_mode(False), torch.enable_grad():
         _observe_step(model, state, batch, loss_fn, observations, counted)
+        reads = differing_reads(plan, model, state, batch)
     see_collectives(counted, plan, observations.seen)
     ranks = ranks_of(state.mesh)
-    found = [str(difference) for difference in find_differences(plan, ranks, observations.seen)]
+    found = [*map(str, find_differences(plan, ranks, observations.seen)), *reads]
     _run_on_all_ranks(state, lambda: _refuse_differences(found))
     return Verification(
         plan=plan,

@@ -75,7 +75,9 @@ class GroupDtypes:
     """The dtype of the unsharded sum of the config's micro-batches at stages 0 and 1: FSDP2's `reduce_dtype`. fp32 if
     there is no such sum."""
     communication: torch.dtype
-    """The dtype of the flat unsharded gradients, in which they are sent to the ranks that shard."""
+    """The dtype of the flat unsharded gradients, in which they are sent to the ranks that shard.
+
+    Gradients are rounded to it also if one rank has whole shards, so that the result does not depend on the ranks."""
     reduce: torch.dtype
     """The dtype of the sum over the ranks that shard, which is the reduction's output."""
     sharded_accumulate: torch.dtype

@@ -363,3 +363,49 @@ def _compiled():
 def test_compiled_blocks_are_looked_at_too(ranks2):
     seen = ranks2.run(_compiled)[0]
     assert all(row["observed"]["compute"] for row in seen["groups"])
+
+
+class CastsToWeightDtype(nn.Module):
+    """As BLIP-2 does: the embedding is cast to the dtype of the projection's weight before the sum."""
+
+    def __init__(self, *, sums_outside):
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+        self.position = nn.Parameter(torch.randn(8))
+        self.sums_outside = sums_outside
+
+    def forward(self, x):
+        dtype = self.proj.weight.dtype
+        if not self.sums_outside:  # as CLIP and T5 do: autocast makes the same cast for the Linear
+            return self.proj(x.to(dtype)).square().mean()
+        return (self.proj(x.to(dtype)).to(dtype) + self.position.to(dtype)).square().mean()
+
+
+def _casts(sums_outside, zeroamp_keys, safe):
+    torch.manual_seed(0)
+    cfg = config(3, zeroamp=zeroamp_keys)
+    cfg["torch_autocast"]["lower_precision_safe_modules"] = safe
+    model = zeroamp.wrap_model(
+        CastsToWeightDtype(sums_outside=sums_outside),
+        zeroamp.policy_from_config(cfg),
+        example_inputs=(torch.ones(2, 8),),
+    )
+    try:
+        zeroamp.explain(model).verify(model, torch.randn(2, 8))
+    except zeroamp.PrecisionError as error:
+        return str(error)
+    return "as under autocast"
+
+
+@pytest.mark.parametrize(
+    ("sums_outside", "keys", "safe", "answer"),
+    [
+        (False, {}, ["torch.nn.Linear"], "as under autocast"),
+        (True, {}, ["torch.nn.Linear"], "proj.weight: the model reads the dtype of this weight, which is bf16 here"),
+        (True, {"overrides": [{"modules": ["proj"], "param": "fp32"}]}, ["torch.nn.Linear"], "as under autocast"),
+        (True, {}, "auto", "as under autocast"),
+    ],
+)
+def test_a_weight_whose_dtype_the_model_reads_is_named_if_the_output_differs(ranks2, sums_outside, keys, safe, answer):
+    for text in ranks2.run(_casts, sums_outside, keys, safe):
+        assert answer in text

@@ -37,6 +37,12 @@ the memory of a released buffer only after the allocator has run out of memory, 
 cached memory to the driver. The next backward would then allocate the buffer again, in each step. So `zeroamp plan`
 counts the buffer during the whole step. The buffer of an embedding or head that is a unit of its own is large, and used
 once per backward. It is released after its reduction, also on an accelerator.
+
+[Note: Aligned rows]
+On an accelerator the chunks of an exchange begin at multiples of 16 bytes. NCCL sends other chunks byte by byte, and
+the kernel of `tree_kernel.py` could not load 16 bytes at a time. If a shard's size is no such multiple, the input is
+copied to padded rows in the receive buffer, and received in its own memory, which is allocated with room for the
+padding. The padding is sent, is not counted as traffic, and is never part of a sum. The bits are the same.
 """
 
 import math
@@ -156,7 +162,10 @@ class GroupReduceScatter:
             return torch.empty(numel, dtype=self.reduce_dtype, device=device)
         if not self.shares_buffers:
             self.buffers.release()
-        tensor = torch.empty(numel, dtype=self.communication_dtype, device=device)
+        room = numel
+        if self.collective == "all_to_all":
+            room = self.world_size * row_length(numel // self.world_size, self.communication_dtype, device)
+        tensor = torch.empty(room, dtype=self.communication_dtype, device=device)[:numel]
         self._pending_input = backward, numel
         self._input = tensor if self.world_size == 1 and self.replicas is not None else None
         return tensor
@@ -212,10 +221,18 @@ class GroupReduceScatter:
     def _sum(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, divide_by: float
     ) -> None:
-        received = self.buffers.like(input_tensor) if self.shares_buffers else torch.empty_like(input_tensor)
+        numel, num_ranks = output_tensor.numel(), self.world_size
+        length = row_length(numel, input_tensor.dtype, input_tensor.device)
+        chunks = input_tensor
+        if length != numel:
+            chunks = input_tensor.as_strided((num_ranks * length,), (1,))  # with the room that `allocate` left behind it
+        received = self.buffers.like(chunks) if self.shares_buffers else torch.empty_like(chunks)
+        if length != numel:  # see [Note: Aligned rows]
+            received.view(num_ranks, length)[:, :numel].copy_(input_tensor.view(num_ranks, numel))
+            chunks, received = received, chunks
         issued = IssuedCollective("all_to_all", input_tensor, self.group_name, group)
-        rows = issue(exchange, issued, self.listeners, input_tensor, received, group, self.nodes)
-        tree_sum(rows, output_tensor, divide_by)
+        rows = issue(exchange, issued, self.listeners, chunks, received, group, self.nodes)
+        tree_sum(rows if length == numel else rows[:, :numel], output_tensor, divide_by)
 
     def _reduce_scatter(
         self,
@@ -240,6 +257,12 @@ class GroupReduceScatter:
             output_tensor.copy_(reduced)
         if divides_here and divide_by != 1:
             output_tensor.div_(divide_by / before)
+
+
+def row_length(numel: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Return how many elements a row of `numel` has in an exchange: see [Note: Aligned rows]. On a CPU `numel`."""
+    multiple = 1 if device.type == "cpu" else max(1, 16 // dtype.itemsize)
+    return -(-numel // multiple) * multiple
 
 
 def exchange(
@@ -277,7 +300,7 @@ def all_reduce_in_tree_order(
         nodes: the two levels of the group. None: one level.
     """
     num_ranks, numel = group.size(), tensor.numel()
-    length = -(-numel // num_ranks)
+    length = row_length(-(-numel // num_ranks), tensor.dtype, tensor.device)
     chunks = tensor
     if length * num_ranks != numel:
         chunks = tensor.new_zeros(length * num_ranks)

@@ -5,9 +5,9 @@ once: for N rows of bf16, 2 N + 4 bytes per column and one launch. The tree is u
 once per number of rows. With more than `LARGEST` rows, whole subtrees of `LARGEST` rows are summed first, in one
 launch, and then their sums. LARGEST is a power of two, so the tree is the same.
 
-Loads have 16 bytes if the length of the rows is a multiple of that. Triton itself only knows whether 16 divides the
-length in elements, so the kernel gets the largest power of two up to 16 that does. Shorter loads need more registers,
-so fewer such rows are summed in one launch: with `LARGEST` of them, registers would be spilled.
+Loads have 16 bytes if the distance of the rows is a multiple of that: `gradient_reduction.py` makes it one. Triton
+itself only knows whether 16 divides a number of elements, so the kernel gets the largest power of two that divides the
+distance, up to the elements of a load. A load may then read padding behind a row, which is never stored.
 
 Rows are added one by one and not with `tl.sum`, whose order is its own. `tl.div_rn` is the IEEE division; `/` is an
 approximation on CUDA. With TRITON_INTERPRET=1 the kernel runs on a CPU, where tests compare its bits with the loop's.
@@ -21,9 +21,7 @@ import triton
 import triton.language as tl
 
 LARGEST = 32
-"""Rows of a tree in one launch, if loads have 16 bytes."""
-LARGEST_UNALIGNED = 16
-"""Rows of a tree in one launch, if loads are shorter."""
+"""Rows of a tree in one launch."""
 _BYTES_OF_A_LOAD = 16
 _WARPS = 4
 _THREADS = 32 * _WARPS
@@ -51,38 +49,46 @@ def _subtree(rows, first: tl.constexpr, num_rows: tl.constexpr, row_stride, colu
 def _sum_rows(  # type: ignore[no-untyped-def]
     rows,
     output,
+    row_stride,
+    output_stride,
     numel,
     divide_by,
     num_rows: tl.constexpr,
     divides: tl.constexpr,
     width: tl.constexpr,
-    alignment: tl.constexpr,
+    row_alignment: tl.constexpr,
+    output_alignment: tl.constexpr,
 ):
     """Write the sum of rows p * num_rows to (p + 1) * num_rows - 1 to row p of `output`, for p = program_id(1)."""
-    # Not `.to`: a numel of 1 is compiled as a constant, which has no methods.
-    stride = tl.multiple_of(tl.cast(numel, tl.int64), alignment)
+    # Not `.to`: a number of 1 is compiled as a constant, which has no methods.
+    row_stride = tl.multiple_of(tl.cast(row_stride, tl.int64), row_alignment)
+    output_stride = tl.multiple_of(tl.cast(output_stride, tl.int64), output_alignment)
+    numel = tl.multiple_of(tl.cast(numel, tl.int64), output_alignment)
     subtree = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0).to(tl.int64) * width + tl.arange(0, width)
-    is_inside = columns < stride  # not numel: so Triton knows that all columns of a load are inside, or none
-    total = _subtree(rows + subtree * num_rows * stride, 0, num_rows, stride, columns, is_inside)
+    # Not numel: so Triton knows that all columns of a load are inside, or none.
+    total = _subtree(rows + subtree * num_rows * row_stride, 0, num_rows, row_stride, columns, columns < row_stride)
     if divides:
         total = tl.div_rn(total, divide_by)
-    tl.store(output + subtree * stride + columns, total, mask=is_inside)
+    tl.store(output + subtree * output_stride + columns, total, mask=columns < numel)
 
 
-def _launch(rows: torch.Tensor, output: torch.Tensor, num_rows: int, num_subtrees: int, divide_by: float) -> int:
-    numel = rows.shape[1]
+def _launch(rows: torch.Tensor, output: torch.Tensor, num_rows: int, divide_by: float) -> int:
+    """Write the sum of each `num_rows` rows to a row of `output`, whose rows are contiguous or padded."""
+    num_subtrees, numel = output.shape
     width = _THREADS * (_BYTES_OF_A_LOAD // rows.element_size())
-    grid = (triton.cdiv(numel, width), num_subtrees)
-    _sum_rows[grid](
+    _sum_rows[triton.cdiv(numel, width), num_subtrees](
         rows,
         output,
+        rows.stride(0),
+        output.stride(0),
         numel,
         float(divide_by),
         num_rows=num_rows,
         divides=divide_by != 1,
         width=width,
-        alignment=math.gcd(numel, _BYTES_OF_A_LOAD),
+        row_alignment=math.gcd(rows.stride(0), _BYTES_OF_A_LOAD // rows.element_size()),
+        output_alignment=math.gcd(output.stride(0), numel, _BYTES_OF_A_LOAD // output.element_size()),
         num_warps=_WARPS,
     )
     return 1
@@ -94,11 +100,12 @@ def tree_sum(rows: torch.Tensor, output: torch.Tensor, divide_by: float = 1) -> 
     if numel == 0:
         return 0
     launches = 0
-    while num_rows > (largest := LARGEST if numel * rows.element_size() % _BYTES_OF_A_LOAD == 0 else LARGEST_UNALIGNED):
-        num_whole, rest = divmod(num_rows, largest)
-        sums = torch.empty((num_whole + (rest > 0), numel), dtype=torch.float32, device=rows.device)
-        launches += _launch(rows, sums, largest, num_whole, 1)
+    while num_rows > LARGEST:
+        num_whole, rest = divmod(num_rows, LARGEST)
+        padded = -(-numel // _THREADS) * _THREADS
+        sums = torch.empty((num_whole + (rest > 0), padded), dtype=torch.float32, device=rows.device)[:, :numel]
+        launches += _launch(rows, sums[:num_whole], LARGEST, 1)
         if rest:
-            launches += _launch(rows[num_whole * largest :], sums[num_whole:], rest, 1, 1)
+            launches += _launch(rows[num_whole * LARGEST :], sums[num_whole:], rest, 1)
         rows, num_rows = sums, len(sums)
-    return launches + _launch(rows, output, num_rows, 1, divide_by)
+    return launches + _launch(rows, output[None], num_rows, divide_by)

@@ -38,7 +38,7 @@ def tree_sum(rows: torch.Tensor, output: torch.Tensor, divide_by: float = 1) -> 
     """Add the rows of `rows` in the order of the tree, divide by `divide_by`, and write the result to `output`.
 
     Args:
-        rows: (N, M), rows contiguous, bf16, fp16 or fp32. Left unchanged.
+        rows: (N, M), bf16, fp16 or fp32; each row contiguous, and the same distance between all. Left unchanged.
         output: (M,), contiguous, fp32. Must not share memory with `rows`.
         divide_by: divides the sum, in fp32. 1 leaves it as it is.
 

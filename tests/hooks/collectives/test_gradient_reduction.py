@@ -1,6 +1,7 @@
 """`GroupReduceScatter` against sums written out."""
 
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracles.one_process import tree
 from zeroamp.hooks._torch.dispatch import storage_key
+from zeroamp.hooks.collectives import gradient_reduction as module
 from zeroamp.hooks.collectives.gradient_reduction import GroupReduceScatter, ReceiveBuffers
 
 NUMEL = 1000
@@ -49,6 +51,50 @@ def test_sums_in_fp32_in_the_order_of_the_tree(request, world_size, op):
     total = tree([_gradient(rank, world_size) for rank in range(world_size)])
     expected = total / world_size if op == "AVG" else total
     assert torch.equal(torch.cat(results), expected)
+
+
+def _on_an_accelerator(sizes, num_ranks):
+    """Reduce shards of each size with the rows of an accelerator. Return the results and the rows' bytes."""
+    rank, results, row_bytes = dist.get_rank(), [], set()
+    group = dist.new_group(range(num_ranks))
+    if rank >= num_ranks:
+        return None
+
+    original = module.row_length
+
+    def row_length(numel, dtype, _device):
+        length = original(numel, dtype, torch.device("cuda"))
+        row_bytes.add(length * dtype.itemsize)
+        return length
+
+    shared = ReceiveBuffers()
+    with mock.patch.object(module, "row_length", row_length):
+        for numel in sizes:
+            for dtype in (torch.bfloat16, torch.float32):
+                comm = _comm("fp32", dtype, world_size=num_ranks, buffers=shared, shares_buffers=numel % 2 == 0)
+                sent = comm.allocate((numel * num_ranks,), dtype=torch.float32, device=torch.device("cpu"))
+                result = comm.allocate((numel,), dtype=torch.float32, device=torch.device("cpu"))
+                sent.copy_(_gradient(rank, num_ranks)[: len(sent)])
+                comm(result, sent, group, dist.ReduceOp.AVG)
+                whole = _gradient(rank, num_ranks)[: numel + 1].float()
+                module.all_reduce_in_tree_order(whole, group, num_ranks)
+                results.append((result, whole))
+    return results, row_bytes
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_rows_of_a_multiple_of_16_bytes_change_no_bit(request, num_ranks):
+    sizes = range(1, 41)
+    ranks = request.getfixturevalue(f"ranks{max(num_ranks, 4)}")
+    of_ranks = ranks.run(_on_an_accelerator, sizes, num_ranks)[:num_ranks]
+    assert all(length % 16 == 0 for _, row_bytes in of_ranks for length in row_bytes)
+    gradients = [_gradient(rank, num_ranks) for rank in range(num_ranks)]
+    for place, numel in enumerate(numel for numel in sizes for _ in range(2)):
+        results = [results[place] for results, _ in of_ranks]
+        expected = tree([gradient[: numel * num_ranks] for gradient in gradients]) / num_ranks
+        assert torch.equal(torch.cat([shard for shard, _ in results]), expected), numel
+        expected = tree([gradient[: numel + 1].float() for gradient in gradients]) / num_ranks
+        assert all(torch.equal(whole, expected) for _, whole in results), numel
 
 
 def test_native_sums_in_the_communication_dtype(ranks4):

@@ -76,6 +76,10 @@ def kernel_equals_the_tree(device):
             for divide_by in (1, 3):
                 num_launches = tree_kernel.tree_sum(rows, total, divide_by)
                 assert torch.equal(total.cpu(), written_out(rows.cpu()) / divide_by), (num_rows, dtype, numel)
+                padded = torch.full((num_rows, -(-numel // 8) * 8), math.nan, dtype=dtype, device=device)
+                padded[:, :numel] = rows
+                tree_kernel.tree_sum(padded[:, :numel], total, divide_by)
+                assert torch.equal(total.cpu(), written_out(rows.cpu()) / divide_by), (num_rows, dtype, numel)
                 if numel == 4096:
                     launches[num_rows] = num_launches
     return launches
@@ -111,20 +115,24 @@ def test_the_kernel_has_the_bits_of_the_tree_in_the_interpreter():
     assert found == str(LAUNCHES)
 
 
-def compiled(arch, num_rows, numel, dtype):
+def compiled(arch, num_rows, numel, row_stride, dtype):
     """Return {bytes of a load: how many a thread has}, the bytes of its stack, and its IEEE divisions. Needs no GPU."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     from zeroamp.hooks.collectives import tree_kernel
 
-    constants = {"num_rows": num_rows, "divides": True, "width": 128 * 16 // torch.empty(0, dtype=dtype).element_size()}
-    constants |= {"alignment": math.gcd(numel, 16)} | ({"numel": 1} if numel == 1 else {})  # as Triton does with a 1
-    types = {"rows": "*bf16" if dtype == torch.bfloat16 else "*fp32", "output": "*fp32", "numel": "i32"}
-    aligned = [0, 1] + [2] * (numel % 16 == 0)
+    of_a_load = 16 // dtype.itemsize
+    constants = {"num_rows": num_rows, "divides": True, "width": 128 * of_a_load}
+    constants |= {"row_alignment": math.gcd(row_stride, of_a_load), "output_alignment": math.gcd(numel, 4)}
+    integers = {"row_stride": row_stride, "output_stride": numel, "numel": numel}
+    constants |= {name: 1 for name, value in integers.items() if value == 1}  # as Triton does
+    types = {"rows": "*bf16" if dtype == torch.bfloat16 else "*fp32", "output": "*fp32"}
+    types |= dict.fromkeys(integers, "i32") | {"divide_by": "fp32"}
+    aligned = [0, 1] + [place for place, value in enumerate(integers.values(), 2) if value % 16 == 0]
     source = ASTSource(
         fn=tree_kernel._sum_rows,
-        signature=types | {"divide_by": "fp32"} | dict.fromkeys(constants, "constexpr"),
+        signature=types | dict.fromkeys(constants, "constexpr"),
         constexprs=constants,
         attrs={(place,): [["tt.divisibility", 16]] for place in aligned},
     )
@@ -143,17 +151,15 @@ def compiled(arch, num_rows, numel, dtype):
 
 
 def check_compiled():
-    """For LARGEST rows: 16-byte loads where they are possible, no stack, and IEEE divisions."""
+    """For LARGEST rows of a multiple of 16 bytes, with or without padding: 16-byte loads, no stack, IEEE divisions."""
     from zeroamp.hooks.collectives import tree_kernel
 
     for arch in (80, 90, 100):
         for dtype, columns in ((torch.bfloat16, 8), (torch.float32, 4)):
             for numel in (1600, 1608, 1604, 1602, 1601, 1):
-                is_aligned = numel % columns == 0
-                num_rows = tree_kernel.LARGEST if is_aligned else tree_kernel.LARGEST_UNALIGNED
-                loads, stack, divisions = compiled(arch, num_rows, numel, dtype)
-                assert (stack, divisions) == (0, columns), (arch, dtype, numel)
-                assert not is_aligned or loads == {16: num_rows}, (arch, dtype, numel, loads)
+                row_stride = -(-numel // columns) * columns
+                loads, stack, divisions = compiled(arch, tree_kernel.LARGEST, numel, row_stride, dtype)
+                assert (loads, stack, divisions) == ({16: tree_kernel.LARGEST}, 0, columns), (arch, dtype, numel)
 
 
 @pytest.mark.slow

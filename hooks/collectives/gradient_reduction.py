@@ -225,7 +225,7 @@ class GroupReduceScatter:
         length = row_length(numel, input_tensor.dtype, input_tensor.device)
         chunks = input_tensor
         if length != numel:
-            chunks = input_tensor.as_strided((num_ranks * length,), (1,))  # with the room that `allocate` left behind it
+            chunks = input_tensor.as_strided((num_ranks * length,), (1,))  # with the room that `allocate` left
         received = self.buffers.like(chunks) if self.shares_buffers else torch.empty_like(chunks)
         if length != numel:  # see [Note: Aligned rows]
             received.view(num_ranks, length)[:, :numel].copy_(input_tensor.view(num_ranks, numel))

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -71,6 +72,21 @@ def hold_for_current_stream(tensor: torch.Tensor) -> None:
     """
     if has_streams(tensor.device):
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
+@contextmanager
+def allocating_in(stream: Any, device: torch.device) -> Iterator[None]:
+    """Allocate tensors from the memory of `stream`; None is the current stream.
+
+    The current stream must have waited for all work of `stream` that is queued now.
+    """
+    with nullcontext() if stream is None else torch.get_device_module(device).stream(stream):
+        yield
+
+
+def stream_of(device: torch.device) -> Any:
+    """Return the device's current stream, or None on a CPU."""
+    return torch.accelerator.current_stream(device) if has_streams(device) else None
 
 
 def has_streams(device: torch.device) -> bool:

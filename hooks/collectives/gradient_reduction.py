@@ -36,7 +36,9 @@ buffer is allocated, written and read in FSDP2's stream for reductions. The forw
 the memory of a released buffer only after the allocator has run out of memory, waited for the device and returned all
 cached memory to the driver. The next backward would then allocate the buffer again, in each step. So `zeroamp plan`
 counts the buffer during the whole step. The buffer of an embedding or head that is a unit of its own is large, and used
-once per backward. It is released after its reduction, also on an accelerator.
+once per backward. It is released after its reduction, also on an accelerator. There it is allocated from the memory of
+the forward's stream, in which `allocate` was called for the input, so that activations can use its memory. FSDP2 has
+made the stream for reductions wait for that stream just before.
 
 [Note: Aligned rows]
 On an accelerator the chunks of an exchange begin at multiples of 16 bytes. NCCL sends other chunks byte by byte, and
@@ -59,7 +61,7 @@ from zeroamp.hooks.collectives.collective_calls import issue
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective, ReduceOp
 from zeroamp.hooks.collectives.tree_sum import tree_sum
 from zeroamp.hooks.observers.trace_labels import label
-from zeroamp.hooks.tensors import hold_for_current_stream
+from zeroamp.hooks.tensors import allocating_in, hold_for_current_stream, stream_of
 
 if TYPE_CHECKING:
     from zeroamp.two_level.nodes import Nodes
@@ -145,6 +147,8 @@ class GroupReduceScatter:
     _pending_input: tuple[int, int] | None = None
     """(backward, elements) of an input whose output is not allocated yet. FSDP2 calls `allocate` in the same way for
     input and output, so `allocate` compares its call with this."""
+    _stream: Any = None
+    """The stream in which the input of an own unit was allocated; None on a CPU: see [Note: Receive buffers]."""
     _input: torch.Tensor | None = None
     """The input of a reduction with one shard (stage 0), until the replicas are summed."""
 
@@ -162,6 +166,7 @@ class GroupReduceScatter:
             return torch.empty(numel, dtype=self.reduce_dtype, device=device)
         if not self.shares_buffers:
             self.buffers.release()
+            self._stream = stream_of(device)
         room = numel
         if self.collective == "all_to_all":
             room = self.world_size * row_length(numel // self.world_size, self.communication_dtype, device)
@@ -226,13 +231,20 @@ class GroupReduceScatter:
         chunks = input_tensor
         if length != numel:
             chunks = input_tensor.as_strided((num_ranks * length,), (1,))  # with the room that `allocate` left
-        received = self.buffers.like(chunks) if self.shares_buffers else torch.empty_like(chunks)
+        received = self.buffers.like(chunks) if self.shares_buffers else self._own_buffer(chunks)
         if length != numel:  # see [Note: Aligned rows]
             received.view(num_ranks, length)[:, :numel].copy_(input_tensor.view(num_ranks, numel))
             chunks, received = received, chunks
         issued = IssuedCollective("all_to_all", input_tensor, self.group_name, group)
         rows = issue(exchange, issued, self.listeners, chunks, received, group, self.nodes)
         tree_sum(rows if length == numel else rows[:, :numel], output_tensor, divide_by)
+
+    def _own_buffer(self, chunks: torch.Tensor) -> torch.Tensor:
+        """Return a receive buffer for one reduction: see [Note: Receive buffers]."""
+        with allocating_in(self._stream, chunks.device):
+            received = torch.empty_like(chunks)
+        hold_for_current_stream(received)
+        return received
 
     def _reduce_scatter(
         self,

@@ -22,6 +22,9 @@ from zeroamp.hooks import tensors
 
 Clock = dict[int, int]
 
+ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty"})
+"""Ops that launch nothing on a device."""
+
 WRITTEN = {
     "alltoall_base_": 0,
     "_allgather_base_": 0,
@@ -128,12 +131,13 @@ class Streams(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         stream, kwargs = torch.cpu.current_stream(), kwargs or {}
         _merge(stream.clock, Stream.host)
-        stream.clock[stream.index] = stream.clock.get(stream.index, 0) + 1
-        self.num_ops[stream.index] = self.num_ops.get(stream.index, 0) + 1
         name = func._schema.name.split("::")[1]
+        if name not in ALLOCATIONS:
+            stream.clock[stream.index] = stream.clock.get(stream.index, 0) + 1
+            self.num_ops[stream.index] = self.num_ops.get(stream.index, 0) + 1
         written = self._written(func, name, args, kwargs)
         is_view = getattr(func, "is_view", False) or name == "detach"
-        if not is_view:
+        if not is_view and name not in ALLOCATIONS:
             read = {key: storage for key, storage in _storages((args, kwargs)).items() if key not in written}
             for key in read:
                 self._read(key, read[key], stream, name)
@@ -175,7 +179,7 @@ class Streams(TorchDispatchMode):
                     f"{name} in stream {stream.index} may get memory of {memory.by} that stream {late} still uses"
                 )
         self._freed = left
-        time = stream.clock[stream.index]
+        time = stream.clock.get(stream.index, 0)
         self._memory[key] = _Memory(
             StorageWeakRef(storage), stream.index, storage.nbytes(), (stream.index, time), by=name
         )

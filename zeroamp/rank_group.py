@@ -117,7 +117,7 @@ class RankGroup:
 
     def _connect(self) -> dist.ProcessGroup:
         if self._group is None:
-            self._group = group_of_parts([self.ranks], self._timeout, "gloo")
+            self._group = group_of_parts([self.ranks], self._timeout, "gloo", use=self._use)
             pause_before_exit()
         return self._group
 

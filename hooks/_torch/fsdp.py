@@ -280,15 +280,12 @@ def separate_reductions(root: FSDPModule, timeout: timedelta) -> None:
 
     FSDP2 would make the group with the default timeout. It uses the group that is made here instead.
     """
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for unit in units_of(cast(nn.Module, root)):
         for group in groups_of(unit._get_fsdp_state()):
             info = group.mesh_info
-            ranks = tuple(dist.get_process_group_ranks(info.shard_process_group))
-            if ranks not in made:
-                parts = info.mesh.mesh.movedim(info.shard_mesh_dim, -1).reshape(-1, len(ranks)).tolist()
-                made[ranks] = group_of_parts(parts, timeout)
-            info.reduce_scatter_process_group = made[ranks]
+            num_shards = info.shard_process_group.size()
+            parts = info.mesh.mesh.movedim(info.shard_mesh_dim, -1).reshape(-1, num_shards).tolist()
+            info.reduce_scatter_process_group = group_of_parts(parts, timeout, use="reductions")
     root.set_separate_reduce_scatter_group()
 
 

@@ -7,21 +7,46 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import cast
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+_made: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]]" = WeakKeyDictionary()
+"""Default group -> arguments of `group_of_parts` -> this rank's group."""
+
 
 def group_of_parts(
-    parts: Iterable[Sequence[int]], timeout: timedelta | None = None, backend: str | None = None
+    parts: Iterable[Sequence[int]], timeout: timedelta | None = None, backend: str | None = None, *, use: str
 ) -> dist.ProcessGroup:
-    """Make one process group for each part of the ranks, and return the group of this rank's part.
+    """Return the process group of this rank's part of the ranks, after making one for each part.
 
-    All ranks of all parts must call this with the same parts, which have no rank in common. If the parts have all ranks
-    of the job, torch gives each group the same name on all ranks. Otherwise only this rank's part gets a group, which
-    torch names by its ranks and by the number of groups that the caller is in. That number must be equal within a part:
-    see docs/limits.md.
+    Calls with the same arguments share a group: all models of a process, for example. NCCL's buffers of a group take
+    memory on the device.
+
+    All ranks of all parts must call this with the same arguments. The parts have no rank in common. If the parts have
+    all ranks of the job, torch gives each group the same name on all ranks. Otherwise only this rank's part gets a
+    group, which torch names by its ranks and by the number of groups that the caller is in. That number must be equal
+    within a part: see docs/limits.md.
+
+    Args:
+        parts: global ranks of each part.
+        timeout: of each collective. None: torch's default.
+        backend: None: torch's default.
+        use: what the group is for. Collectives of different uses may overlap, so each has a group of its own.
     """
     of_ranks = [sorted(part) for part in parts]
+    if (world := dist.group.WORLD) is None:
+        raise AssertionError("expected an initialised process group")
+    if world not in _made:
+        _made.clear()  # an earlier default group was destroyed, and all others with it
+    made = _made.setdefault(world, {})
+    key = tuple(map(tuple, of_ranks)), timeout, backend, use
+    if key not in made:
+        made[key] = _make(of_ranks, timeout, backend)
+    return made[key]
+
+
+def _make(of_ranks: list[list[int]], timeout: timedelta | None, backend: str | None) -> dist.ProcessGroup:
     if sum(map(len, of_ranks)) == dist.get_world_size():
         own, _ = dist.new_subgroups_by_enumeration(of_ranks, timeout, backend)  # type: ignore[no-untyped-call]
     else:

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -45,16 +46,33 @@ def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None, num_replicas: int = 1)
         if not dist.is_initialized():
             start_process_group()
         shape = mesh_shape(stage, dist.get_world_size(), num_replicas)
-        return init_device_mesh(current_device_type(), shape, mesh_dim_names=(REPLICATE, SHARD)[-len(shape) :])
+        return _shared_mesh(current_device_type(), shape)
     _refuse_unusable(stage, mesh)
     if num_replicas not in (1, replicate_size(mesh)):
         raise ConfigError(_replicas(num_replicas, f"{replicate_size(mesh)}, the replicas of the mesh given"))
     if stage == 0 and mesh.ndim == 1:
         # The mesh may be a slice of a larger one, so only this rank makes its group: other ranks may not be here.
-        alone = group_of_parts([[dist.get_rank()]])
+        alone = group_of_parts([[dist.get_rank()]], use="shard axis of one rank")
         groups = [mesh.get_group(), alone]
         return DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh.view(-1, 1), mesh_dim_names=(REPLICATE, SHARD))
     return mesh
+
+
+_meshes: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], DeviceMesh]]" = WeakKeyDictionary()
+"""Default group -> device type and shape -> the mesh of all ranks."""
+
+
+def _shared_mesh(device_type: str, shape: tuple[int, ...]) -> DeviceMesh:
+    """Return the mesh of all ranks with this shape. All models of a process share its process groups."""
+    if (world := dist.group.WORLD) is None:
+        raise AssertionError("expected an initialised process group")
+    if world not in _meshes:
+        _meshes.clear()  # an earlier default group was destroyed, and the groups of its meshes with it
+    meshes = _meshes.setdefault(world, {})
+    if (device_type, shape) not in meshes:
+        names = (REPLICATE, SHARD)[-len(shape) :]
+        meshes[device_type, shape] = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return meshes[device_type, shape]
 
 
 def start_process_group() -> None:
@@ -184,7 +202,8 @@ def process_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
         return mesh.get_group()
     if mesh.size() == dist.get_world_size():
         return None
-    return group_of_parts([mesh.mesh.flatten().tolist()], timeout_of(mesh.get_group(0), mesh.device_type))
+    timeout = timeout_of(mesh.get_group(0), mesh.device_type)
+    return group_of_parts([mesh.mesh.flatten().tolist()], timeout, use="all ranks of a mesh")
 
 
 def axis_groups(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:

@@ -93,7 +93,7 @@ def _groups_after_the_program_has_made_one_for_two_ranks():
     dist.new_group([0, 1])  # only two of the ranks are in a group more
     found = []
     for parts in ([[0, 2], [3, 1]], [[0, 1, 2, 3]]):
-        group = process_groups.group_of_parts(parts, timedelta(seconds=30), "gloo")
+        group = process_groups.group_of_parts(parts, timedelta(seconds=30), "gloo", use="a test")
         total = torch.tensor(dist.get_rank())
         dist.all_reduce(total, group=group)
         found.append((dist.get_process_group_ranks(group), int(total)))
@@ -117,7 +117,7 @@ def _devices_bound_when_groups_are_made():
 
     with mock.patch.object(dist, "new_group", noting):
         process_groups.group_of_parts(
-            [[0, 2]] if dist.get_rank() in (0, 2) else [[1]] if dist.get_rank() == 1 else [[3]]
+            [[0, 2]] if dist.get_rank() in (0, 2) else [[1]] if dist.get_rank() == 1 else [[3]], use="another test"
         )
     return bound, default.bound_device_id
 

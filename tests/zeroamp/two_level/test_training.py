@@ -13,6 +13,7 @@ from tests.models.small import batch, loss_of
 from tests.oracles import one_process
 from tests.processes.training import check_run, config, train, wrapped
 from tests.selection import needs_options
+from zeroamp.hooks._torch import process_groups
 from zeroamp.hooks._torch.fsdp import groups_of, has_reduction_options, units_of
 from zeroamp.wrapping.state import wrap_state
 
@@ -50,6 +51,7 @@ def test_two_levels_train_to_the_bits_of_the_tree(request, num_ranks, per_node, 
 def _wrapped_with(per_node, stage=3, mesh_shape=None, partials="fp32"):
     """Axes in two levels, groups made by wrap_model, WARNINGs of it, and the calls of one optimizer step."""
     made, messages, new_group = [], [], dist.new_group
+    process_groups._made.clear()  # those of earlier tests in these processes
 
     def new_own_group(ranks, **options):
         if dist.get_rank() in ranks:
@@ -91,6 +93,28 @@ def test_two_process_groups_are_made_for_all_units(ranks4):
     both = flat[3]["all_to_all", torch.float32] + flat[3]["all_to_all", torch.bfloat16]
     assert calls["all_to_all", torch.float32] == both + flat[3]["all_to_all", torch.float32]
     assert calls["all_gather", torch.bfloat16] == 2 * flat[3]["all_gather", torch.bfloat16]
+
+
+def _groups_made_by_a_second_model(stage, options):
+    """Process groups that `wrap_model` of a second model makes: a teacher, a critic, the reference of DPO."""
+    wrapped("encoder", config(stage, **options))
+    before = set(distributed_c10d._world.pg_map)
+    wrapped("llama_untied", config(stage, **options))
+    return len(set(distributed_c10d._world.pg_map) - before)
+
+
+@needs_options
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        (0, {}),
+        (3, _options(2)),
+        (3, {"zeroamp": {"separate_reduce_scatter_group": True, "ranks_per_node": "off"}}),
+        (2, {"zeroamp": {"dp_replicate_size": 2}}),
+    ],
+)
+def test_models_of_a_process_share_their_groups(ranks4, stage, options):
+    assert ranks4.run(_groups_made_by_a_second_model, stage, options) == [0] * 4
 
 
 def _groups_of_reductions():

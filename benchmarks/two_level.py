@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 import zeroamp
 from benchmarks.output import add_out, emit
 from benchmarks.two_hosts import INTERFACE, Hosts, two_hosts
-from zeroamp.hooks.collectives.gradient_reduction import exchange
+from zeroamp.hooks.collectives.gradient_reduction import sum_over_ranks
 from zeroamp.hooks.collectives.tree_sum import tree_sum
 from zeroamp.two_level.nodes import Nodes
 
@@ -86,7 +86,7 @@ def _reductions(rounds: int) -> list[list[Any]]:
             before = _sent()  # before the barrier: another rank of this host may leave it first, and send
             dist.barrier()
             begin = time.perf_counter()
-            tree_sum(exchange(sent, received, dist.group.WORLD, nodes), total, NUM_RANKS)  # type: ignore[arg-type]
+            sum_over_ranks(sent, received, total, NUM_RANKS, dist.group.WORLD, nodes)  # type: ignore[arg-type]
             dist.barrier()
             if number:  # the first round connects
                 seconds[scheme].append(time.perf_counter() - begin)

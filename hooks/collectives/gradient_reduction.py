@@ -236,8 +236,7 @@ class GroupReduceScatter:
             received.view(num_ranks, length)[:, :numel].copy_(input_tensor.view(num_ranks, numel))
             chunks, received = received, chunks
         issued = IssuedCollective("all_to_all", input_tensor, self.group_name, group)
-        rows = issue(exchange, issued, self.listeners, chunks, received, group, self.nodes)
-        tree_sum(rows if length == numel else rows[:, :numel], output_tensor, divide_by)
+        issue(sum_over_ranks, issued, self.listeners, chunks, received, output_tensor, divide_by, group, self.nodes)
 
     def _own_buffer(self, chunks: torch.Tensor) -> torch.Tensor:
         """Return a receive buffer for one reduction: see [Note: Receive buffers]."""
@@ -277,25 +276,31 @@ def row_length(numel: int, dtype: torch.dtype, device: torch.device) -> int:
     return -(-numel // multiple) * multiple
 
 
-def exchange(
-    chunks: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup, nodes: "Nodes | None" = None
-) -> torch.Tensor:
-    """Send each rank its chunk, so that every rank has the terms of its own sum: see [Note: Summing in fp32].
+def sum_over_ranks(
+    chunks: torch.Tensor,
+    received: torch.Tensor,
+    output: torch.Tensor,
+    divide_by: float,
+    group: dist.ProcessGroup,
+    nodes: "Nodes | None" = None,
+) -> None:
+    """Send each rank its chunk, and sum the chunks of this rank: see [Note: Summing in fp32].
 
     Args:
         chunks: (N x M,), contiguous, one chunk for each of the N ranks of the group, in their order. May be
             overwritten.
         received: like `chunks`. Overwritten.
+        output: (M,) or the first elements of this rank's sum, fp32: the others are padding.
+        divide_by: divides the sum.
         group: the ranks.
         nodes: the two levels of the group. None: one level.
-
-    Returns:
-        (N, M), or (number of nodes, M): the rows for `tree_sum`, as a view of the memory of the arguments.
     """
     if nodes is not None:
-        return nodes.exchange(chunks, received)
+        nodes.sum_over_ranks(chunks, received, output, divide_by)
+        return
     dist.all_to_all_single(received, chunks, group=group)
-    return received.view(group.size(), -1)
+    rows = received.view(group.size(), -1)
+    tree_sum(rows if rows.shape[1] == output.numel() else rows[:, : output.numel()], output, divide_by)
 
 
 def all_reduce_in_tree_order(
@@ -318,7 +323,7 @@ def all_reduce_in_tree_order(
         chunks = tensor.new_zeros(length * num_ranks)
         chunks[:numel].copy_(tensor)
     received, total = torch.empty_like(chunks), tensor.new_empty(length)
-    tree_sum(exchange(chunks, received, group, nodes), total, divide_by)
+    sum_over_ranks(chunks, received, total, divide_by, group, nodes)
     if nodes is not None:
         nodes.all_gather(chunks, total)
     else:

@@ -16,9 +16,16 @@ The all-gather goes the other way: between nodes first, then inside the node. It
 [Note: Partial sums]
 "fp32" is exact. "bf16" rounds each partial sum to 7 bits after the leading one (to nearest, ties to even): a relative
 error of at most 2^-8 each. Partial sums are added in fp32.
+
+[Note: Pieces]
+A large reduction is cut into up to `MOST_PIECES` pieces of columns. While the partial sums of a piece are exchanged
+between nodes, the next piece is exchanged inside the node. The two process groups communicate at the same time, over
+different links. All ranks issue the collectives in the same order: inside 1, inside 2, across 1, inside 3, across 2, …
+Columns are summed on their own, so the bits are the same.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -28,6 +35,10 @@ from zeroamp.hooks._torch.fsdp import all_gather
 from zeroamp.hooks.collectives.tree_sum import tree_sum
 
 Partials = Literal["fp32", "bf16"]
+
+MOST_PIECES = 4
+BYTES_OF_A_PIECE = 2**25
+"""Least bytes of the gradients of a piece. Smaller messages would be bound by latency; not measured on GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -45,28 +56,46 @@ class Nodes:
         """Return the number of ranks of the axis."""
         return self.inside.size() * self.across.size()
 
-    def exchange(self, chunks: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """Exchange chunks inside the node and partial sums between nodes.
+    def sum_over_ranks(
+        self, chunks: torch.Tensor, received: torch.Tensor, output: torch.Tensor, divide_by: float = 1
+    ) -> None:
+        """Exchange chunks inside the node and partial sums between nodes, and sum: see [Note: Pieces].
 
         Args:
             chunks: (N x M,), contiguous, one chunk for each rank of the axis. Overwritten.
             received: like `chunks`. Overwritten.
-
-        Returns:
-            (m, M), the partial sums of this rank's chunk, one row per node: bf16 if sent in bf16, else fp32. A view of
-            the memory of `chunks` or `received`.
+            output: (M,) or the first elements of this rank's sum, fp32.
+            divide_by: divides the sum.
         """
         num_inside, num_nodes = self.inside.size(), self.across.size()
-        by_place = received.view(num_inside, num_nodes, -1)
-        by_place.copy_(chunks.view(num_nodes, num_inside, -1).transpose(0, 1))
-        dist.all_to_all_single(chunks, received, group=self.inside)
-        numel = chunks.numel() // num_inside
-        partial = _as(received, torch.float32, numel)
-        tree_sum(chunks.view(num_inside, -1), partial)
-        sent = partial if self.partials == "fp32" else partial.to(torch.bfloat16)
-        into = _as(chunks, sent.dtype, numel)
-        dist.all_to_all_single(into, sent, group=self.across)
-        return into.view(num_nodes, -1)
+        by_rank = chunks.view(num_nodes, num_inside, -1)
+        pieces = _pieces(by_rank.shape[-1], chunks.numel() * chunks.element_size())
+        for piece in pieces:
+            sent = _part(received, piece, num_inside * num_nodes).view(num_inside, num_nodes, -1)
+            sent.copy_(by_rank[:, :, piece].transpose(0, 1))
+        memory = [
+            (_part(chunks, piece, num_inside * num_nodes), _part(received, piece, num_inside * num_nodes))
+            for piece in pieces
+        ]
+        is_async = len(pieces) > 1
+        inside = [dist.all_to_all_single(*memory[0], group=self.inside, async_op=is_async)]
+        across = []
+        for number, (arrived, sent) in enumerate(memory):
+            if number + 1 < len(memory):
+                inside.append(dist.all_to_all_single(*memory[number + 1], group=self.inside, async_op=True))
+            _wait(inside[number])
+            numel = arrived.numel() // num_inside
+            partial = _as(sent, torch.float32, numel)
+            tree_sum(arrived.view(num_inside, -1), partial)
+            if self.partials == "bf16":
+                partial = partial.to(torch.bfloat16)
+            rows = _as(arrived, partial.dtype, numel)
+            work = dist.all_to_all_single(rows, partial, group=self.across, async_op=is_async)
+            across.append((work, rows.view(num_nodes, -1), partial))  # `partial` lives until it is sent
+        for piece, (work, rows, _) in zip(pieces, across, strict=True):
+            _wait(work)
+            total = output[piece]
+            tree_sum(rows[:, : total.numel()], total, divide_by)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False) -> dist.Work | None:
         """All-gather between nodes, then inside the node.
@@ -104,6 +133,24 @@ class _Ordered(dist.Work):
             self._into.copy_(self._part)
             self._is_done = True
         return result
+
+
+def _pieces(length: int, num_bytes: int) -> list[slice]:
+    """Cut the columns of a reduction of so many bytes: see [Note: Pieces]. Pieces start at multiples of 16 elements."""
+    number = max(1, min(MOST_PIECES, num_bytes // BYTES_OF_A_PIECE))
+    step = -(-length // (16 * number)) * 16
+    bounds = [*range(0, length, step), length] if length else [0, 0]
+    return [slice(*pair) for pair in pairwise(bounds)]
+
+
+def _part(memory: torch.Tensor, piece: slice, num_rows: int) -> torch.Tensor:
+    """Return the part of a contiguous tensor for a piece of `num_rows` rows: pieces lie one after the other."""
+    return memory[num_rows * piece.start : num_rows * piece.stop]
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
 
 
 def _as(memory: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tensor:

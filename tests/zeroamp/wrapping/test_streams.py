@@ -10,6 +10,7 @@ from tests.processes.training import config, wrapped
 from tests.selection import slow_but
 from zeroamp.hooks._torch.fsdp import gather_in_background, has_reduction_options
 from zeroamp.hooks.collectives import gradient_reduction
+from zeroamp.two_level import nodes
 
 LOW = {"accumulation": 2, "data_types": {"grad_accum_dtype": "bf16"}}
 CASES = {
@@ -23,6 +24,7 @@ CASES = {
     "HSDP, bf16 accumulation": {"stage": 3, "threshold": 0, "mesh_shape": (2, 2), **LOW},
     "stage 0": {"stage": 0, "accumulation": 2},
     "two levels": {"stage": 3, "threshold": 0, "zeroamp": {"ranks_per_node": 2}},
+    "two levels, pieces": {"stage": 3, "threshold": 0, "zeroamp": {"ranks_per_node": 2}, "piece": 2**10},
     "two levels, HSDP": {"stage": 2, "mesh_shape": (1, 4), "zeroamp": {"ranks_per_node": 2}},
     "two levels, stage 0": {"stage": 0, "zeroamp": {"ranks_per_node": 2}},
     "two levels, bf16": {"stage": 3, "zeroamp": {"ranks_per_node": 2, "partials_between_nodes": "bf16"}},
@@ -65,10 +67,12 @@ def _steps(options, hides=None, records=True):
     mesh_shape, before_step = options.pop("mesh_shape", None), options.pop("before_step", None)
     in_background = options.pop("in_background", False)
     fields = options.pop("fields", {})
+    piece = options.pop("piece", nodes.BYTES_OF_A_PIECE)
     model = wrapped("llama_untied", mesh_shape=mesh_shape, cfg=config(**options), fields=fields)
     gather_in_background(model, enable=in_background)
     step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-    originals = gradient_reduction._is_kept, Stream.wait_event, Stream.wait_stream
+    originals = gradient_reduction._is_kept, Stream.wait_event, Stream.wait_stream, nodes.BYTES_OF_A_PIECE
+    nodes.BYTES_OF_A_PIECE = piece
     gradient_reduction._is_kept = lambda _device: True
     if hides is not None:
         setattr(Stream, hides, lambda *_: None)
@@ -86,7 +90,7 @@ def _steps(options, hides=None, records=True):
                 else:
                     step.step()
     finally:
-        gradient_reduction._is_kept, Stream.wait_event, Stream.wait_stream = originals
+        gradient_reduction._is_kept, Stream.wait_event, Stream.wait_stream, nodes.BYTES_OF_A_PIECE = originals
     return streams.races, streams.num_ops
 
 

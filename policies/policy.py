@@ -191,8 +191,6 @@ class Policy:
     shard_dim = _Key(lambda config: config.zeroamp.shard_dim)
     autocast_ops = _Key(lambda config: frozenset(config.zeroamp.autocast_ops))
     own_units = _Key(lambda config: config.zeroamp.own_units)
-    reduce_scatter_input_buffers = _Key(lambda config: config.zeroamp.reduce_scatter_input_buffers)
-    separate_reduce_scatter_group = _Key(lambda config: config.zeroamp.separate_reduce_scatter_group)
     steps_per_print = _Key(lambda config: config.steps_per_print or 0)
     wall_clock_breakdown = _Key(lambda config: config.wall_clock_breakdown)
     optimizer = _Key(lambda config: config.optimizer)

@@ -2,10 +2,7 @@
 
 import pytest
 from packaging.version import Version
-
-from zeroamp.hooks._torch.fsdp import has_reduction_options
-
-needs_options = pytest.mark.skipif(not has_reduction_options(), reason="FSDP2 has these options from torch 2.13 on")
+from torch.distributed.fsdp import FSDPModule
 
 
 def slow_but(values, *fast):
@@ -16,7 +13,7 @@ def slow_but(values, *fast):
 def needs_bitsandbytes(storage="uint8"):
     """Skip the running test where bitsandbytes is missing, or FSDP2 cannot shard 4-bit weights of this storage."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: it quantizes the base")
-    if storage == "uint8" and not has_reduction_options():
+    if storage == "uint8" and not hasattr(FSDPModule, "set_separate_reduce_scatter_group"):
         pytest.skip("FSDP2 shards integers from torch 2.13 on; they are refused by name")
 
 

@@ -50,8 +50,6 @@ CONFIG = {
         "bf16.check_grad_overflow", True, base={"torch_autocast.enabled": False, "bf16.enabled": True}
     ),
     "sharded dimension": _key("zeroamp.shard_dim", 0),
-    "buffers in flight": _key("zeroamp.reduce_scatter_input_buffers", 2),
-    "group of reductions": _key("zeroamp.separate_reduce_scatter_group", True),
     "optimizer of the config": Kind(
         error="WrapError", names="optimizer.params.lr", config={"optimizer.type": "AdamW", "optimizer.params.lr": 0.1}
     ),

@@ -15,8 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-from zeroamp.hooks._torch.process_groups import group_of_parts
-
 __all__ = [
     "COMMUNICATION",
     "END_OF_BACKWARD",
@@ -35,15 +33,12 @@ __all__ = [
     "forward_hooks",
     "gather_in_background",
     "groups_of",
-    "has_reduction_options",
     "init_unsharded",
-    "keep_reduction_inputs",
     "leave_replicas_alone",
     "parameter_pairs",
     "recorded_forwards",
     "reduce_scatter",
     "release",
-    "separate_reductions",
     "set_accumulation_dtype",
     "timeout_of",
     "units_of",
@@ -250,17 +245,6 @@ def gather_in_background(root: FSDPModule, *, enable: bool = True) -> None:
             group.unshard_async_op = enable
 
 
-def has_reduction_options() -> bool:
-    """Return whether this torch (2.13+) supports `keep_reduction_inputs` and `separate_reductions`."""
-    return hasattr(FSDPModule, "set_separate_reduce_scatter_group")
-
-
-def keep_reduction_inputs(root: FSDPModule, num_inputs: int) -> None:
-    """Allow the flat inputs of `num_inputs` reductions to exist at the same time. FSDP2's default is 1."""
-    if num_inputs > 1:
-        root.set_reduce_scatter_max_input_buffers(num_inputs)
-
-
 def leave_replicas_alone(unit: FSDPModule) -> None:
     """Make FSDP2 sum the gradients of `unit`'s own groups over the ranks that shard only, not over replicas.
 
@@ -273,20 +257,6 @@ def leave_replicas_alone(unit: FSDPModule) -> None:
         if group.post_forward_mesh_info is info:  # FSDP2 compares the two objects to see if the ranks are the same
             group.post_forward_mesh_info = alone
         group.mesh_info = alone
-
-
-def separate_reductions(root: FSDPModule, timeout: timedelta) -> None:
-    """Give reductions their own process group, with `timeout`. All ranks must call this.
-
-    FSDP2 would make the group with the default timeout. It uses the group that is made here instead.
-    """
-    for unit in units_of(cast(nn.Module, root)):
-        for group in groups_of(unit._get_fsdp_state()):
-            info = group.mesh_info
-            num_shards = info.shard_process_group.size()
-            parts = info.mesh.mesh.movedim(info.shard_mesh_dim, -1).reshape(-1, num_shards).tolist()
-            info.reduce_scatter_process_group = group_of_parts(parts, timeout, use="reductions")
-    root.set_separate_reduce_scatter_group()
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:

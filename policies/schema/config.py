@@ -161,20 +161,6 @@ class ZeroampBlock(Block):
             "`stage3_param_persistence_threshold` elements on. With false, they stay unsharded with the root; same bits"
         ),
     ] = True
-    reduce_scatter_input_buffers: Annotated[
-        PositiveInt,
-        Honoured(
-            "number of reductions whose flat input may exist at the same time (torch 2.13+). With 1, a unit's backward "
-            "waits for the reduction of the unit before. Each further one adds the memory of one flat input"
-        ),
-    ] = 1
-    separate_reduce_scatter_group: Annotated[
-        bool | None,
-        Honoured(
-            "reductions have their own process group (torch 2.13+), so that NCCL runs them beside all-gathers and not "
-            "after them; same bits. Default: true if reductions between nodes have one level"
-        ),
-    ] = None
 
 
 class _TypedBlock(Block):

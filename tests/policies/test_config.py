@@ -277,7 +277,6 @@ OTHER_VALUES = {
     "zeroamp.reduce": "sum",
     "zeroamp.shard_dim": 0,
     "zeroamp.ranks_per_node": 4,
-    "zeroamp.separate_reduce_scatter_group": True,
     "zeroamp.param_gather_dtype": "float8_e4m3fn",
     "zeroamp.partials_between_nodes": "bf16",
     **{f"{name}.job_name": "run" for name in ("tensorboard", "csv_monitor")},

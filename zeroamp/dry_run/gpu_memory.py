@@ -40,8 +40,8 @@ def memory_of(gpu: str | float) -> int:
 def nccl_bytes(plan: Plan, ranks: Ranks, gpus_per_node: int) -> int:
     """Return the GPU memory that NCCL takes outside of torch's allocator, the driver's context included.
 
-    The sum of the constants of this file: the first communicator; one more each for replicas, separate reductions and
-    the second level; one for each group with a partition (hpZ); and the buffers of all-to-alls inside the node.
+    The sum of the constants of this file: the first communicator; one more each for replicas and the second
+    level; one for each group with a partition (hpZ); and the buffers of all-to-alls inside the node.
     """
     policy = plan.policy
     num_shards, num_replicas = ranks.shards(policy) or 1, ranks.num_replicas or 1
@@ -50,7 +50,7 @@ def nccl_bytes(plan: Plan, ranks: Ranks, gpus_per_node: int) -> int:
     live, num_partitions = live_units(plan), 0
     if policy.hpz_partition_size > 1:
         num_partitions = sum(reshards_after_forward(group.kind, group.unit, plan, live) for group in plan.groups)
-    further = (num_shards > 1 and num_replicas > 1) + num_partitions + bool(policy.separate_reduce_scatter_group)
+    further = (num_shards > 1 and num_replicas > 1) + num_partitions
     further += _has_two_levels(policy, num_shards, gpus_per_node)
     num_peers = 0
     if any(group_dtypes(group.key, policy, ranks).reduction == "all_to_all" for group in plan.groups):

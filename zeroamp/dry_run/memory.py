@@ -162,7 +162,7 @@ class _GroupMemory(GroupListener):
         self._replay.end_micro_batch(is_last=is_last)
         self._release_buffers()
         if is_last:
-            self._free_inputs(0)
+            self._free_inputs()
 
     def _add_partial_sums(self) -> None:
         """Add the partial sums of the earlier micro-batches, except the first sum, which is counted already."""
@@ -241,7 +241,7 @@ class _GroupMemory(GroupListener):
 
     def backward_ended(self, group: str, *, reduces: bool) -> None:
         if reduces:
-            self._free_inputs(self._plan.policy.reduce_scatter_input_buffers - 1)
+            self._free_inputs()
             self._reduce(group)
         else:
             self._sum(group)
@@ -329,6 +329,6 @@ class _GroupMemory(GroupListener):
         self._writer.add("communication buffers", -self._kept_gather)
         self._kept_gather = 0
 
-    def _free_inputs(self, num_left: int) -> None:
-        while len(self._kept_inputs) > num_left:
+    def _free_inputs(self) -> None:
+        while self._kept_inputs:
             self._writer.add("communication buffers", -self._kept_inputs.popleft())

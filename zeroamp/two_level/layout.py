@@ -102,11 +102,8 @@ def _nodes_of_mesh(policy: Policy, mesh: DeviceMesh, world: dist.ProcessGroup | 
         elif any(layout.is_uneven or layout.is_two_level for layout in layouts):
             ranks = some_of([str(rank) for rank in dist.get_process_group_ranks(mesh.get_group(axis))])
             why_flat = f"the ranks {ranks} do not lie on nodes of {per_node} as equal blocks of a power of two"
-    reductions = {axis: _made(axis, layout, mesh, policy, "reductions") for axis, layout in found.items()}
-    gathers = reductions
-    if policy.separate_reduce_scatter_group and mesh.ndim - 1 in found:
-        gathers = {axis: _made(axis, layout, mesh, policy, "all-gathers") for axis, layout in found.items()}
-    return MeshNodes(reductions=reductions, gathers=gathers, why_flat=why_flat)
+    by_axis = {axis: _made(axis, layout, mesh, policy) for axis, layout in found.items()}
+    return MeshNodes(by_axis=by_axis, why_flat=why_flat)
 
 
 def _ranks_by_host(world: dist.ProcessGroup | None) -> list[int] | None:
@@ -130,10 +127,10 @@ def _is_equal(per_node: int, mesh: DeviceMesh, world: dist.ProcessGroup | None) 
     return int(bounds[0]) == -int(bounds[1])
 
 
-def _made(axis: int, layout: AxisNodes, mesh: DeviceMesh, policy: Policy, use: str) -> Nodes:
+def _made(axis: int, layout: AxisNodes, mesh: DeviceMesh, policy: Policy) -> Nodes:
     num_inside = layout.num_inside or 1
     nodes = torch.tensor(parts_of_axis(mesh, axis), device="cpu").view(-1, layout.num_nodes, num_inside)
     timeout = timeout_of(mesh.get_group(mesh.ndim - 1), mesh.device_type)
-    inside = group_of_parts(nodes.flatten(0, 1).tolist(), timeout, use=use)
-    across = group_of_parts(nodes.transpose(1, 2).flatten(0, 1).tolist(), timeout, use=use)
+    inside = group_of_parts(nodes.flatten(0, 1).tolist(), timeout, use="two levels")
+    across = group_of_parts(nodes.transpose(1, 2).flatten(0, 1).tolist(), timeout, use="two levels")
     return Nodes(inside=inside, across=across, partials=policy.partials_between_nodes)

@@ -11,10 +11,6 @@ from torch.distributed.fsdp import FSDPModule
 from zeroamp.hooks._torch.dispatch import is_in_backward
 from zeroamp.hooks._torch.fsdp import (
     gather_in_background,
-    has_reduction_options,
-    keep_reduction_inputs,
-    separate_reductions,
-    timeout_of,
 )
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.gradient_reduction import ReceiveBuffers
@@ -56,10 +52,6 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     for group in state.plan.groups:
         group_module = state.holders.get(group.name) or cast(FSDPModule, model.get_submodule(group.unit))
         attach_collectives(group_module, group, state, buffers, gradients[group_module])
-    keep_reduction_inputs(cast(FSDPModule, model), policy.reduce_scatter_input_buffers)
-    if _separates_reductions(state):
-        timeout = timeout_of(state.mesh.get_group(0), state.mesh.device_type)
-        separate_reductions(cast(FSDPModule, model), timeout)
     if state.mesh.device_type == "cpu":
         gather_in_background(cast(FSDPModule, model))
         pause_before_exit()
@@ -86,14 +78,6 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     _add_own_units(model, state, hooks)
     hooks.register()
     refuse_calls(model)
-
-
-def _separates_reductions(state: WrapState) -> bool:
-    """Return whether reductions get their own process group. Reductions in two levels have their own already."""
-    policy, nodes = state.plan.policy, state.nodes
-    if policy.separate_reduce_scatter_group is None:  # in one level they are slow between nodes: all-gathers would wait
-        return nodes.why_flat is not None and has_reduction_options()
-    return policy.separate_reduce_scatter_group and not nodes.reductions
 
 
 def _add_root_forward(model: nn.Module, state: WrapState, hooks: UnitHooks) -> None:

@@ -41,7 +41,7 @@ def attach_collectives(
     mesh, listeners = state.axes.fsdp_of(is_expert=group.is_expert), state.listeners
     dtypes = group_dtypes(group.key, state.plan.policy, ranks_of(mesh))
     nodes = state.nodes if mesh is state.mesh else MeshNodes()
-    gathers = nodes.gathers.get(mesh.ndim - 1)
+    gathers = nodes.by_axis.get(mesh.ndim - 1)
     gather = GroupAllGather(group_name=group.name, nodes=gathers, listeners=listeners)
     module.set_custom_all_gather(gather)  # type: ignore[arg-type]  # its base class is private, and adds nothing
     is_summed_here = mesh.ndim == 2 and dtypes.sums_in_tree_order
@@ -53,8 +53,8 @@ def attach_collectives(
         divide_factor=partial(divide_factor, module),
         world_size=shard_size(mesh),
         replicas=mesh.get_group(0) if is_summed_here and replicate_size(mesh) > 1 else None,
-        nodes=nodes.reductions.get(mesh.ndim - 1),
-        replica_nodes=nodes.reductions.get(0) if mesh.ndim == 2 else None,
+        nodes=nodes.by_axis.get(mesh.ndim - 1),
+        replica_nodes=nodes.by_axis.get(0) if mesh.ndim == 2 else None,
         divides_outside=dtypes.unsharded_accumulate == torch.float16,
         group_name=group.name,
         listeners=listeners,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks._torch.fsdp import can_shard_integers, has_reduction_options
+from zeroamp.hooks._torch.fsdp import can_shard_integers
 from zeroamp.planning.mesh import axis_groups, device_of, expected_shards, local_part, num_shards_of
 from zeroamp.planning.mesh_axes import MeshAxes, is_expert
 from zeroamp.planning.parameter_uses import has_own_storage_class, quantization_tensors
@@ -234,17 +234,6 @@ def check_integers(model: nn.Module, mesh: DeviceMesh, ignored: Container[str] =
         "Install torch 2.13 or newer, or quantize with BitsAndBytesConfig(bnb_4bit_quant_storage=torch.bfloat16), "
         "which stores the same 4-bit values as bf16."
     )
-
-
-def check_torch(policy: Policy) -> None:
-    """Raise ConfigError if `policy` sets an option that FSDP2 of the installed torch does not have."""
-    asked = {
-        "zeroamp.reduce_scatter_input_buffers": policy.reduce_scatter_input_buffers > 1,
-        "zeroamp.separate_reduce_scatter_group": bool(policy.separate_reduce_scatter_group),
-    }
-    for key in (key for key, is_asked in asked.items() if is_asked and not has_reduction_options()):
-        remedy = "Leave it out, or install a newer torch."
-        raise ConfigError(f"{key} needs torch 2.13 or newer, but this is torch {torch.__version__}. {remedy}")
 
 
 def check_device(policy: Policy, device_type: str) -> None:

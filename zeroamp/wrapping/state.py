@@ -36,10 +36,8 @@ _roots: "WeakSet[nn.Module]" = WeakSet()
 class MeshNodes:
     """The two levels of the axes of a mesh. By default all axes have one level."""
 
-    reductions: Mapping[int, "Nodes"] = field(default_factory=dict)
-    """Axis -> its two levels for reductions. At most one axis has two levels."""
-    gathers: Mapping[int, "Nodes"] = field(default_factory=dict)
-    """Axis -> its two levels for all-gathers. Other process groups if `zeroamp.separate_reduce_scatter_group` is on."""
+    by_axis: Mapping[int, "Nodes"] = field(default_factory=dict)
+    """Axis -> its two levels. At most one axis has two levels."""
     why_flat: str | None = None
     """Why an axis that spans nodes has one level. None if there is no such axis."""
 

@@ -44,7 +44,6 @@ from zeroamp.wrapping.model_checks import (
     check_device,
     check_integers,
     check_ranks_agree,
-    check_torch,
     description_of,
     is_one_node,
 )
@@ -129,7 +128,6 @@ def wrap_model(
     def planned() -> tuple[Plan, Description]:
         _refuse_unusable(model)
         asked = as_policy(policy)
-        check_torch(asked)
         check_device(asked, device_type)
         plan = build_plan(model, asked, auto_wrap_policy, example_inputs, device_type, ignored_params)
         for extension in plan.extensions:

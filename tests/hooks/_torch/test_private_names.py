@@ -56,7 +56,6 @@ def _missing_of_fsdp():
         "shard_process_group",
         "shard_mesh_dim",
         "shard_mesh_size",
-        *["reduce_scatter_process_group"] * _fsdp.has_reduction_options(),
     ]
     there |= {name: hasattr(group.mesh_info, name) for name in groups}
     there["gradient_divide_factor"] = _fsdp.divide_factor(module) is None

@@ -14,7 +14,6 @@ from tests.selection import slow_but
 from tests.zeroamp.dry_run.plans import plan
 from zeroamp.dry_run.memory import _Sizes
 from zeroamp.dry_run.timeline import KINDS, PHASES
-from zeroamp.hooks._torch.fsdp import has_reduction_options
 from zeroamp.hooks.collectives.gradient_reduction import GroupReduceScatter
 from zeroamp.planning.mesh import ranks_of
 from zeroamp.wrapping.state import wrap_state
@@ -137,8 +136,6 @@ def test_the_output_of_a_native_fp16_reduction_with_replicas_is_fp32(ranks4):
 
 BLOCK = 10_272 + 64
 OPTIONS = [{"max_live_parameters": BLOCK}, {"prefetch_bucket_size": BLOCK}]
-if has_reduction_options():
-    OPTIONS.append({"reduce_scatter_input_buffers": 3})
 
 
 @pytest.mark.parametrize("fields", slow_but(OPTIONS, OPTIONS[0]), ids=str)

@@ -58,7 +58,7 @@ def _nodes_by(hosts, num_devices):
     ):
         policy = zeroamp.policy_from_config({"zero_optimization": {"stage": 3}})
         nodes = wrap_state(zeroamp.wrap_model(torch.nn.Linear(8, 8), policy)).nodes
-    return [dist.get_process_group_ranks(each.inside) for each in nodes.reductions.values()], nodes.why_flat
+    return [dist.get_process_group_ranks(each.inside) for each in nodes.by_axis.values()], nodes.why_flat
 
 
 @pytest.mark.parametrize(

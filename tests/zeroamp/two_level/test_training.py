@@ -12,9 +12,7 @@ from tests.measuring.collectives import Collectives
 from tests.models.small import batch, loss_of
 from tests.oracles import one_process
 from tests.processes.training import check_run, config, train, wrapped
-from tests.selection import needs_options
 from zeroamp.hooks._torch import process_groups
-from zeroamp.hooks._torch.fsdp import groups_of, has_reduction_options, units_of
 from zeroamp.wrapping.state import wrap_state
 
 NUM_STEPS = 3
@@ -73,7 +71,7 @@ def _wrapped_with(per_node, stage=3, mesh_shape=None, partials="fp32"):
         step.backward(loss_of(model, batch("llama_untied", 0)))
         step.step()
     return (
-        list(wrap_state(model).nodes.reductions),
+        list(wrap_state(model).nodes.by_axis),
         made,
         messages,
         dict(collectives.calls),
@@ -103,31 +101,16 @@ def _groups_made_by_a_second_model(stage, options):
     return len(set(distributed_c10d._world.pg_map) - before)
 
 
-@needs_options
 @pytest.mark.parametrize(
     ("stage", "options"),
     [
         (0, {}),
         (3, _options(2)),
-        (3, {"zeroamp": {"separate_reduce_scatter_group": True, "ranks_per_node": "off"}}),
         (2, {"zeroamp": {"dp_replicate_size": 2}}),
     ],
 )
 def test_models_of_a_process_share_their_groups(ranks4, stage, options):
     assert ranks4.run(_groups_made_by_a_second_model, stage, options) == [0] * 4
-
-
-def _groups_of_reductions():
-    cfg = config(3, zeroamp={"ranks_per_node": 3})
-    infos = [
-        group.mesh_info for unit in units_of(wrapped("encoder", cfg)) for group in groups_of(unit._get_fsdp_state())
-    ]
-    return len({info.reduce_scatter_process_group.group_name for info in infos if info.reduce_scatter_process_group})
-
-
-@needs_options
-def test_flat_reductions_between_nodes_have_a_group_of_their_own(ranks4):
-    assert ranks4.run(_groups_of_reductions) == [1] * 4
 
 
 def _wrapped_after_some_ranks_made_a_group(options, fields):
@@ -146,23 +129,6 @@ def test_groups_are_made_where_the_program_has_made_some_for_a_part_of_the_ranks
     assert ranks4.run(_wrapped_after_some_ranks_made_a_group, options, fields) == [1] * 4
 
 
-def _with_groups_of_their_own():
-    cfg = config(3, clip=CLIP, zeroamp={"ranks_per_node": 2, "separate_reduce_scatter_group": True})
-    model = wrapped("encoder", cfg)
-    nodes = wrap_state(model).nodes
-    groups = [group for each in (nodes.gathers[0], nodes.reductions[0]) for group in (each.inside, each.across)]
-    own = {group.group_name for group in groups}
-    return len(own), train("encoder", cfg, NUM_STEPS)
-
-
-@needs_options
-def test_gathers_and_reductions_have_groups_of_their_own_where_asked(ranks4):
-    oracle = one_process.train("encoder", world_size=4, num_steps=NUM_STEPS, clip=CLIP)
-    for rank, (num_groups, run) in enumerate(ranks4.run(_with_groups_of_their_own)):
-        assert num_groups == 4
-        check_run(run, rank, oracle)
-
-
 @pytest.mark.parametrize(
     ("per_node", "mesh_shape"),
     [pytest.param(4, None, marks=pytest.mark.slow), (2, (2, 2)), pytest.param(1, None, marks=pytest.mark.slow)],
@@ -174,8 +140,7 @@ def test_nothing_is_made_where_an_axis_is_inside_a_node_or_has_one_rank_on_each(
 
 def test_nodes_that_do_not_fit_are_reduced_flat_with_a_warning(ranks4):
     by_rank = ranks4.run(_wrapped_with, 3)
-    own = [[0, 1, 2, 3]] if has_reduction_options() else []  # of the reductions
-    assert [(axes, made) for axes, made, *_ in by_rank] == [([], own)] * 4
+    assert [(axes, made) for axes, made, *_ in by_rank] == [([], [])] * 4
     (message,), *others = [messages for _, _, messages, _, _ in by_rank]
     assert "nodes of 3" in message
     assert "dp_replicate_size" in message

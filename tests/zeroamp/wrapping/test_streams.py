@@ -8,7 +8,7 @@ from tests.measuring.streams import Event, Stream, Streams
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, wrapped
 from tests.selection import slow_but
-from zeroamp.hooks._torch.fsdp import gather_in_background, has_reduction_options
+from zeroamp.hooks._torch.fsdp import gather_in_background
 from zeroamp.hooks.collectives import gradient_reduction
 from zeroamp.two_level import nodes
 
@@ -55,10 +55,7 @@ CASES = {
         "zeroamp": {"reduce_accumulate_dtype": "native"},
     },
     "sum, stage 0": {"stage": 0, "zeroamp": {"reduce": "sum"}},
-    "two input buffers": {"stage": 3, "threshold": 0, "zeroamp": {"reduce_scatter_input_buffers": 2}},
-    "separate group": {"stage": 3, "threshold": 0, "zeroamp": {"separate_reduce_scatter_group": True}},
 }
-OF_TORCH_2_13 = ("two input buffers", "separate group")
 
 
 def _steps(options, hides=None, records=True):
@@ -96,8 +93,6 @@ def _steps(options, hides=None, records=True):
 
 @pytest.mark.parametrize("case", slow_but(list(CASES), "own units", "HSDP", "two levels"))
 def test_all_uses_of_memory_are_ordered(request, case):
-    if case in OF_TORCH_2_13 and not has_reduction_options():
-        pytest.skip("FSDP2 has these options from torch 2.13 on")
     needs_four = "two levels" in case or "mesh_shape" in CASES[case]
     ranks = request.getfixturevalue("ranks4" if needs_four else "ranks2")
     for races, num_ops in ranks.run(_steps, CASES[case]):

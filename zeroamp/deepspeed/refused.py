@@ -55,7 +55,7 @@ _NAMES = {
         "runtime.lr_schedules add_tuning_arguments"
     ),
     "DeepSpeed's own script converts folders that DeepSpeed wrote: `zero_to_fp32.py . OUTPUT --safe_serialization`. "
-    "zeroamp.load_hf reads the result. zeroamp.export_checkpoint converts folders of engine.save_checkpoint.": (
+    "zeroamp.load_hf reads the result. engine.save_16bit_model writes the weights of a run of zeroamp.": (
         "utils.zero_to_fp32 checkpoint"
     ),
     'Set "wall_clock_breakdown": true, or construct zeroamp.RunReport(engine.train_step, path).': (

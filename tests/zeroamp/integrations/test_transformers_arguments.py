@@ -158,7 +158,7 @@ def test_a_trainer_needs_one_config(tmp_path):
         ("auto_find_batch_size", True, "out-of-memory"),
         ("bf16_full_eval", True, "master weights"),
         ("save_on_each_node", True, "shared file system"),
-        ("enable_jit_checkpoint", True, "zeroamp.Preemption"),
+        ("enable_jit_checkpoint", True, "docs/transformers.md"),
         ("gradient_checkpointing_kwargs", {"use_reentrant": True}, "runs twice"),
         ("accelerator_config", {"gradient_accumulation_kwargs": {"sync_each_batch": True}}, "stages 2 and 3"),
     ],

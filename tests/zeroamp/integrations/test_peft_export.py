@@ -1,6 +1,5 @@
 """Exported adapters load in peft with the bits of one process; calls that cannot work on a wrapped model say why."""
 
-import json
 import os
 
 import pytest
@@ -9,10 +8,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import zeroamp
-from tests.models.adapters import LINEARS, Adapted, batch, quietly, train_in_one_process
+from tests.models.adapters import Adapted, batch, quietly, train_in_one_process
 from tests.processes.adapter_training import AdapterTraining
 from tests.processes.training import config
-from tests.selection import needs_add_adapter, needs_bitsandbytes, slow_but
+from tests.selection import needs_bitsandbytes, slow_but
 from zeroamp.integrations.peft import export_adapter
 
 peft = pytest.importorskip("peft", reason="peft is not installed: it makes the adapters")
@@ -121,26 +120,6 @@ def test_several_adapters_have_folders_as_in_peft(ranks2, tmp_path):
     assert found == [True, True]
 
 
-@quietly
-def _of_add_adapter(folder):
-    """A transformers model after `add_adapter`: its files load as those of a PeftModel."""
-    model = Adapted().base_model()
-    torch.manual_seed(6)
-    model.add_adapter(peft.LoraConfig(r=2, target_modules=list(LINEARS), init_lora_weights=False))
-    one = Adapted().base_model()
-    torch.manual_seed(6)
-    one.add_adapter(peft.LoraConfig(r=2, target_modules=list(LINEARS), init_lora_weights=False))
-    model = zeroamp.wrap_model(model.train(), zeroamp.policy_from_config(config(3)))
-    export_adapter(model, folder)
-    again = peft.PeftModel.from_pretrained(Adapted().base_model(), folder)
-    return torch.equal(_logits(again), _logits(one))
-
-
-def test_a_model_with_adapters_that_is_no_peft_model(ranks2, tmp_path):
-    needs_add_adapter()
-    assert all(ranks2.run(_of_add_adapter, str(tmp_path)))
-
-
 def _error(call):
     try:
         call()
@@ -163,7 +142,7 @@ def _refused(folder):
     refused = {
         "save_pretrained": (lambda: model.save_pretrained(folder), "export_adapter(model, folder)"),
         "export_hf": (lambda: zeroamp.export_hf(model, folder), "export_adapter(model, folder)"),
-        "no adapters": (lambda: export_adapter(plain, folder), "no adapters of peft"),
+        "no adapters": (lambda: export_adapter(plain, folder), "is not a PeftModel"),
         "other folders": (lambda: export_adapter(model, f"{folder}/{rank}"), "the folder differs"),
         "other adapters": (lambda: export_adapter(model, folder, ["default", "x"][rank]), "no adapter 'x'"),
         "a file": (lambda: export_adapter(model, path / "zeroamp.json"), "it is a file"),
@@ -183,25 +162,3 @@ def test_calls_that_cannot_work_say_what_to_do(ranks2, tmp_path):
             assert says in text, f"{name}: {text}"
         assert differences == []
     assert sorted(os.listdir(tmp_path)) == ["checkpoints", "plain"]
-
-
-@quietly
-def _replaced(folder):
-    model = AdapterTraining(Adapted()).run(1).model
-    export_adapter(model, folder)
-    if dist.get_rank() == 0:
-        (folder / "README.md").write_text("mine")
-        (folder / "adapter_config.json").write_text("{}")
-    dist.barrier()
-    export_adapter(AdapterTraining(Adapted(seed=1)).model, folder)
-
-
-def test_an_earlier_adapter_is_replaced_and_other_files_stay(ranks2, tmp_path):
-    folder = tmp_path / "adapter"
-    ranks2.run(_replaced, folder)
-    assert sorted(os.listdir(folder)) == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
-    assert json.loads((folder / "adapter_config.json").read_text())["peft_type"] == "LORA"
-    files = load_file(folder / "adapter_model.safetensors")
-    name = next(name for name in files if "lora_B" in name)
-    expected = dict(quietly(lambda: Adapted(seed=1).build())().named_parameters())
-    assert torch.equal(files[name], expected[name.replace("lora_B", "lora_B.default")])

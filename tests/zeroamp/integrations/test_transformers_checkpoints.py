@@ -217,24 +217,10 @@ def _refused(folder, kind):
 
 def test_other_folders_are_refused(ranks2, tmp_path):
     for (text,) in ranks2.run(_refused, tmp_path / "a", "of the stock Trainer"):
-        assert "optimizer.pt, so a Trainer without zeroamp saved it. Pass its weights" in text
+        assert "no Trainer on zeroamp saved it. Pass the weights" in text
     (tmp_path / "b").mkdir()
     for (text,) in ranks2.run(_refused, tmp_path / "b", "empty"):
-        assert "neither a folder zeroamp nor model.safetensors" in text
-
-
-def _at_another_stage(folder):
-    trainer = _trainer(3, folder)
-    trainer.train()
-    other = _trainer(1, Path(folder) / "again", save_strategy="no")
-    other.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-4"))
-    same = parameters_of(trainer.model)
-    return all(torch.equal(value, same[name]) for name, value in parameters_of(other.model).items())
-
-
-@pytest.mark.slow
-def test_a_checkpoint_loads_at_another_stage(ranks2, tmp_path):
-    assert ranks2.run(_at_another_stage, tmp_path) == [True, True]
+        assert "neither a folder zeroamp nor weights alone" in text
 
 
 def _preempted(folder):

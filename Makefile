@@ -1,6 +1,6 @@
 # `make demo`, `make demo-lora`, `make test` (minutes) and `make test-all` (that and the tests marked slow); measurements: `make bench`, and
-# `make bench-gpu` on one GPU. Each sets up all it needs in .venv first. `make gpu-check` checks zeroamp on one GPU in ten minutes, without a
-# package index: it installs what `make gpu-wheels` has downloaded. `make gpu-check` and `make bench-gpu` use .venv-gpu.
+# `make bench-gpu` on one GPU. Each sets up all it needs in .venv first. `make gpu-check` checks zeroamp on one GPU in ten minutes, or on several in
+# thirteen, without a package index: it installs what `make gpu-wheels` has downloaded. `make gpu-check` and `make bench-gpu` use .venv-gpu.
 #
 # `make docs` builds the documentation in site/. `python -m http.server -d site` shows it; search needs that.
 #

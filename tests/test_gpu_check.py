@@ -1,6 +1,7 @@
 """The check of zeroamp on one GPU: it passes on the CPU at small size, and each part fails with a planted fault."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -8,20 +9,23 @@ import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zeroamp
 from benchmarks import step_memory, throughput
 from benchmarks.gpu_check import __main__ as runner
-from benchmarks.gpu_check import correctness, disturbance, faults, host_waits, memory, step_times, sums, two_ranks
+from benchmarks.gpu_check import correctness, disturbance, faults, host_waits, memory, nccl, step_times, sums, two_ranks
 from benchmarks.gpu_check.training import zeroamp_training
 from benchmarks.gpu_check.verdict import Place, Result
 from benchmarks.peers.engines import builder
 from benchmarks.peers.model import SHAPES, Decoder
 from benchmarks.peers.options import Options
 from tests.measuring.sources import ROOT
+from tests.oracles import one_process
 from zeroamp.hooks.collectives import tree_sum
 
 SMALL = Place(device=torch.device("cpu"), small=True)
@@ -252,9 +256,9 @@ def test_parts_that_no_time_is_left_for_are_not_measured(monkeypatch, capsys):
 
 def test_all_parts_and_the_installation_fit_into_ten_minutes():
     assert runner.WHOLE_S <= 600 - 30
-    assert sum(part.limit_s for part in runner.PARTS.values()) <= 1.2 * runner.WHOLE_S, (
-        "no part expects its whole limit"
-    )
+    limits = {name: part.limit_s for name, part in runner.PARTS.items()}
+    assert limits.pop("nccl") == runner.SEVERAL_GPUS_S == 180, "on machines with several GPUs only"
+    assert sum(limits.values()) <= 1.2 * runner.WHOLE_S, "no part expects its whole limit"
 
 
 @pytest.mark.slow
@@ -332,6 +336,96 @@ def test_two_ranks_have_the_bits_of_plain_torch_and_a_wrong_one_is_found(plant):
     result = two_ranks.run(SMALL)
     assert result.verdict == "FAILED"
     assert "rank 0, stage 0: change differ by" in result.reason
+
+
+def _answered(name, folder, fault):
+    """Run one case of the part `nccl` on this rank, with a planted fault. The process group is that of the tests."""
+    os.environ.update({faults.VARIABLE: fault, "LOCAL_RANK": os.environ["RANK"]})
+    dist.new_group([0])
+    with mock.patch.object(zeroamp.TrainStep, "step", zeroamp.TrainStep.step):
+        return nccl.answered(name, SMALL, folder)
+
+
+@pytest.fixture(scope="module")
+def expected_of_ranks():
+    return one_process.train(nccl.MODEL, world_size=4, num_steps=2, clip=nccl.CLIP)
+
+
+GPU_0 = "rank 1 has contexts on the GPUs [0, 1], not on 1 alone"
+OF_LAYOUTS = {"wrong bit": "rank 0: change differ by"}
+OF_CASES = {
+    nccl.FIRST_RUN: {"no update": "20 printed losses must fall", "context on GPU 0": GPU_0},
+    **dict.fromkeys(nccl.LAYOUTS, OF_LAYOUTS),
+    "two levels": {**OF_LAYOUTS, "one level": "its collectives ran in one level"},
+    nccl.SAVE: {"wrong bit": "rank 0: 1 loaded shards are not those at the save", "context on GPU 0": GPU_0},
+    nccl.REDUCTIONS: {"order of the sum": "rank 3: other bits than the tree in the sum of bf16"},
+}
+"""Case -> fault -> the failure that it must give."""
+
+
+@pytest.mark.parametrize("name", nccl.CASES)
+def test_each_case_of_several_ranks_passes_and_finds_its_faults(ranks4, expected_of_ranks, tmp_path, name):
+    for number, (fault, text) in enumerate({"": "", **OF_CASES[name]}.items()):
+        (tmp_path / str(number)).mkdir()
+        answers = ranks4.run(_answered, name, tmp_path / str(number), fault)
+        _, failures = nccl.judged(name, answers, expected_of_ranks, SMALL)
+        assert any(failure.startswith(text) for failure in failures) if fault else not failures, (fault, failures)
+
+
+def _on_two_ranks(name):
+    dist.new_group([0])
+    return nccl.answered(name, SMALL, None)
+
+
+def test_layouts_run_on_two_ranks_too(ranks2):
+    expected = one_process.train(nccl.MODEL, world_size=2, num_steps=2, clip=nccl.CLIP)
+    for name in [name for name, layout in nccl.LAYOUTS.items() if layout.least == 2]:
+        assert nccl.judged(name, ranks2.run(_on_two_ranks, name), expected, SMALL)[1] == []
+
+
+def test_several_ranks_need_several_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    result = nccl.run(ON_CUDA)
+    assert (result.verdict, result.reason) == ("not measured", "it needs two GPUs, and torch sees 1 here")
+
+
+def test_a_reduction_that_takes_too_long_is_found():
+    ours, bf16, fp32 = "all-to-all and sum of bf16", "reduce-scatter of bf16", "reduce-scatter of fp32"
+    answers = [
+        {"times": [{"MB": size, ours: seconds, bf16: 0.02, fp32: 0.03} for size in (16, 436)]}
+        for seconds in (0.01, 0.04)
+    ]
+    rows = nccl.slowest(answers)
+    assert rows[1] == {
+        "MB": 436,
+        ours: "40.000",
+        bf16: "20.000",
+        fp32: "30.000",
+        f"/ {bf16}": "2.00",
+        f"/ {fp32}": "1.33",
+    }
+    (text,) = nccl.too_slow(rows)
+    assert text.startswith("436 MB: all-to-all and sum of bf16 take 1.33 of the time of a reduce-scatter of fp32")
+
+
+def test_contexts_are_those_that_torch_reports(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index in (1, 3), raising=False)
+    assert nccl._gpus_with_context(ON_CUDA) == [1, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_rank_that_ends_does_not_end_the_other_cases(plant):
+    plant("a rank ends")
+    result = nccl.run(SMALL)
+    assert result.verdict == "FAILED"
+    rows = next(iter(result.tables.values()))
+    assert all("rank 1 did not answer" in row["found"] for row in rows if row["case"] in nccl.LAYOUTS)
+    assert {row["case"]: row["verdict"] for row in rows} == {
+        name: "FAILED" if name in nccl.LAYOUTS else "ok" for name in nccl.CASES
+    }
 
 
 @pytest.mark.slow

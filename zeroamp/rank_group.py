@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from datetime import timedelta
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_nccl_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks._torch.fsdp import timeout_of
@@ -35,7 +37,9 @@ class RankGroup:
         """Global ranks of the members, in increasing order."""
         self.rank = self.ranks.index(dist.get_rank())
         self.num_ranks = len(self.ranks)
-        self._timeout = timeout_of(mesh.get_group(0), mesh.device_type)
+        timeout: timedelta | None = timeout_of(mesh.get_group(0), mesh.device_type)
+        # NCCL's default, 10 minutes, is short for writing. None: gloo's default, 30 minutes.
+        self._timeout = None if timeout == default_pg_nccl_timeout else timeout
         self._use = use
         self._group: dist.ProcessGroup | None = None
         self.background: Future[Any] | None = None

@@ -1,5 +1,7 @@
 """Check zeroamp on one GPU in at most ten minutes, in seven parts. Each part prints one line with a verdict.
 
+With two or more GPUs, an eighth part checks NCCL between them, in three minutes more.
+
     python -m benchmarks.gpu_check [--part NAME] [--device cuda|cpu] [--small] [--out FOLDER]
 
 Each part runs in its own process with a time limit. A part that crashes or hangs fails, and the other parts run. A part
@@ -51,10 +53,13 @@ PARTS = MappingProxyType(
         "sums": Part(module="sums", limit_s=90, what="the sum over ranks: bits and bandwidth"),
         "step-times": Part(module="step_times", limit_s=140, what="step time, tokens/s and MFU beside FSDP2 and DDP"),
         "memory": Part(module="memory", limit_s=80, what="allocated and reserved memory beside plan"),
+        "nccl": Part(module="nccl", limit_s=180, what="ranks with a GPU each: layouts, saves, reductions"),
     }
 )
 WHOLE_S = 560.0
-"""Seconds for all parts together on a GPU. With the installation before them, at most ten minutes."""
+"""Seconds for all parts together on one GPU. With the installation before them, at most ten minutes."""
+SEVERAL_GPUS_S = 180.0
+"""Seconds more on a machine with several GPUs, for `nccl`."""
 ON_CPU = 5
 """Factor of all time limits on a CPU, which may have other work."""
 GRACE_S = 2.0
@@ -150,7 +155,8 @@ def main() -> None:
             "--device is cuda, but torch sees no CUDA device. Pass --device cpu --small to run the check on a CPU."
         )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running part is ended too
-    whole = given.whole or WHOLE_S * (1 if place.on_cuda else ON_CPU)
+    of_one = WHOLE_S if place.on_cuda and torch.cuda.device_count() < 2 else WHOLE_S + SEVERAL_GPUS_S
+    whole = given.whole or of_one * (1 if place.on_cuda else ON_CPU)
     results, seconds = _run_all(given.part or list(PARTS), place, limit=given.limit, whole=whole)
     if given.out is not None:
         write_record(given.out, results, seconds, place)
@@ -197,7 +203,7 @@ def write_record(folder: Path, results: dict[str, Result], seconds: dict[str, fl
         if "log" in result.values:
             parts += [f"## {name}: the end of its output", f"```\n{result.values['log'][-3000:].strip()}\n```"]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "README.md").write_text("# zeroamp on one GPU\n\n" + "\n\n".join(parts) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text("# zeroamp on a GPU\n\n" + "\n\n".join(parts) + "\n", encoding="utf-8")
     values = {
         "environment": environment(place),
         "parts": {name: {**result.as_json(), "seconds": round(seconds[name], 1)} for name, result in results.items()},
@@ -216,6 +222,7 @@ def environment(place: Place) -> dict[str, str]:
         found["triton"] = "not installed"
     if place.on_cuda:
         properties = torch.cuda.get_device_properties(0)
+        found["GPUs"] = str(torch.cuda.device_count())
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         found["device"] = (
             f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, {properties.multi_processor_count} SMs"

@@ -57,6 +57,13 @@ def _no_waits() -> None:
     torch.cuda.Stream.wait_stream = torch.cuda.Stream.wait_event = lambda *_: None  # type: ignore[method-assign]
 
 
+def _context_on_gpu_0(gpus: list[int], device: torch.device) -> None:
+    """Open a context on GPU 0, as a thread that chooses no device does. Without a GPU, note it."""
+    if device.type == "cuda":
+        torch.zeros(1, device="cuda:0")
+    gpus[:] = sorted({0, *gpus})
+
+
 FAULTS: dict[str, Callable[..., None]] = {
     "wrong bit": _wrong_bit,
     "wrong bit when disturbed": _wrong_bit,
@@ -68,6 +75,9 @@ FAULTS: dict[str, Callable[..., None]] = {
     "streams do not wait": _no_waits,
     "hang": lambda: time.sleep(10_000),
     "crash": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "context on GPU 0": _context_on_gpu_0,
+    "one level": lambda config: config["zeroamp"].update(ranks_per_node="off"),
+    "a rank ends": lambda: os._exit(3),
 }
 
 

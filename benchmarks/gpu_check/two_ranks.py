@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zeroamp
@@ -42,25 +43,13 @@ def run(place: Place) -> Result:
     if missing:
         what = ", ".join(f"{name} ({why})" for name, why in missing.items())
         return Result(verdict="not measured", reason=f"gloo does not have for {place.device.type} tensors: {what}")
-    losses, norms, parameters = one_process.train(
-        MODEL, world_size=WORLD_SIZE, num_steps=num_steps, clip=CLIP, device=place.device.type
-    )
+    expected = one_process.train(MODEL, world_size=WORLD_SIZE, num_steps=num_steps, clip=CLIP, device=place.device.type)
     rows = []
     for rank, answer in enumerate(answers):
-        expected = ([ranks[rank][0] for ranks in losses], norms, parameters)
         for stage, found in answer["runs"].items():
-            row = {"rank": rank, "stage": stage, **_compared(found, expected)}
+            row = {"rank": rank, "stage": stage, **compared(rank, found, expected)}
             rows.append(row)
-            limits = (
-                {"losses": LOSSES, "norms": NORMS, "change": PARAMETERS}
-                if place.on_cuda
-                else dict.fromkeys(("losses", "norms", "change"), 0.0)
-            )
-            failures += [
-                f"rank {rank}, stage {stage}: {key} differ by {row[key]:.1e} from plain torch, more than {most}"
-                for key, most in limits.items()
-                if not row[key] <= most  # nan too
-            ]
+            failures += [f"rank {rank}, stage {stage}: {text}" for text in wrong(row, place)]
     worst = ", ".join(f"{key} {max(row[key] for row in rows):.1e}" for key in ("losses", "norms", "change"))
     equal = sum(row["differing shards"] == 0 for row in rows)
     summary = (
@@ -87,9 +76,11 @@ def _start(place: Place, folder: Path, num_steps: int, stages: tuple[int, ...]) 
     return answers
 
 
-def _compared(found: dict[str, Any], expected: Any) -> dict[str, Any]:
+def compared(rank: int, found: dict[str, Any], expected: Any) -> dict[str, Any]:
+    """Return how far a rank's result of `trained` is from that of `one_process.train`."""
     losses, norms, parameters = expected
     before = {fqn: parameter.detach() for fqn, parameter in build(MODEL).named_parameters()}
+    of_rank = [ranks[rank] for ranks in losses]
     distance = change = 0.0
     differing = 0
     for fqn, (shard, dim, num_shards, place) in found["shards"].items():
@@ -98,11 +89,23 @@ def _compared(found: dict[str, Any], expected: Any) -> dict[str, Any]:
         change += float((theirs - first).double().pow(2).sum())
         differing += not torch.equal(shard, theirs)
     return {
-        "losses": max(abs(a - b) / abs(b) for a, b in zip(found["losses"], losses, strict=True)),
+        "losses": max(abs(a - b) / abs(b) for a, (b,) in zip(found["losses"], of_rank, strict=True)),
         "norms": max(abs(a - b) / abs(b) for a, b in zip(found["norms"], norms, strict=True)),
         "change": (distance / change) ** 0.5,
         "differing shards": differing,
     }
+
+
+def wrong(row: dict[str, Any], place: Place) -> list[str]:
+    """Return what is too far from plain torch: on a CPU, anything that has other bits."""
+    limits = {"losses": LOSSES, "norms": NORMS, "change": PARAMETERS}
+    if not place.on_cuda:
+        limits = dict.fromkeys(limits, 0.0)
+    return [
+        f"{key} differ by {row[key]:.1e} from plain torch, more than {most}"
+        for key, most in limits.items()
+        if not row[key] <= most  # nan too
+    ]
 
 
 def missing_collectives(device: torch.device) -> dict[str, str]:
@@ -123,12 +126,12 @@ def missing_collectives(device: torch.device) -> dict[str, str]:
     return refused
 
 
-def _trained(stage: int, num_steps: int) -> dict[str, Any]:
-    model = wrapped(MODEL, config(stage, clip=CLIP))
+def trained(model: nn.Module, num_steps: int) -> dict[str, Any]:
+    """Train a wrapped `MODEL` on this rank. Return its losses, the norms, and this rank's shards."""
     train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1))
     losses, norms = [], []
     for index in range(num_steps):
-        loss = loss_of(model, batch(MODEL, index * WORLD_SIZE + dist.get_rank()))
+        loss = loss_of(model, batch(MODEL, index * dist.get_world_size() + dist.get_rank()))
         losses.append(float(loss.detach()))
         train.backward(loss)
         report = train.step()
@@ -166,7 +169,8 @@ def main() -> None:
     )
     answer: dict[str, Any] = {"missing": missing_collectives(device), "runs": {}}
     if not answer["missing"]:
-        answer["runs"] = {int(stage): _trained(int(stage), given.steps) for stage in given.stages.split(",")}
+        for stage in map(int, given.stages.split(",")):
+            answer["runs"][stage] = trained(wrapped(MODEL, config(stage, clip=CLIP)), given.steps)
     torch.save(answer, folder / f"{given.rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -3,6 +3,7 @@
 import os
 import signal
 from datetime import timedelta
+from types import SimpleNamespace
 from weakref import ref
 
 import pytest
@@ -14,6 +15,7 @@ import zeroamp
 from tests.processes import ranks as rank_processes
 from tests.processes.ranks import Ranks
 from tests.selection import slow_but
+from zeroamp import rank_group
 from zeroamp.checkpoint.manifest import DamagedCheckpointError
 from zeroamp.planning.mesh import process_group
 from zeroamp.policies.errors import CheckpointError, StepError
@@ -235,3 +237,12 @@ def test_all_ranks_learn_of_a_lost_one_at_once(tmp_path, monkeypatch, which):
     ranks.stop()
     for rank in set(range(4)) - {which}:
         assert f"failed on rank {rank}: " in (tmp_path / str(rank)).read_text()
+
+
+@pytest.mark.parametrize(("minutes", "expected"), [(10, None), (5, timedelta(minutes=5))])
+def test_saves_have_gloo_s_default_timeout_where_training_has_nccl_s(monkeypatch, minutes, expected):
+    monkeypatch.setattr(rank_group, "timeout_of", lambda *_: timedelta(minutes=minutes))
+    monkeypatch.setattr(rank_group, "default_pg_nccl_timeout", timedelta(minutes=10))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    mesh = SimpleNamespace(mesh=torch.tensor([0, 1]), get_group=lambda axis: None, device_type="cuda")
+    assert rank_group.RankGroup(mesh)._timeout == expected

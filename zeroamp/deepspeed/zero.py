@@ -15,7 +15,7 @@ from zeroamp.deepspeed.comm import init_distributed
 from zeroamp.deepspeed.parameters import REPLACED
 from zeroamp.deepspeed.refused import missing, refusal
 from zeroamp.hooks.tensors import map_tensors
-from zeroamp.planning.mesh import device_of, local_part
+from zeroamp.planning.mesh import current_device_type, device_of, device_of_type, local_part
 from zeroamp.policies.errors import StepError
 from zeroamp.weights.full_tensors import full_parameter, owner_of, set_full_parameter
 from zeroamp.wrapping.state import wrap_state
@@ -214,7 +214,9 @@ def _spread(parameter: nn.Parameter, values: torch.Tensor, source: int) -> None:
     """Set a parameter of all ranks to the values of one rank."""
     if not isinstance(parameter, DTensor):
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.broadcast(values.data, src=source)
+            sent = values.data.to(device_of_type(current_device_type()))  # NCCL refuses tensors on the CPU
+            dist.broadcast(sent, src=source)
+            values.data.copy_(sent)
         return
     state, _ = owner_of(parameter)
     sent = values.detach().to(device_of(state.mesh)).contiguous()

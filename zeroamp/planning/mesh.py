@@ -45,17 +45,25 @@ def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None, num_replicas: int = 1)
     if mesh is None:
         if not dist.is_initialized():
             start_process_group()
+        if stage == 0 and dist.get_world_size() > 1:
+            return _over_one_shard(_shared_mesh(current_device_type(), (dist.get_world_size(),)))
         shape = mesh_shape(stage, dist.get_world_size(), num_replicas)
         return _shared_mesh(current_device_type(), shape)
     _refuse_unusable(stage, mesh)
     if num_replicas not in (1, replicate_size(mesh)):
         raise ConfigError(_replicas(num_replicas, f"{replicate_size(mesh)}, the replicas of the mesh given"))
-    if stage == 0 and mesh.ndim == 1:
-        # The mesh may be a slice of a larger one, so only this rank makes its group: other ranks may not be here.
-        alone = group_of_parts([[dist.get_rank()]], use="shard axis of one rank")
-        groups = [mesh.get_group(), alone]
-        return DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh.view(-1, 1), mesh_dim_names=(REPLICATE, SHARD))
-    return mesh
+    return _over_one_shard(mesh) if stage == 0 and mesh.ndim == 1 else mesh
+
+
+def _over_one_shard(mesh: DeviceMesh) -> DeviceMesh:
+    """Return a 1-D mesh as one of the shape (N, 1).
+
+    Only this rank makes the group of its shard, because the mesh may be a slice of a larger one, whose other ranks are
+    not here. `init_device_mesh` would make the groups of all ranks, one after the other. If `init_process_group` got a
+    `device_id`, NCCL would also make a communicator of each.
+    """
+    groups = [mesh.get_group(), group_of_parts([[dist.get_rank()]], use="shard axis of one rank")]
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh.view(-1, 1), mesh_dim_names=(REPLICATE, SHARD))
 
 
 _meshes: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], DeviceMesh]]" = WeakKeyDictionary()

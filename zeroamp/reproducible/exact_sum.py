@@ -35,7 +35,7 @@ _SPLIT = 2.0**26
 NUM_NUMBERS = 3 * _NUM_PLACES
 """The number of fp64 numbers in which a rank sends its part of a sum."""
 _BLOCK = {"cpu": 2**16}  # terms that are cut at a time: 512 KiB in fp64, so that they stay in a core's cache
-_LARGEST_BLOCK = 2**21
+_LARGEST_BLOCK = 2**21  # larger ones would not be summed exactly; on a GPU, the work on one of 16 MiB outlasts a launch
 _SHARE = 4  # a tensor of at most this part of a block shares one
 _SMALLEST_POWER = -320
 

@@ -1,3 +1,5 @@
+from unittest import mock
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -7,6 +9,7 @@ from tests.models.small import batch, build, loss_of
 from tests.processes.training import full_parameters, same_bits
 from tests.selection import slow_but
 from tests.zeroamp.deepspeed.engine_cases import config, start, train
+from zeroamp.deepspeed import zero
 from zeroamp.deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -187,3 +190,21 @@ def _leaves():
 
 def test_leaf_modules_become_one_unit(ranks2):
     ranks2.run(_leaves)
+
+
+def _device_of_what_is_sent():
+    """Return the device type of what is sent of a CPU parameter, where the accelerator is the meta device."""
+    devices = []
+    with (
+        mock.patch.object(zero, "device_of_type", return_value=torch.device("meta")),
+        mock.patch.object(torch.distributed, "broadcast", lambda tensor, src: devices.append(tensor.device.type)),
+        pytest.raises(NotImplementedError, match="copy out of meta"),
+        deepspeed.zero.GatheredParameters(torch.nn.Parameter(torch.ones(2)), modifier_rank=0),
+    ):
+        pass
+    return devices
+
+
+def test_a_parameter_on_the_cpu_is_sent_from_the_accelerator(ranks2):
+    # NCCL refuses tensors on the CPU.
+    assert ranks2.run(_device_of_what_is_sent) == [["meta"], ["meta"]]

@@ -18,7 +18,8 @@ def _trained_and_saved(folder, stage):
             train.backward(loss_of(model, inputs))
             report = train.step()
         saved = {fqn: parameter.detach().clone() for fqn, parameter in model.named_parameters()}
-        zeroamp.save_checkpoint(folder, model, train, async_=True).result(60)
+        zeroamp.save_checkpoint(folder, model, train, async_=True)
+        zeroamp.wait_for_save(model)
     finally:
         torch.set_default_device(None)
     zeroamp.load_checkpoint(folder, model, train)  # torch itself computes offsets of shards on the default device

@@ -29,7 +29,7 @@ class HostCopy:
 
 
 class NonfiniteHint:
-    """Logs once that a gradient norm is not finite, and names the config key that finds out where it began."""
+    """Logs once that a gradient norm is not finite, and names what finds out where it began."""
 
     def __init__(self, *, is_first_rank: bool) -> None:
         """Take whether this rank logs."""
@@ -40,8 +40,10 @@ class NonfiniteHint:
         if not math.isfinite(norm) and not self.is_given:
             self.is_given = True
             logger.warning(
-                'The gradient norm of %s is %s. To log where it began, write "zeroamp": {"find_nonfinite": true} '
-                'in the config. "skip_nonfinite_steps": true leaves such updates out. This is logged once.',
+                "The gradient norm of %s is %s. To find where it began, call transformers.debug_utils."
+                "DebugUnderflowOverflow(model) after wrap_model for the forward, or torch.autograd."
+                'set_detect_anomaly(True) for the backward. "zeroamp": {"skip_nonfinite_steps": true} in the config '
+                "leaves such updates out. This is logged once.",
                 *(step, norm),
             )
 

@@ -149,7 +149,7 @@ def _summary(run: SavedRun) -> dict[str, str]:
         "ms per step, median": _median(steady, "step_s", "{:,.1f}", 1e3),
         # A dash marks the parts of the step: tables strip leading spaces.
         **{f"- {part.replace('_', ' ')}": share(part) for part in PARTS},
-        "GB communicated per step": _median(steady, "communicated_bytes", "{:,.3f}", 1e-9),
+        "GiB communicated per step": _median(steady, "communicated_bytes", "{:,.3g}", 1 / 1024**3),
         "peak GiB, active": _median(last, "peak_active_gib", "{:.2f}"),
         "peak GiB, reserved": _median(last, "peak_reserved_gib", "{:.2f}"),
         "peak GiB, host process": _median(last, "peak_rss_gib", "{:.2f}"),

@@ -1,4 +1,4 @@
-"""The top level of the config, the block `zeroamp`, and the blocks of monitors."""
+"""The top level of the config, and the block `zeroamp`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal

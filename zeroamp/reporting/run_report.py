@@ -1,4 +1,4 @@
-"""`RunReport`: one JSON line per optimizer step, and warnings.
+"""`RunReport`: one JSON line per optimizer step, and a warning of a slow rank.
 
 [Note: Not waiting]
 The device computes loss, norm and times after the host has launched the step. They are copied to the host
@@ -40,13 +40,11 @@ from zeroamp.wrapping.state import WrapState, wrap_state
 
 logger = logging.getLogger("zeroamp")
 
-NUM_ZERO_STEPS = 10
-"""Steps in a row with a zero gradient norm before a warning."""
 _GIB = 1024**3
 
 
 class RunReport(Callback):
-    """Writes a record of every step of a `TrainStep` to a file, and warns. Results do not change.
+    """Writes a record of every step of a `TrainStep` to a file, and warns of a slow rank. Results do not change.
 
     ```python
     with zeroamp.RunReport(train, "runs/a.jsonl") as run:
@@ -104,16 +102,13 @@ class RunReport(Callback):
         self._traffic: Counter[str] = Counter()
         self._is_read_late = self._device.type != "cpu"
         self._late: Callable[[], StepRecord] | None = None  # reads the record of the step that ended last
-        self._num_zero_steps = 0
-        self._warned: set[str] = set()
         self._clock = StepClock(self._device.type)
         self._restore = time_communication(state.root, self._clock)
         state.root_forward.add("report", self._around_forward)
         state.listeners.append(self)
         for closed in [each for each in train.callbacks if isinstance(each, SlowRankCheck)]:
             train.callbacks.remove(closed)
-        self._is_first = ranks.rank == 0
-        self._check = SlowRankCheck(ranks.rank, ranks.num_ranks, lambda text: self._warn("slow rank", text))
+        self._check = SlowRankCheck(ranks.rank, ranks.num_ranks, self._warn)
         self._callbacks = train.callbacks
         self._callbacks += [self, self._check]
         # Runs when the TrainStep is deleted or the process exits.
@@ -218,20 +213,10 @@ class RunReport(Callback):
         self.last = record = late()
         self._check.add(record.busy_s)
         self._write(record.to_json())
-        self._num_zero_steps = self._num_zero_steps + 1 if record.grad_norm == 0 else 0
-        if self._num_zero_steps == NUM_ZERO_STEPS:
-            self._warn(
-                "zero gradients",
-                f"gradient norm 0 for {NUM_ZERO_STEPS} steps in a row, the last after step {record.step}. Check that "
-                "the loss depends on trainable parameters and, in float16, that the loss scale is not too low",
-            )
 
-    def _warn(self, name: str, text: str) -> None:
-        """Log a warning and write it, once, on the first rank."""
-        if name not in self._warned and self._check.is_open and self._is_first:
-            self._warned.add(name)
-            logger.warning("%s: %s", name, text)
-            self._write({"kind": "warning", "name": name, "text": text})
+    def _warn(self, text: str) -> None:
+        logger.warning("slow rank: %s", text)
+        self._write({"kind": "warning", "name": "slow rank", "text": text})
 
     def _open(self, path: Path) -> None:
         try:

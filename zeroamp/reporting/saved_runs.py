@@ -5,7 +5,7 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -113,19 +113,10 @@ def runs_to_dict(runs: Sequence[SavedRun]) -> dict[str, Any]:
 
     Keys are stable; new ones may be added. Non-finite numbers are strings.
     """
-    return {
-        "summary": _rows(runs),
-        "runs": [
-            {
-                "name": name,
-                "headers": run.headers,
-                "records": [record.to_json() for record in run.records],
-                "warnings": [{"name": warning, "text": text} for warning, text in run.warnings],
-                "num_unreadable": run.num_unreadable,
-            }
-            for name, run in zip(_names(runs), runs, strict=True)
-        ],
-    }
+    found = [asdict(run) | {"records": [record.to_json() for record in run.records]} for run in runs]
+    for name, run in zip(_names(runs), found, strict=True):
+        run |= {"name": name, "warnings": [{"name": warning, "text": text} for warning, text in run["warnings"]]}
+    return {"summary": _rows(runs), "runs": found}
 
 
 def _summary(run: SavedRun) -> dict[str, str]:
@@ -160,8 +151,9 @@ def _summary(run: SavedRun) -> dict[str, str]:
 
 
 def _median(records: Sequence[StepRecord], name: str, form: str, factor: float = 1) -> str:
-    """Return the median of an attribute of the records that have a finite one, times the factor."""
-    values = [value for each in records if (value := getattr(each, name)) is not None and math.isfinite(value)]
+    """Return the median of an attribute of the records that have it, times the factor; of its finite values, if any."""
+    known = [value for each in records if (value := getattr(each, name)) is not None]
+    values = [value for value in known if math.isfinite(value)] or known
     return form.format(median(values) * factor) if values else "-"
 
 

@@ -19,11 +19,12 @@ class SlowRankCheck(Callback):
     """
 
     def __init__(self, rank: int, num_ranks: int, warn: Callable[[str], None]) -> None:
-        """`warn` is called with the text of a warning, on every rank."""
+        """`warn` is called with the text of the warning, once, on the first rank."""
         self.is_open = True
         """Whether this rank takes part. It sends zeros otherwise: after an error a rank may close its report alone."""
         self._rank, self._num_ranks, self._warn = rank, num_ranks, warn
         self._num_steps = 0  # the same on all ranks
+        self._has_warned = rank > 0
         self._busy_s: list[float] | None = None  # since the last exchange; None before the first step
 
     def add(self, busy_s: float) -> None:
@@ -46,10 +47,11 @@ class SlowRankCheck(Callback):
         return numbers, self._look
 
     def _look(self, busy_s: Sequence[float]) -> None:
-        if not all(busy_s):  # a rank has closed its report
+        if self._has_warned or not self.is_open or not all(busy_s):  # another rank has closed its report
             return
         typical, slowest = median(busy_s), max(busy_s)
         if slowest > (1 + SLOW_RANK_MARGIN) * typical:
+            self._has_warned = True
             self._warn(
                 f"rank {busy_s.index(slowest)} was busy for {slowest * 1e3:.1f} ms per step (median of the last "
                 f"{STEPS_PER_CHECK} steps), {slowest / typical - 1:.0%} above the median of the ranks "

@@ -1,13 +1,16 @@
 """`StepRecord`: the numbers of one optimizer step, as values."""
 
-import math
+import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+from pydantic import ConfigDict, Field, TypeAdapter
 
 PARTS = ("forward", "backward", "exposed_communication", "optimizer", "other")
 """Parts that add up to `step_s`. Each is the attribute `<part>_s`."""
-_COUNTS = ("step", "num_skipped", "num_tokens", "num_alloc_retries")
+Count = Annotated[int, Field(lt=2**63)]
+"""A whole number of a file that a float can hold."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,14 +25,16 @@ class StepRecord:
     `other_s` is the rest.
     """
 
-    step: int
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="strings")
+
+    step: Count
     loss: float
     """Mean over all micro-batches and ranks: see `StepReport.loss_tensor`."""
     grad_norm: float
     """Norm of all gradients before clipping, without the loss scale."""
     loss_scale: float
     skipped: bool
-    num_skipped: int = 0
+    num_skipped: Count = 0
     """Skipped steps of the run so far, this one included."""
     lr: tuple[float, ...]
     """Learning rate of each param group."""
@@ -44,18 +49,18 @@ class StepRecord:
     optimizer_s: float
     """Norm with the step's all-reduce, clipping, update, scheduler; without exposed communication."""
 
-    num_tokens: int | None = None
+    num_tokens: Count | None = None
     """Tokens of the step on all ranks: as given to `RunReport`, or those counted on this rank times the ranks.
 
     None: unknown."""
     tokens_per_s: float | None = None
     """num_tokens / step_s."""
-    traffic_bytes: Mapping[str, int] = field(default_factory=dict)
+    traffic_bytes: Mapping[str, Count] = field(default_factory=dict)
     """"collective dtype" -> bytes of unsharded tensors, as `zeroamp.traffic` counts them."""
     peak_active_gib: float | None = None
     """Active memory of the caching allocator, since its peak was last reset. None on the CPU."""
     peak_reserved_gib: float | None = None
-    num_alloc_retries: int | None = None
+    num_alloc_retries: Count | None = None
     """Flushes of the allocator's cache since the process began."""
     peak_rss_gib: float = 0.0
     """Resident host memory of the process since it began."""
@@ -77,30 +82,16 @@ class StepRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict for strict JSON: inf and nan are strings."""
-        return {"kind": "step", **{name: _to_json(value) for name, value in asdict(self).items()}}
+        return {"kind": "step", **json.loads(_ADAPTER.dump_json(self))}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "StepRecord":
         """Return the record that `to_json` wrote. Unknown fields are ignored.
 
         Raises:
-            TypeError, ValueError, OverflowError: a field is missing, or is not a number.
+            ValueError: a field is missing, or has a value of another type.
         """
-        known: dict[str, Any] = {}
-        for each in fields(cls):
-            value = values.get(each.name)
-            if each.name == "traffic_bytes":
-                known[each.name] = {name: int(float(size)) for name, size in dict(value or {}).items()}
-            elif each.name == "lr":
-                known[each.name] = tuple(float(rate) for rate in value or ())
-            elif value is not None:
-                known[each.name] = int(float(value)) if each.name in _COUNTS else float(value)
-            elif each.default is MISSING:
-                raise TypeError(f"{each.name} is missing")
-        return cls(**known | {"skipped": bool(known["skipped"])})
+        return _ADAPTER.validate_python(values)
 
 
-def _to_json(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return [_to_json(item) for item in value] if isinstance(value, tuple) else value
+_ADAPTER = TypeAdapter(StepRecord)

@@ -73,8 +73,6 @@ class StepReport:
     Only in float16, and with `zeroamp.skip_nonfinite_steps` or `bf16.check_grad_overflow`."""
     num_skipped: int = 0
     """Optimizer steps skipped so far, this one included: `TrainStep.num_skipped`."""
-    is_scale_exhausted: bool = False
-    """Whether overflows have lowered a dynamic loss scale to its minimum, so that the next overflow raises."""
     hint: NonfiniteHint | None = field(default=None, repr=False, compare=False)
     """Sees the norm when the host reads it. None in float16, where overflows lower the loss scale."""
     lr_values: tuple[float | torch.Tensor, ...] = ()

@@ -1,14 +1,12 @@
-"""Each warning of a `RunReport` comes when it should, once, and not before."""
+"""A slow rank is warned of when it should be, once, and not before."""
 
 import torch.distributed as dist
 
 import zeroamp
 from tests.measuring.logs import log_lines
-from tests.models.small import batch, loss_of
 from tests.processes.training import config
-from tests.zeroamp.reporting.runs import NAME, take_steps, train_step
+from tests.zeroamp.reporting.runs import take_steps, train_step
 from zeroamp.reporting import slow_rank
-from zeroamp.reporting.run_report import NUM_ZERO_STEPS
 from zeroamp.reporting.slow_rank import STEPS_PER_CHECK, SlowRankCheck
 
 
@@ -74,20 +72,3 @@ def _leaves_alone(path):
 
 def test_a_rank_that_closes_its_report_alone_stays_in_the_exchange(ranks2, tmp_path):
     assert ranks2.run(_leaves_alone, str(tmp_path / "run.jsonl")) == [(6, [])] * 2
-
-
-def _without_gradients(path):
-    train = train_step(config(3))
-    with log_lines() as lines, zeroamp.RunReport(train, path):
-        for index in range(2 * NUM_ZERO_STEPS):
-            train.backward(loss_of(train.model, batch(NAME, 0)) * (index == 5))
-            train.step()
-    return [line for line in lines if line.startswith("zero gradients")]
-
-
-def test_gradients_that_stay_zero_are_warned_of_once(ranks2, tmp_path):
-    (line,), others = ranks2.run(_without_gradients, str(tmp_path / "run.jsonl"))
-    assert others == []
-    assert line.startswith(
-        f"zero gradients: gradient norm 0 for {NUM_ZERO_STEPS} steps in a row, the last after step 16"
-    )

@@ -72,8 +72,6 @@ def finetune(
     # The policy, wrap_model and TrainStep are zeroamp's. wrap_model also moves the model to this rank's device.
     policy = zeroamp.policy_from_config(read_config(args))
     args.micro_batch_size = policy.train_micro_batch_size_per_gpu or DEFAULT_MICRO_BATCH_SIZE
-    example = torch.zeros(args.micro_batch_size, args.seq_len, dtype=torch.int64)
-    flops = zeroamp.count_flops(model, {"input_ids": example, "labels": example, "use_cache": False})
     model = zeroamp.wrap_model(model, policy)
     train = zeroamp.TrainStep(model, *optimizer_and_scheduler(policy, model, args))
 
@@ -98,12 +96,7 @@ def finetune(
         change = note_change(run, sizes)
         if rank == 0:
             print(f"resuming after step {len(run.losses)}", *filter(None, [change]), sep="\n", flush=True)
-    with zeroamp.RunReport(
-        train,
-        args.out / RUN_FILE,
-        flops_per_step=flops * policy.gradient_accumulation_steps * world_size,
-        peak_flops=None if args.peak_tflops is None else args.peak_tflops * 1e12,
-    ):
+    with zeroamp.RunReport(train, args.out / RUN_FILE):
         is_complete = train_loop(model, train, train_rows, args, device, run, on_save)
     if not is_complete:
         return
@@ -257,7 +250,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--resume", metavar="auto|PATH", help="resume from the newest of OUT/checkpoints, if any, or from a checkpoint")
     timeout_s = int(COLLECTIVE_TIMEOUT.total_seconds())
     add("--timeout", type=positive_int, default=timeout_s, help="seconds until a rank that waits for another fails")
-    add("--peak-tflops", type=float, help="peak of one device in the compute dtype, for the utilisation (MFU)")
     add("--gradient-checkpointing", action="store_true", help="recompute each layer in backward to save memory")
     args = parser.parse_args(arguments)
     if not args.config.is_file():

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 Mode = Literal["autocast", "bf16", "fp16", "fp32"]
 
-MONITORS = ("tensorboard", "csv_monitor", "wandb")
-
 HELD_BY = {
     "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
     "comms_logger.enabled": "zeroamp.count_traffic",
@@ -111,7 +109,7 @@ def unread(path: str, config: Config) -> str | None:
         return None
     if path == "zeroamp.autocast_ops" and not config.torch_autocast.enabled:
         return "torch_autocast is not enabled"
-    if block in ("torch_autocast", "bf16", *MONITORS) and not getattr(config, block).enabled:
+    if block in ("torch_autocast", "bf16") and not getattr(config, block).enabled:
         return f"{block} is not enabled"
     if block == "fp16" and low_dtype_of(config) != torch.float16:
         return "nothing computes in float16"

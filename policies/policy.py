@@ -184,7 +184,6 @@ class Policy:
     count_traffic = _Key(lambda config: config.zeroamp.count_traffic is not False)
     reduce = _Key(lambda config: config.zeroamp.reduce)
     skip_nonfinite_steps = _Key(lambda config: config.zeroamp.skip_nonfinite_steps)
-    find_nonfinite = _Key(lambda config: config.zeroamp.find_nonfinite)
     reproducible = _Key(lambda config: config.zeroamp.reproducible)
     seed = _Key(lambda config: config.zeroamp.seed or 0)
     sync_module_states = _Key(lambda config: config.zeroamp.sync_module_states)
@@ -192,12 +191,8 @@ class Policy:
     autocast_ops = _Key(lambda config: frozenset(config.zeroamp.autocast_ops))
     own_units = _Key(lambda config: config.zeroamp.own_units)
     steps_per_print = _Key(lambda config: config.steps_per_print or 0)
-    wall_clock_breakdown = _Key(lambda config: config.wall_clock_breakdown)
     optimizer = _Key(lambda config: config.optimizer)
     scheduler = _Key(lambda config: config.scheduler)
-    tensorboard = _Key(lambda config: config.tensorboard if config.tensorboard.enabled else None)
-    csv_monitor = _Key(lambda config: config.csv_monitor if config.csv_monitor.enabled else None)
-    wandb = _Key(lambda config: config.wandb if config.wandb.enabled else None)
 
     @property
     def mode(self) -> Mode:

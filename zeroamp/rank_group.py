@@ -20,7 +20,7 @@ from zeroamp.wrapping.state import WrapState
 T = TypeVar("T")
 R = TypeVar("R")
 Use = Literal["saving", "signals"]
-"""What a group is for: saves and loads, or reports (RunReport, monitors, profile) and signals of the main thread."""
+"""What a group is for: saves and loads, or reports (RunReport) and signals of the main thread."""
 _shared: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], RankGroup]]" = WeakKeyDictionary()
 
 

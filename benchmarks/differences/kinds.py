@@ -53,11 +53,6 @@ CONFIG = {
     "optimizer of the config": Kind(
         error="WrapError", names="optimizer.params.lr", config={"optimizer.type": "AdamW", "optimizer.params.lr": 0.1}
     ),
-    "a monitor": Kind(
-        error="WrapError",
-        names="monitor",
-        config={"csv_monitor.enabled": True, "csv_monitor.output_path": "/dev/null"},
-    ),
 }
 
 

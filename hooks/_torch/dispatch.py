@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd import Variable, profiler
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "FakeTensorMode",
@@ -24,7 +23,6 @@ __all__ = [
     "accumulates_in",
     "at_end_of_backward",
     "backward_id",
-    "count_op_flops",
     "is_in_backward",
     "is_profiling",
     "is_view",
@@ -100,20 +98,6 @@ def run_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not is_grouped_mm or not isinstance(args[0], FakeTensor) or args[0].dtype != args[1].dtype:
         return func(*args, **kwargs)
     return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
-
-
-def count_op_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the FLOPs of an op by torch's registry, 2 per multiply-add; 0 for ops that are not in the registry.
-
-    `_grouped_mm`, which multiplies transformers' experts, is not in the registry and is counted here. `a` and `b` are
-    2-D or 3-D. Each row of a 2-D `a` belongs to one group, and so does each column of a 2-D `b` beside a 3-D `a`.
-    """
-    if func.overloadpacket.__name__ == "_grouped_mm":
-        a, b = args[:2]
-        rows = a[0] if a.dim() == 3 and b.dim() == 2 else a
-        return 2 * int(rows.numel() * b.shape[-1])
-    formula = flop_registry.get(func.overloadpacket)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
 def is_profiling() -> bool:

@@ -1,4 +1,4 @@
-"""The top level of the config, the block `zeroamp`, and the blocks of monitors."""
+"""The top level of the config, and the block `zeroamp`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -23,8 +23,6 @@ from zeroamp.policies.schema.keys import (
 )
 from zeroamp.policies.schema.precision import Bf16Block, DataTypesBlock, Fp16Block, OverrideBlock, TorchAutocastBlock
 from zeroamp.policies.schema.zero import ZeroOptimizationBlock
-
-_JOB = "zeroamp"
 
 
 def _no_deepcompile(block: object) -> object:
@@ -117,13 +115,6 @@ class ZeroampBlock(Block):
             "the norm in each step: with fused optimizers after it has launched the update, else before the update"
         ),
     ] = False
-    find_nonfinite: Annotated[
-        bool,
-        Honoured(
-            "if the gradient norm of a step is inf or nan, log on which rank, and in the output of which module or in "
-            "which gradient, the first such value appeared. Checks all of them: for debugging (docs/debugging.md)"
-        ),
-    ] = False
     reproducible: Annotated[
         bool,
         Honoured(
@@ -202,23 +193,6 @@ class SchedulerBlock(_TypedBlock):
     )
 
 
-class FileMonitorBlock(Block):
-    """`tensorboard` and `csv_monitor`: files to which the first rank writes each optimizer step."""
-
-    enabled: Annotated[bool, Honoured("the first rank writes each step, see docs/instruments.md")] = False
-    output_path: Annotated[str, Honoured("folder. Default: the current one")] = ""
-    job_name: Annotated[str, Honoured("folder inside `output_path`", "DeepSpeedJobName")] = _JOB
-
-
-class WandbBlock(Block):
-    """`wandb`: the Weights & Biases run to which the first rank logs each optimizer step."""
-
-    enabled: Annotated[bool, Honoured("the first rank logs each step, see docs/instruments.md")] = False
-    group: Annotated[str | None, Honoured("wandb's group of runs")] = None
-    team: Annotated[str | None, Honoured("wandb's entity")] = None
-    project: Annotated[str, Honoured("wandb's project", "deepspeed")] = _JOB
-
-
 @with_foreign_keys("comms_logger")
 class CommsLoggerBlock(Block):
     """`comms_logger`: counters of calls and bytes of the collectives."""
@@ -273,13 +247,7 @@ class Config(Block):
             10,
         ),
     ] = None
-    wall_clock_breakdown: Annotated[
-        bool, Honoured("log the time of each part of a step, every `steps_per_print` steps, or every 10")
-    ] = False
     comms_logger: CommsLoggerBlock = CommsLoggerBlock()
-    tensorboard: FileMonitorBlock = FileMonitorBlock()
-    csv_monitor: FileMonitorBlock = FileMonitorBlock()
-    wandb: WandbBlock = WandbBlock()
 
     compile: Annotated[
         object,

@@ -227,8 +227,11 @@ BAD = [
     ({"amp": {"enabled": True}}, "amp", 'is {"enabled": true}', "Write torch_autocast"),
     ({"fp32_allreduce": True}, "fp32_allreduce", "is true", 'Write "communication_data_type"'),
     ({"sparse_gradients": True}, "sparse_gradients", "is true", "Remove it: DeepSpeed 0.19.8 has"),
-    ({"comet": {"enabled": True}}, "comet.enabled", "is true", "Use tensorboard"),
-    ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled", "is true", "Use zeroamp.count_flops(model"),
+    ({"comet": {"enabled": True}}, "comet.enabled", "is true", "Remove it, and append"),
+    ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled", "is true", "FlopCounterMode"),
+    ({"csv_monitor": {"enabled": True}}, "csv_monitor.enabled", "is true", "zeroamp.RunReport(train, path)"),
+    ({"tensorboard": {"enabled": True}}, "tensorboard.enabled", "is true", "SummaryWriter.add_scalar"),
+    ({"wandb": {"enabled": True}}, "wandb.enabled", "is true", "wandb.log"),
     (
         {"comms_logger": {"enabled": False}, "zeroamp": {"count_traffic": True}},
         "comms_logger.enabled",

@@ -279,7 +279,6 @@ OTHER_VALUES = {
     "zeroamp.ranks_per_node": 4,
     "zeroamp.param_gather_dtype": "float8_e4m3fn",
     "zeroamp.partials_between_nodes": "bf16",
-    **{f"{name}.job_name": "run" for name in ("tensorboard", "csv_monitor")},
 }
 ENABLED_BY = {
     "torch_autocast": {"fp16.enabled": False, "torch_autocast.enabled": True, "torch_autocast.dtype": "half"},
@@ -291,7 +290,6 @@ ENABLED_BY = {
     "scheduler": {"scheduler.type": "WarmupLR"},
     "zero_optimization.offload_optimizer": {"zero_optimization.offload_optimizer.device": "cpu"},
     "zero_optimization.offload_param": {"zero_optimization.offload_param.device": "cpu"},
-    **{name: {f"{name}.enabled": True} for name in ("tensorboard", "csv_monitor", "wandb")},
 }
 CHECKED_ONLY = {"data_types.param_dtype", "torch_autocast.enabled", "bf16.enabled", "fp16.enabled"}
 
@@ -307,7 +305,7 @@ def _another(path, default):
         return not default if default is not None else False
     if isinstance(default, tuple):
         return ["Linear"]
-    return "text" if isinstance(default, str) or path.startswith("wandb.") else 4 if default is None else default + 1
+    return "text" if isinstance(default, str) else 4 if default is None else default + 1
 
 
 KEYS = [key for key in iter_keys(Config) if isinstance(key.key_class, Honoured) and key.path not in CHECKED_ONLY]

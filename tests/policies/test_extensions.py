@@ -29,7 +29,6 @@ KEYS = {
         {"bf16": {}, "torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": "auto"}},
         "zeroamp.discovery.extension",
     ),
-    "csv_monitor": ({"csv_monitor": {"enabled": True, "output_path": "runs"}}, "zeroamp.reporting.monitors"),
 }
 
 CHECK = """
@@ -60,7 +59,7 @@ def test_a_key_that_is_on_has_its_extension(key):
 
 
 def test_keys_of_one_extension_make_it_once():
-    config = PLAIN | KEYS["csv_monitor"][0] | {"wall_clock_breakdown": True}
+    config = PLAIN | KEYS["zeroamp.overrides"][0] | KEYS["data_types.keep_in_fp32_modules"][0]
     assert len(extensions_of(policy_from_config(config))) == 1
 
 

@@ -48,13 +48,6 @@ DEEPSPEED = {
     "zero_optimization.leaf_module.name_suffixes": (),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
     "steps_per_print": 10,
-    "wall_clock_breakdown": False,
-    **{f"{name}.enabled": False for name in ("tensorboard", "csv_monitor", "wandb")},
-    **{f"{name}.output_path": "" for name in ("tensorboard", "csv_monitor")},
-    **{f"{name}.job_name": "DeepSpeedJobName" for name in ("tensorboard", "csv_monitor")},
-    "wandb.group": None,
-    "wandb.team": None,
-    "wandb.project": "deepspeed",
     "comms_logger.enabled": False,
 }
 OURS = {"gradient_accumulation_dtype"}  # and the block "zeroamp"

@@ -58,18 +58,16 @@ _NAMES = {
     "zeroamp.load_hf reads the result. engine.save_16bit_model writes the weights of a run of zeroamp.": (
         "utils.zero_to_fp32 checkpoint"
     ),
-    'Set "wall_clock_breakdown": true, or construct zeroamp.RunReport(engine.train_step, path).': (
+    "Construct zeroamp.RunReport(engine.train_step, path): it has the time of each part of every step.": (
         "utils.timer engine.timers engine.tput_timer"
     ),
-    "Call zeroamp.count_flops(model, batch) before initialize(), or zeroamp.Profile for the time of each part.": (
+    "Use torch.utils.flop_counter.FlopCounterMode before initialize(), or zeroamp.Profile for the time of each part.": (
         "profiling engine.flops_profiler"
     ),
     "zeroamp.traffic(model) has calls and bytes of every collective.": (
         "comm.log_summary comm.configure utils.comms_logging"
     ),
-    "Set a monitor in the config, or append a zeroamp.Callback to engine.train_step.callbacks.": (
-        "monitor engine.monitor"
-    ),
+    "Append a zeroamp.Callback to engine.train_step.callbacks.": ("monitor engine.monitor"),
     'Pass "zeroamp": {"dp_replicate_size": N} in the config: shards are then replicated N times.': (
         "zero.MiCS_Init comm.initialize_mesh_device runtime.zero.mics runtime.zero.mics_utils"
     ),

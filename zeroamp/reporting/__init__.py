@@ -1,1 +1,1 @@
-"""Records of optimizer steps, monitors, warnings, profiles, and tables that compare runs."""
+"""Records of optimizer steps, profiles, tables and pages."""

@@ -12,6 +12,15 @@ from zeroamp.reporting.tables import terminal_width
 if TYPE_CHECKING:
     from zeroamp.policies.policy import Policy
 
+_TITLES = {
+    "honoured": "Honoured",
+    "native": "Accepted, changes nothing",
+    "off": "Off",
+    "no effect": "Without effect here",
+    "default": "Not in the config, with their defaults",
+}
+"""Status -> the line above its keys, in the order of the report."""
+
 
 def report_rows(policy: "Policy") -> list[dict[str, str]]:
     """Return a dict of key, value, status and note for each key that was given or whose default has an effect.
@@ -34,8 +43,7 @@ def report_rows(policy: "Policy") -> list[dict[str, str]]:
         for path, value in given.items()
         if path not in {row["key"] for row in rows}
     ]
-    order = ("honoured", "native", "off", "no effect", "default")
-    return sorted(rows, key=lambda row: order.index(row["status"]))
+    return sorted(rows, key=lambda row: list(_TITLES).index(row["status"]))
 
 
 def _status(path: str, value: Any, key: Key, policy: "Policy") -> tuple[str, str]:
@@ -72,36 +80,22 @@ def _idle(path: str, policy: "Policy") -> str | None:
     return None
 
 
-_TITLES = {
-    "honoured": "Honoured",
-    "native": "Accepted, changes nothing",
-    "off": "Off",
-    "no effect": "Without effect here",
-    "default": "Not in the config, with their defaults",
-}
-
-
 def render_report(policy: "Policy", *, defaults: bool) -> str:
     """Return the keys by status as text that fits the terminal: each with its value, and its note in the next line."""
-    rows, width = report_rows(policy), terminal_width()
-    parts = []
+    rows, parts = report_rows(policy), []
     for status, title in _TITLES.items():
         own = [row for row in rows if row["status"] == status]
-        if status == "default" and not defaults:
-            continue
-        if own:
-            parts.append("\n".join([f"{title}: {_count(own)}", *(_entry(row, width) for row in own)]))
-    left_out = [row for row in rows if row["status"] == "default"]
-    if left_out and not defaults:
-        verb = "has its" if len(left_out) == 1 else "have their"
-        parts.append(f"{_count(left_out)} not in the config {verb} default.")
+        count = f"{len(own)} key{'' if len(own) == 1 else 's'}"
+        if own and (status != "default" or defaults):
+            parts.append("\n".join([f"{title}: {count}", *map(_entry, own)]))
+        elif own:
+            parts.append(f"{count} not in the config {'has its' if len(own) == 1 else 'have their'} default.")
     return "\n\n".join(parts)
 
 
-def _count(rows: list[dict[str, str]]) -> str:
-    return f"{len(rows)} key{'' if len(rows) == 1 else 's'}"
-
-
-def _entry(row: dict[str, str], width: int) -> str:
-    head = textwrap.fill(f"{row['key']} = {row['value']}", width, initial_indent="  ", subsequent_indent="    ")
-    return f"{head}\n{textwrap.fill(row['note'], width, initial_indent=' ' * 6, subsequent_indent=' ' * 6)}"
+def _entry(row: dict[str, str]) -> str:
+    lines = (f"{row['key']} = {row['value']}", "  ", "    "), (row["note"], " " * 6, " " * 6)
+    return "\n".join(
+        textwrap.fill(text, terminal_width(), initial_indent=first, subsequent_indent=others)
+        for text, first, others in lines
+    )

@@ -3,14 +3,14 @@
 The rows are those of `zeroamp/ledger`, which loads this module when it is printed.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zeroamp.ledger.dtype_differences import REPLICAS, Verification
 from zeroamp.ledger.rows import BYTES, DTYPE_COLUMNS, PER_RANK, PER_STEP, SHARD_DIM, cells, ledger_rows
 from zeroamp.planning.group_dtypes import PER_OP
 from zeroamp.policies.errors import some_of
-from zeroamp.reporting.tables import Row, Table, TableStyle, document, fold, gb, gib, paragraph, render
+from zeroamp.reporting.tables import Row, Table, TableStyle, document, fold, in_one_unit, paragraph, render
 
 if TYPE_CHECKING:
     from zeroamp.ledger.explain import Ledger
@@ -29,17 +29,15 @@ _UNKNOWN_NOTE = (
 )
 
 
-_UNITS: dict[str, tuple[str, Callable[[int], float | None]]] = {
-    PER_STEP[0]: ("GB all-gathered per step", gb),
-    PER_STEP[1]: ("GB reduced per step", gb),
-    PER_RANK[0]: ("GiB of shards per rank", gib),
-    PER_RANK[1]: ("GiB unsharded per rank", gib),
-    PER_RANK[2]: ("GiB of gradients per rank", gib),
+_BYTES = {
+    "bytes_per_all_gather": "per all-gather",
+    PER_STEP[0]: "all-gathered per step",
+    PER_STEP[1]: "reduced per step",
+    PER_RANK[0]: "shards per rank",
+    PER_RANK[1]: "unsharded per rank",
+    PER_RANK[2]: "gradients per rank",
 }
-"""Column of bytes -> its header in a table, and the function that converts bytes to the printed unit."""
-
-
-_CLASS_COLUMNS = ("class", "params", "elements", *DTYPE_COLUMNS)
+"""Column of bytes -> its header, which `in_one_unit` ends with the unit."""
 
 
 def ledger_text(ledger: "Ledger", style: TableStyle = "simple", *, per_parameter: bool = False) -> str:
@@ -50,29 +48,29 @@ def ledger_text(ledger: "Ledger", style: TableStyle = "simple", *, per_parameter
     all_rows, groups = ledger_rows(ledger.plan, ledger.ranks), fold(ledger.group_rows())
     tables = {
         "Dtypes between ranks": [_of_dtypes(row) for row in all_rows.summary],
-        "Module classes": [cells(row, _CLASS_COLUMNS) for row in all_rows.classes],
-        "Groups": groups if style == "github" else _without(groups, BYTES),
+        "Module classes": [cells(row, ("class", "params", "elements", *DTYPE_COLUMNS)) for row in all_rows.classes],
+        "Groups": groups if style == "github" else _columns(groups, but=BYTES),
     }
     if style != "github":
-        tables["Bytes of the groups"] = _only(groups, ("group", "groups", *BYTES))
+        tables["Bytes of the groups"] = _columns(groups, ("group", "groups", *BYTES))
     if per_parameter:
         tables["Parameters"] = ledger.parameter_rows()
-    drawn = [Table(heading, [_in_units(row) for row in rows]) for heading, rows in tables.items()]
+    drawn = [Table(heading, _in_units(rows)) for heading, rows in tables.items()]
     return document([ledger.title(), *drawn, _notes(ledger)], style)
 
 
 def parameter_text(ledger: "Ledger", style: TableStyle = "simple") -> str:
     """Return three tables of one row per parameter as text, or one as Markdown or HTML."""
-    rows = [_in_units(row) for row in ledger.parameter_rows()]
+    rows = ledger.parameter_rows()
     if style != "simple":
-        return render(rows, style)
-    dtypes, num_bytes = (SHARD_DIM, *DTYPE_COLUMNS), ("elements", *(header for header, _ in _UNITS.values()))
+        return render(_in_units(rows), style)
+    dtypes, num_bytes = (SHARD_DIM, *DTYPE_COLUMNS), ("elements", *BYTES)
     tables = [
-        _only(rows, ("parameter", *dtypes)),
-        _only(rows, ("parameter", *num_bytes)),
-        _without(rows, (*dtypes, *num_bytes)),
+        _columns(rows, ("parameter", *dtypes)),
+        _columns(rows, ("parameter", *num_bytes)),
+        _columns(rows, but=(*dtypes, *num_bytes)),
     ]
-    return "\n\n".join(render(table) for table in tables)
+    return "\n\n".join(render(_in_units(table)) for table in tables)
 
 
 def verification_text(verification: Verification, style: TableStyle = "simple") -> str:
@@ -116,30 +114,15 @@ def _notes(ledger: "Ledger") -> str:
 
 
 def _of_dtypes(row: Row) -> Row:
-    """Return the row of a pair of all-gather and reduction dtype, with its bytes as GB."""
-    return {
-        "all-gathered in": row["param"],
-        "reduced in": row["communication"],
-        "params": row["params"],
-        "elements": row["elements"],
-        "GB per all-gather": row["bytes_per_all_gather"] / 1e9,
-        "GB all-gathered per step": row[PER_STEP[0]] / 1e9,
-        "GB reduced per step": row[PER_STEP[1]] / 1e9,
-    }
+    """Return the row of a pair of all-gather and reduction dtype."""
+    dtypes = {"all-gathered in": row["param"], "reduced in": row["communication"]}
+    return dtypes | {key: row[key] for key in ("params", "elements", "bytes_per_all_gather", *PER_STEP)}
 
 
-def _in_units(row: Row) -> Row:
-    """Return a row with its bytes as GB or GiB."""
-    shown: Row = {}
-    for key, value in row.items():
-        header, convert = _UNITS.get(key, (key, None))
-        shown[header] = value if convert is None or not isinstance(value, int) else convert(value)
-    return shown
+def _in_units(rows: Sequence[Row]) -> list[Row]:
+    """Return rows with their bytes in one unit, and the headers of these columns."""
+    return in_one_unit([{_BYTES.get(key, key): value for key, value in row.items()} for row in rows], _BYTES.values())
 
 
-def _only(rows: list[Row], columns: tuple[str, ...]) -> list[Row]:
-    return [{key: row[key] for key in columns if key in row} for row in rows]
-
-
-def _without(rows: list[Row], columns: tuple[str, ...]) -> list[Row]:
-    return [{key: value for key, value in row.items() if key not in columns} for row in rows]
+def _columns(rows: Sequence[Row], only: Sequence[str] = (), but: Sequence[str] = ()) -> list[Row]:
+    return [{key: value for key, value in row.items() if (not only or key in only) and key not in but} for row in rows]

@@ -4,14 +4,15 @@ A page loads nothing, and its Content-Security-Policy forbids it to load anythin
 """
 
 import html
+import importlib
 import json
+import os
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
 from zeroamp.policies.errors import ConfigError
-from zeroamp.reporting.files import check_file, errors_of, imported
 from zeroamp.version import __version__
 
 PageKind = Literal["ledger", "plan", "runs"]
@@ -54,7 +55,6 @@ def html_page(kind: PageKind, title: str, subtitle: str, data: Mapping[str, Any]
     Raises:
         ConfigError: plotly is not installed.
     """
-    plotly = imported("plotly.offline", where="--html", extra="html")
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return _TEMPLATE.format(
         version=__version__,
@@ -62,21 +62,16 @@ def html_page(kind: PageKind, title: str, subtitle: str, data: Mapping[str, Any]
         subtitle=html.escape(subtitle),
         style=_source("page.css"),
         data=text.replace("<", "\\u003c"),  # so that no text can close the script element
-        plotly=plotly.get_plotlyjs(),
+        plotly=_plotly_script(),
         common=_source("common.js"),
         script=_source(f"{kind}.js"),
     )
 
 
 def write_page(path: Path, page: str) -> None:
-    """Write a page to a file, and create the file's folder.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    with errors_of(path, "--html"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
+    """Write a page to a file, and create the file's folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
 
 
 def check_page(path: Path) -> None:
@@ -87,8 +82,18 @@ def check_page(path: Path) -> None:
     """
     if path.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"--html: '{path}' must end in .html. Rename it.")
-    imported("plotly.offline", where="--html", extra="html")
-    check_file(path, "--html")
+    nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if nearest.is_file() != (nearest is path) or not os.access(nearest, os.W_OK):
+        raise ConfigError(f"--html: '{path}' cannot be written. Name a file in another folder.")
+    _plotly_script()
+
+
+def _plotly_script() -> str:
+    try:
+        script: str = importlib.import_module("plotly.offline").get_plotlyjs()
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--html needs the module {error.name!r}: pip install 'zeroamp[html]'.") from error
+    return script
 
 
 def _source(name: str) -> str:

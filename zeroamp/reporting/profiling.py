@@ -8,12 +8,10 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from zeroamp.hooks.observers.forward_labels import label_forwards
 from zeroamp.hooks.observers.trace_labels import LABEL_PREFIX
 from zeroamp.policies.errors import StepError
-from zeroamp.rank_group import signals_of
 from zeroamp.reporting.tables import Row, render
 from zeroamp.training.callbacks import Callback, on_new_train_step
 from zeroamp.training.step import TrainStep
@@ -53,15 +51,10 @@ class Profile(Callback):
                 `TrainStep` that is made inside the context.
             folder: created if it is missing.
             wait: steps before the profiler starts. They cost nothing.
-            warmup: steps, at least 1, whose events are discarded: the first profiled steps are slow.
-            active: steps to record, at least 1. Fewer are recorded if the context ends before.
+            warmup: steps whose events are discarded: the first profiled steps are slow.
+            active: steps to record. Fewer are recorded if the context ends before.
             compress: write `rank0.json.gz`.
         """
-        if not (wait >= 0 and warmup >= 1 and active >= 1):
-            raise StepError(
-                f"Profile records after wait={wait} and warmup={warmup} optimizer steps the next active={active}. wait "
-                "must be at least 0, warmup and active at least 1. Change them."
-            )
         self.folder, self._suffix = Path(folder), ".json.gz" if compress else ".json"
         self.path: Path | None = None
         """This rank's trace, once it is written."""
@@ -69,21 +62,22 @@ class Profile(Callback):
         """This rank's labels, the longest total first, once the trace is written. `str` returns them as a table."""
         self.rank = 0
         """This process's rank. 0 until the model is known."""
-        self._root = None if train is None else wrap_state(train.model).root
+        self._train = train
+        self._is_attached = False
         self._num_before = wait + warmup
         self._profiler = torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1),
-            on_trace_ready=self._write_on_all,
+            on_trace_ready=self._write,
         )
         self._contexts = ExitStack()
 
     def __enter__(self) -> Self:
         """Start to count steps."""
-        if self._root is None:
+        if self._train is None:
             on_new_train_step.append(self._attach)
             self._contexts.callback(on_new_train_step.remove, self._attach)
         else:
-            self._follow(self._root)
+            self._attach(self._train)
         self._profiler.start()
         return self
 
@@ -93,14 +87,15 @@ class Profile(Callback):
         """Write the trace, if the steps ended early. After an error nothing is written: other ranks may still train.
 
         Raises:
-            StepError: on all ranks, if no step was recorded or a rank cannot write.
+            StepError: no step was recorded, or the trace cannot be written.
         """
         num_steps = self._profiler.step_num
-        if error_type is not None or num_steps <= self._num_before:
+        has_recorded = num_steps > self._num_before
+        if error_type is not None or not has_recorded:
             self._profiler.on_trace_ready = None
         with self._contexts:
             self._profiler.stop()
-        if error_type is None and num_steps <= self._num_before:
+        if error_type is None and not has_recorded:
             raise StepError(
                 f"Profile recorded nothing: it ended after {num_steps} optimizer steps of a TrainStep, but it records "
                 f"from step {self._num_before + 1} on. Run more steps inside it, or lower wait and warmup."
@@ -111,29 +106,21 @@ class Profile(Callback):
         return render(self.times)
 
     def on_step_end(self, _report: StepReport) -> None:
-        """Record a step. After the last one the profiler calls `_write_on_all`."""
+        """Record a step. After the last one the profiler calls `_write`."""
         self._profiler.step()
 
     def _attach(self, train: TrainStep) -> None:
-        if self._root is None:
-            self._follow(wrap_state(train.model).root)
-
-    def _follow(self, root: nn.Module) -> None:
-        self._root, self.rank = root, dist.get_rank()
-        state = wrap_state(root)
+        if self._is_attached:
+            return
+        self._is_attached, self.rank = True, dist.get_rank()
+        state = wrap_state(train.model)
         state.callbacks.append(self)
         self._contexts.callback(state.callbacks.remove, self)
         for fqn, module in state.units.items():
             for handle in label_forwards(module, fqn):
                 self._contexts.callback(handle.remove)
 
-    def _write_on_all(self, _profiler: torch.profiler.profile) -> None:
-        if self._root is not None and dist.is_initialized():
-            signals_of(wrap_state(self._root)).run(self._write)
-        else:  # the script destroyed its process group before the last step to record
-            self._write()
-
-    def _write(self) -> None:
+    def _write(self, _profiler: torch.profiler.profile) -> None:
         path = self.folder / f"rank{self.rank}{self._suffix}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

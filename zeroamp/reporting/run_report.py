@@ -1,38 +1,50 @@
-"""`RunReport`: one JSON line per optimizer step, and warnings."""
+"""`RunReport`: one JSON line per optimizer step, and a warning of a slow rank.
 
+[Note: Not waiting]
+The device computes loss, norm and times after the host has launched the step. They are copied to the host
+asynchronously and read one step later. So on an accelerator a record comes one step late, and the last one at `close`.
+On the CPU it comes at once.
+"""
+
+import json
+import logging
 import os
 import platform
+import resource
+import sys
 import weakref
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import torch
 
+from zeroamp.hooks.collectives.traffic import IssuedCollective
+from zeroamp.hooks.root_forward import ForwardCall
+from zeroamp.hooks.tensors import tensors_in
 from zeroamp.planning.mesh import device_of
-from zeroamp.policies.errors import StepError, describe
-from zeroamp.policies.numbers import is_finite
+from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.errors import ConfigError, StepError
 from zeroamp.rank_group import signals_of
-from zeroamp.reporting.run_warnings import RunWarnings
+from zeroamp.reporting.slow_rank import SlowRankCheck
+from zeroamp.reporting.step_clock import StepClock, time_communication
 from zeroamp.reporting.step_record import StepRecord
-from zeroamp.reporting.step_recorder import Figures, existing_recorder, recorder_of
-from zeroamp.reporting.writers import JsonlWriter, Writers
-from zeroamp.training.callbacks import Callback, Receive
+from zeroamp.training.callbacks import Callback, Phase
 from zeroamp.training.step import TrainStep, driver_of
+from zeroamp.training.step_report import StepReport
 from zeroamp.version import __version__
 from zeroamp.wrapping.state import WrapState, wrap_state
 
-FORMAT = 1
-"""Version of the file format. Readers skip lines and fields that they do not know."""
-STEPS_PER_CHECK = 50
-"""Steps between two exchanges of the ranks' busy times."""
+logger = logging.getLogger("zeroamp")
+
+_GIB = 1024**3
 
 
-class RunReport:
-    """Writes a record of every step of a `TrainStep` to a file, and warns. Results do not change.
+class RunReport(Callback):
+    """Writes a record of every step of a `TrainStep` to a file, and warns of a slow rank. Results do not change.
 
     ```python
     with zeroamp.RunReport(train, "runs/a.jsonl") as run:
@@ -44,7 +56,7 @@ class RunReport:
 
     All ranks construct it; the first one writes. If the file exists, it is appended to: see `read_run`.
 
-    A `TrainStep` has at most one open RunReport. While it is open, monitors write its tokens and FLOPs too.
+    A model has at most one open RunReport.
 
     Examples:
         >>> model = zeroamp.wrap_model(nn.Linear(8, 1), zeroamp.policy_from_config({}))
@@ -63,9 +75,6 @@ class RunReport:
         path: str | os.PathLike[str],
         *,
         tokens_per_step: int | None = None,
-        flops_per_step: float | None = None,
-        peak_flops: float | None = None,
-        steps_per_check: int = STEPS_PER_CHECK,
     ) -> None:
         """Attach to `train`, between two optimizer steps.
 
@@ -74,43 +83,34 @@ class RunReport:
             path: the file, usually `.jsonl`. Its folder is created.
             tokens_per_step: tokens of one optimizer step over all ranks. None: the tokens in the inputs of the first
                 rank's forwards (`count_tokens`), times the number of ranks.
-            flops_per_step: model FLOPs of one optimizer step over all ranks: `count_flops` x micro-batches x ranks.
-            peak_flops: peak FLOP/s of one rank's device in the compute dtype, by its data sheet. With
-                `flops_per_step`: MFU = flops_per_step / (step_s x ranks x peak_flops).
-            steps_per_check: steps between two exchanges of the ranks' busy times and allocator flushes, two numbers
-                per rank in the all-reduce of that step. 0: no exchange, and no warnings about either.
 
         Raises:
-            StepError: a number is not positive and finite; on all ranks, an optimizer step of `train` has begun, or
-                another RunReport is open on it.
+            StepError: on all ranks, an optimizer step of `train` has begun, or another RunReport is open on the model.
             ConfigError: on all ranks, the file cannot be written.
         """
-        figures = Figures(tokens_per_step=tokens_per_step, flops_per_step=flops_per_step, peak_flops=peak_flops)
-        given = {**asdict(figures), "steps_per_check": steps_per_check or None}
-        for name, value in given.items():
-            if value is not None and not is_finite(value, above=0):
-                where, valid = f"RunReport({name}=)", "a positive, finite number, or None"
-                raise StepError(describe(where, value, valid, "Change it."))
-        state = wrap_state(train.model)
         self.last: StepRecord | None = None
         """This rank's newest record. On an accelerator it is one step behind until `close`."""
-        self._ranks = signals_of(state)
-        self._writers = Writers()
-        self._warnings = RunWarnings(state.plan.policy, self._writers.warning)
-        self._ranks.run(lambda: _check_is_possible(train))
-        self._ranks.on_first(lambda: self._writers.add(JsonlWriter(Path(path), _header(state, figures))))
-        warnings = self._warnings if self._ranks.rank == 0 else None
-        self._check = None
-        if steps_per_check:
-            self._check = _RankCheck(self._ranks.rank, self._ranks.num_ranks, warnings, steps_per_check)
-            closed = [each for each in train.callbacks if isinstance(each, _RankCheck)]
-            for each in closed:
-                train.callbacks.remove(each)
-            train.callbacks.append(self._check)
-        self._recorder = recorder_of(train)
-        self._recorder.add(self._record)
-        self._recorder.figures = figures
-        self._is_open = True
+        self._tokens_per_step = tokens_per_step
+        self._state = state = wrap_state(train.model)
+        self._device = device_of(state.mesh)
+        self._file: TextIO | None = None  # the first rank's, until a write fails
+        ranks = signals_of(state)
+        ranks.run(lambda: _check_is_possible(train, state))
+        ranks.on_first(lambda: self._open(Path(path)))
+
+        self._num_tokens: int | None = None  # in the forwards of this step so far, on this rank
+        self._traffic: Counter[str] = Counter()
+        self._is_read_late = self._device.type != "cpu"
+        self._late: Callable[[], StepRecord] | None = None  # reads the record of the step that ended last
+        self._clock = StepClock(self._device.type)
+        self._restore = time_communication(state.root, self._clock)
+        state.root_forward.add("report", self._around_forward)
+        state.listeners.append(self)
+        for closed in [each for each in train.callbacks if isinstance(each, SlowRankCheck)]:
+            train.callbacks.remove(closed)
+        self._check = SlowRankCheck(ranks.rank, ranks.num_ranks, self._warn)
+        self._callbacks = train.callbacks
+        self._callbacks += [self, self._check]
         # Runs when the TrainStep is deleted or the process exits.
         self._finalizer = weakref.finalize(train, self.close)
 
@@ -127,114 +127,172 @@ class RunReport:
 
         Called automatically when the `TrainStep` is deleted or the process exits.
         """
-        if not self._is_open:
+        if not self._check.is_open:
             return
-        self._is_open = False
         self._finalizer.detach()  # it holds a reference to this report
-        if self._check is not None:
-            self._check.close()  # it still sends zeros: after an error this rank may close alone
-        self._recorder.remove(self._record)
-        self._recorder.figures = None
-        self._writers.close()
+        self._flush()
+        self._check.is_open = False
+        self._restore()
+        self._state.root_forward.remove("report", self._around_forward)
+        self._state.listeners.remove(self)
+        self._callbacks.remove(self)
+        if self._file is not None:
+            self._file.close()
 
-    def _record(self, record: StepRecord) -> None:
-        self.last = record
-        self._writers.step(record)
-        if self._ranks.rank == 0:
-            self._warnings.step(record)
-        if self._check is not None:
-            self._check.step(record)
+    def on_phase_begin(self, phase: Phase) -> None:
+        """Begin a part of the step's time."""
+        self._clock.begin(phase)
+
+    def on_phase_end(self, _phase: Phase) -> None:
+        """End a part of the step's time."""
+        self._clock.begin("other")
+
+    def on_step_discarded(self) -> None:
+        """Reset the token count. Time and traffic of the discarded micro-batches count towards the next step."""
+        self._num_tokens = None
+
+    def on_collective(self, issued: IssuedCollective) -> None:
+        """Add the bytes of a collective to those of the optimizer step."""
+        if not self._state.step.is_observed:
+            self._traffic[f"{issued.collective} {short_name(issued.tensor.dtype)}"] += issued.tensor.nbytes
+
+    def on_step_end(self, report: StepReport) -> None:
+        """End the step, and write the record that is complete, see [Note: Not waiting]."""
+        record = self._end_step(report)
+        self._flush()
+        self._late = record
+        if not self._is_read_late:
+            self._flush()
+
+    def _around_forward(self, call: ForwardCall) -> AbstractContextManager[None] | None:
+        if self._state.step.is_observed or not call.is_outermost or not torch.is_grad_enabled():
+            return None
+        if (num_tokens := count_tokens(call.args, call.kwargs)) is not None:
+            self._num_tokens = (self._num_tokens or 0) + num_tokens
+        return self._clock.inside("forward")
+
+    def _end_step(self, report: StepReport) -> Callable[[], StepRecord]:
+        read_values = report.begin_read()  # the clock's last mark comes after the copy
+        rates = [
+            rate.to("cpu", non_blocking=True) if isinstance(rate, torch.Tensor) else rate for rate in report.lr_values
+        ]
+        read_seconds, memory = self._clock.end_step(), _memory(self._device)
+        traffic, self._traffic = dict(self._traffic), Counter()
+        num_tokens, self._num_tokens = self._num_tokens, None
+        if num_tokens is not None:
+            num_tokens *= self._state.mesh.size()  # ranks that get different tokens
+        num_tokens = num_tokens if self._tokens_per_step is None else self._tokens_per_step
+
+        def record() -> StepRecord:
+            seconds = read_seconds()  # waits for the device: the copies before are complete
+            loss, norm = read_values()
+            step_s = sum(seconds.values())
+            times = {f"{part}_s": value for part, value in seconds.items() if part != "other"}
+            return StepRecord(
+                step=report.step,
+                loss=loss,
+                grad_norm=norm,
+                loss_scale=report.loss_scale,
+                skipped=report.skipped,
+                num_skipped=report.num_skipped,
+                lr=tuple(float(rate) for rate in rates),
+                step_s=step_s,
+                num_tokens=num_tokens,
+                tokens_per_s=None if num_tokens is None else num_tokens / step_s,
+                traffic_bytes=traffic,
+                **times | memory,
+            )
+
+        return record
+
+    def _flush(self) -> None:
+        """Write the last record. Waits for the device."""
+        late, self._late = self._late, None
+        if late is None:
+            return
+        self.last = record = late()
+        self._check.add(record.busy_s)
+        self._write(record.to_json())
+
+    def _warn(self, text: str) -> None:
+        logger.warning("slow rank: %s", text)
+        self._write({"kind": "warning", "name": "slow rank", "text": text})
+
+    def _open(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8", newline="")
+        except OSError as error:
+            raise ConfigError(
+                f"RunReport(path=): {path} cannot be written ({error.strerror}). Name another file."
+            ) from error
+        if self._file.tell():
+            self._file.write("\n")  # a crash may have cut the last line
+        self._write(_header(self._state))
+
+    def _write(self, line: dict[str, Any]) -> None:
+        """Append a line. Existing lines never change: a resumed run appends a header and its steps."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
+        except (OSError, ValueError) as error:
+            file, self._file = self._file, None
+            with suppress(OSError):
+                file.close()
+            why = f"{type(error).__name__}: {error}"
+            logger.error("RunReport writes nothing more to %s, because of %s. Training continues", file.name, why)
 
 
-class _RankCheck(Callback):
-    """Exchanges the ranks' busy times and allocator flushes every `every` steps, in the all-reduce of that step.
+def count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """Return the number of tokens in a forward's arguments: the elements of `input_ids`, padding included.
 
-    Each rank sends its median, so that one slow step does not make a slow rank. The first step, which allocates and
-    compiles, is left out. Each rank puts its numbers at its own index among zeros, so the sum has those of all ranks.
+    Without the keyword `input_ids`, the first int32 or int64 tensor of two dims or more counts, at any depth of the
+    arguments. Returns None if there is none.
     """
-
-    def __init__(self, rank: int, num_ranks: int, warnings: RunWarnings | None, every: int) -> None:
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._warnings = warnings
-        self._every = every
-        self._num_sums = 0  # steps whose numbers were summed, the same on all ranks, also after `close`
-        self._is_open = True
-        self._busy_s: list[float] = []
-        self._num_flushes: int | None = None  # of the process until the last exchange; None before the first step
-        self._flushes = 0  # of the process until the last step
-
-    def close(self) -> None:
-        """Send zeros from now on."""
-        self._is_open, self._warnings = False, None
-
-    def step(self, record: StepRecord) -> None:
-        """Record one step."""
-        self._flushes = record.num_alloc_retries or 0
-        if self._num_flushes is None:
-            self._num_flushes = self._flushes
-        else:
-            self._busy_s.append(record.busy_s)
-
-    def statistics(self) -> tuple[Sequence[float], Receive]:
-        """Return this step's numbers for the all-reduce. Most steps have none."""
-        # Steps recorded, without the first. On an accelerator the last one is not recorded yet.
-        num_taken = self._num_sums - 1
-        if num_taken <= 0 or num_taken % self._every:
-            return (), self._count
-        num_sent, flushes = len(self._busy_s), self._flushes
-        numbers = [0.0] * (2 * self._num_ranks)
-        if self._is_open and num_sent:
-            numbers[self._rank] = median(self._busy_s)
-            numbers[self._num_ranks + self._rank] = flushes - (self._num_flushes or 0)
-
-        def receive(sums: Sequence[float]) -> None:
-            self._count(sums)
-            del self._busy_s[:num_sent]
-            self._num_flushes = flushes
-            # A rank that has closed its report, or has no record yet, sent zeros.
-            if self._warnings is not None and all(sums[: self._num_ranks]):
-                num_flushes = [int(number) for number in sums[self._num_ranks :]]
-                self._warnings.look_at_ranks(sums[: self._num_ranks], num_flushes, self._every)
-
-        return numbers, receive
-
-    def _count(self, _sums: Sequence[float]) -> None:
-        self._num_sums += 1
+    if isinstance(ids := kwargs.get("input_ids"), torch.Tensor):
+        return ids.numel()
+    for tensor in tensors_in((args, dict(kwargs))):
+        if tensor.dtype in (torch.int32, torch.int64) and tensor.ndim >= 2:
+            return tensor.numel()
+    return None
 
 
-def _check_is_possible(train: "TrainStep") -> None:
+def _check_is_possible(train: "TrainStep", state: WrapState) -> None:
     if not driver_of(train).is_between_steps:
         raise StepError(
             "RunReport must be constructed between two optimizer steps, but a backward of this TrainStep has begun. "
             "Construct it after step() returned a report."
         )
-    recorder = existing_recorder(train)
-    if recorder is not None and recorder.figures is not None:
+    if any(isinstance(each, RunReport) for each in state.listeners):
         raise StepError(
-            "Another RunReport is open on this TrainStep, which can have one at a time. Close the other one first, or "
+            "Another RunReport is open on this model, which can have one at a time. Close the other one first, or "
             "read its file while it grows."
         )
 
 
-def _header(state: WrapState, figures: Figures) -> dict[str, Any]:
-    plan, device = state.plan, device_of(state.mesh)
+def _header(state: WrapState) -> dict[str, Any]:
+    policy, device = state.plan.policy, device_of(state.mesh)
     return {
-        "format": FORMAT,
+        "kind": "header",
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"zeroamp": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "world_size": state.axes.whole.size(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "config": plan.policy.to_config(),
-        "plan": {
-            "mode": plan.policy.mode,
-            "stage": plan.policy.stage,
-            "mesh": list(state.mesh.shape),
-            "num_units": len(plan.units),
-            "num_groups": len(plan.groups),
-            "num_parameters": sum(param.numel for param in plan.params),
-        },
-        "tokens": "given" if figures.tokens_per_step is not None else "counted on the first rank, times the ranks",
-        "flops_per_step": figures.flops_per_step,
-        "peak_flops": figures.peak_flops,
+        "config": policy.to_config(),
+        "plan": {"mode": policy.mode, "stage": policy.stage, "mesh": list(state.mesh.shape)},
+    }
+
+
+def _memory(device: torch.device) -> dict[str, Any]:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    host = {"peak_rss_gib": (peak if sys.platform == "darwin" else peak * 1024) / _GIB}  # KiB on Linux, bytes on macOS
+    if device.type != "cuda":
+        return host
+    stats = torch.cuda.memory_stats(device)
+    return host | {
+        "peak_active_gib": stats["active_bytes.all.peak"] / _GIB,
+        "peak_reserved_gib": stats["reserved_bytes.all.peak"] / _GIB,
+        "num_alloc_retries": stats["num_alloc_retries"],
     }

@@ -18,13 +18,15 @@ TableStyle = Literal["simple", "github", "html"]
 """tabulate's names: "simple" is plain text, "github" is Markdown, "html" is for notebooks."""
 
 Row = dict[str, Any]
+Column = tuple[str, ...]
+"""The header and the cells."""
 
 WIDTH = 100
 """Columns of text if there is neither `COLUMNS` in the environment nor a terminal."""
-_NARROWEST = 24
-"""The smallest width, in characters, to which a column of text is narrowed."""
 _MOST_TRANSPOSED = 8
 """The largest number of rows with which a table that is too wide is transposed."""
+_NARROWEST = 24
+"""The smallest width, in characters, to which a column of text is narrowed."""
 
 
 def terminal_width() -> int:
@@ -38,32 +40,21 @@ def paragraph(text: str) -> str:
     return "\n".join(textwrap.fill(line, width, break_long_words=False) for line in text.split("\n"))
 
 
-def gib(num_bytes: int | None) -> float | None:
-    """Return bytes of memory in GiB (1024³ bytes)."""
-    return None if num_bytes is None else num_bytes / 2**30
-
-
-def gb(num_bytes: int | None) -> float | None:
-    """Return bytes of communication in GB (10⁹ bytes)."""
-    return None if num_bytes is None else num_bytes / 1e9
-
-
 def in_one_unit(rows: Sequence[Row], keys: Collection[str]) -> list[Row]:
     """Return the rows with the bytes of some columns in one unit, with which the headers of these columns end.
 
     The unit is that of the largest number: bytes, KiB, MiB or GiB (1024³ bytes). None stays None.
     """
-    largest = max((row[key] for row in rows for key in keys if row[key] is not None), default=0)
+    largest = max((row[key] or 0 for row in rows for key in keys if key in row), default=0)
     power = next(power for power in (3, 2, 1, 0) if largest >= 1024**power or power == 0)
     unit = ("bytes", "KiB", "MiB", "GiB")[power]
 
-    def scaled(num_bytes: int | None) -> float | int | None:
-        return num_bytes if num_bytes is None or power == 0 else num_bytes / 1024**power
+    def cell(key: str, value: Any) -> tuple[str, Any]:
+        if key not in keys:
+            return key, value
+        return f"{key} {unit}", value if value is None or power == 0 else value / 1024**power
 
-    return [
-        {f"{key} {unit}" if key in keys else key: scaled(row[key]) if key in keys else row[key] for key in row}
-        for row in rows
-    ]
+    return [dict(cell(*item) for item in row.items()) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +82,9 @@ def render(rows: Sequence[Row], style: TableStyle = "simple", *, names: Collecti
     """Return a table with the rows' keys as its header, and underscores of keys as spaces.
 
     Integers have commas. The floats of a column have the same number of decimals. A float that would show as 0.00 is
-    "<0.01", 0.0 is "0", and None is "-". In a text table that is wider than the terminal, headers and
-    the widest columns of text are wrapped. If that is not enough, few rows are transposed, and more are split into two
-    tables. Markdown and HTML are not narrowed.
+    "<0.01", 0.0 is "0", and None is "-". In a text table that is wider than the terminal, headers and the widest
+    columns of text are wrapped. If that is not enough, few rows are transposed, and more are split into several tables,
+    which all begin with the first column. Markdown and HTML are not narrowed.
 
     Args:
         rows: dicts with equal keys.
@@ -102,36 +93,41 @@ def render(rows: Sequence[Row], style: TableStyle = "simple", *, names: Collecti
     """
     if not rows:
         return ""
-    heads = [key if key in names else key.replace("_", " ") for key in rows[0]]
-    columns: list[tuple[Any, ...]] = [
-        (head, *_texts([row[key] for row in rows])) for head, key in zip(heads, rows[0], strict=True)
-    ]
-    if style == "simple":
-        turned = list(zip(*columns, strict=True))
-        if not _fits(columns) and len(rows) <= _MOST_TRANSPOSED and _fits(turned):
-            columns = turned
-        if not _fits(columns) and len(rows[0]) > 2:
-            name, *keys = rows[0]
-            halves = keys[: len(keys) // 2], keys[len(keys) // 2 :]
-            parts = [[{key: row[key] for key in (name, *half)} for row in rows] for half in halves]
-            return "\n\n".join(render(part, names=names) for part in parts)
-        # Wrapped here, because tabulate's maxcolwidths fails for a text column with the cell "1,000.0".
-        limits = _limits(columns)
-        columns = [
-            tuple(textwrap.fill(text, limit, break_on_hyphens=False) for text in column)
-            for column, limit in zip(columns, limits, strict=True)
-        ]
-    first, *lines_below = zip(*columns, strict=True)
-    aligned = [_alignment(column) for column in columns]
+    columns = [(key if key in names else key.replace("_", " "), *_texts([row[key] for row in rows])) for key in rows[0]]
     if style != "simple":
-        return tabulate(lines_below, first, tablefmt=style, disable_numparse=True, colalign=aligned)
+        return _tabulated(list(zip(*columns, strict=True)), columns, style)
+    turned: list[Column] = list(zip(*columns, strict=True))
+    if not _fits(columns) and len(rows) <= _MOST_TRANSPOSED and _fits(turned):
+        columns = turned
+    first, *others = columns
+    parts = [[first]]
+    for column in others:
+        if len(parts[-1]) > 1 and not _fits([*parts[-1], column]):
+            parts.append([first])
+        parts[-1].append(column)
+    return "\n\n".join(map(_text_table, parts))
+
+
+def _text_table(columns: Sequence[Column]) -> str:
+    limits = _limits(columns)
+    # Wrapped here, because tabulate's maxcolwidths fails for a text column with the cell "1,000.0".
+    wrapped = [
+        [textwrap.fill(text, limit, break_on_hyphens=False) for text in column]
+        for column, limit in zip(columns, limits, strict=True)
+    ]
+    head, *lines = zip(*wrapped, strict=True)
     # The header is a row, because tabulate pads headers.
-    lines: list[Any] = [first, ["-" * limit for limit in limits], *lines_below]
-    at = ["bottom", *["top"] * (len(lines_below) + 1)]
-    return tabulate(lines, tablefmt="plain", disable_numparse=True, colalign=aligned, rowalign=at)
+    at = ["bottom", *["top"] * (len(lines) + 1)]
+    return _tabulated([head, ["-" * limit for limit in limits], *lines], columns, "plain", rowalign=at)
 
 
-def _limits(columns: Sequence[tuple[str, ...]]) -> list[int]:
+def _tabulated(lines: Sequence[Sequence[str]], columns: Sequence[Column], style: str, **options: Any) -> str:
+    aligned = [_alignment(column) for column in columns]
+    headers = () if style == "plain" else "firstrow"
+    return tabulate(lines, headers, tablefmt=style, disable_numparse=True, colalign=aligned, **options)
+
+
+def _limits(columns: Sequence[Column]) -> list[int]:
     """Return a width for each column. In a table that is too wide, headers are wrapped, then columns of text."""
     limits = [max(map(len, column)) for column in columns]
     if _width(limits) <= terminal_width():
@@ -143,7 +139,7 @@ def _limits(columns: Sequence[tuple[str, ...]]) -> list[int]:
     return limits
 
 
-def _fits(columns: Sequence[tuple[str, ...]]) -> bool:
+def _fits(columns: Sequence[Column]) -> bool:
     return _width(_limits(columns)) <= terminal_width()
 
 
@@ -151,23 +147,20 @@ def _width(limits: Sequence[int]) -> int:
     return sum(limits) + 2 * (len(limits) - 1)
 
 
-def _alignment(column: Sequence[str]) -> str:
+def _alignment(column: Column) -> str:
     return "right" if all(re.fullmatch(r"[<+-]?[\d,.]+(e[+-]?\d+)?%?|-?", cell) for cell in column[1:]) else "left"
 
 
 def _texts(values: Sequence[Any]) -> list[str]:
-    decimals = decimals_of(max((abs(value) for value in values if _is_finite_float(value)), default=0.0))
-    return ["-" if value is None else _text(value, decimals) for value in values]
+    floats = [value for value in values if isinstance(value, float) and math.isfinite(value)]
+    decimals = decimals_of(max(map(abs, floats), default=0.0))
 
+    def text(value: Any) -> str:
+        if isinstance(value, float) and math.isfinite(value):
+            return float_text(value, decimals)
+        return f"{value:,}" if type(value) is int else "-" if value is None else str(value)
 
-def _text(value: Any, decimals: int) -> str:
-    if _is_finite_float(value):
-        return float_text(value, decimals)
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-def _is_finite_float(value: Any) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
+    return [text(value) for value in values]
 
 
 def fold(rows: Sequence[Row]) -> list[Row]:

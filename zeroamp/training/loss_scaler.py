@@ -38,11 +38,6 @@ class LossScaler:
         """The factor by which the next backward multiplies the loss. Reading it does not wait for the device."""
         return self.state.scale if self.enabled else 1.0
 
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether overflows have lowered the scale to its minimum, so that the next overflow raises."""
-        return self.config.is_exhausted(self.state) and self.state.last_overflow >= 0
-
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the scale, in the loss's shape."""
         return self._grad_scaler.scale(loss)

@@ -69,7 +69,6 @@ class TrainStep:
                 scheduler needs a metric, or an optimizer needs a closure, sparse gradients, or whole parameters where
                 they are sharded. Also if the arguments differ between ranks.
             WrapError: the model is not wrapped.
-            ConfigError: a monitor of the config cannot be opened.
         """
         self.model = model
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
@@ -137,7 +136,7 @@ class TrainStep:
         if callbacks is self._driver.callbacks:  # train.callbacks += [...]
             return
         raise StepError(
-            "TrainStep.callbacks was set, which would remove the callbacks of the config (monitors, saving). "
+            "TrainStep.callbacks was set, which would remove the callbacks of zeroamp (reports, saving). "
             "Call train.callbacks.append(callback) for each of yours."
         )
 

@@ -346,7 +346,6 @@ class StepDriver:
                 loss_scale=clipped.scale,
                 skipped=clipped.skipped,
                 num_skipped=self.num_skipped,
-                is_scale_exhausted=self.scaler.is_exhausted,
                 hint=None if self.scaler.enabled else self.nonfinite_hint,
                 lr_values=rates,
             )

@@ -29,7 +29,7 @@ class HostCopy:
 
 
 class NonfiniteHint:
-    """Logs once that a gradient norm is not finite, and names the config key that finds out where it began."""
+    """Logs once that a gradient norm is not finite, and names what finds out where it began."""
 
     def __init__(self, *, is_first_rank: bool) -> None:
         """Take whether this rank logs."""
@@ -40,8 +40,10 @@ class NonfiniteHint:
         if not math.isfinite(norm) and not self.is_given:
             self.is_given = True
             logger.warning(
-                'The gradient norm of %s is %s. To log where it began, write "zeroamp": {"find_nonfinite": true} '
-                'in the config. "skip_nonfinite_steps": true leaves such updates out. This is logged once.',
+                "The gradient norm of %s is %s. To find where it began, call transformers.debug_utils."
+                "DebugUnderflowOverflow(model) after wrap_model for the forward, or torch.autograd."
+                'set_detect_anomaly(True) for the backward. "zeroamp": {"skip_nonfinite_steps": true} in the config '
+                "leaves such updates out. This is logged once.",
                 *(step, norm),
             )
 
@@ -71,8 +73,6 @@ class StepReport:
     Only in float16, and with `zeroamp.skip_nonfinite_steps` or `bf16.check_grad_overflow`."""
     num_skipped: int = 0
     """Optimizer steps skipped so far, this one included: `TrainStep.num_skipped`."""
-    is_scale_exhausted: bool = False
-    """Whether overflows have lowered a dynamic loss scale to its minimum, so that the next overflow raises."""
     hint: NonfiniteHint | None = field(default=None, repr=False, compare=False)
     """Sees the norm when the host reads it. None in float16, where overflows lower the loss scale."""
     lr_values: tuple[float | torch.Tensor, ...] = ()

@@ -27,17 +27,14 @@ from zeroamp.policies.schema import Config, Honoured, iter_keys
 from zeroamp.version import __version__
 from zeroamp.wrapping.run_alike import Description
 
-_OF_ONE_RANK = (
-    *("tensorboard", "csv_monitor", "wandb", "comms_logger", "steps_per_print", "wall_clock_breakdown"),
-    "zeroamp.count_traffic",
-)
-"""Blocks and keys of the config that change only logs and records of a rank."""
+_OF_ONE_RANK = ("comms_logger", "steps_per_print", "zeroamp.count_traffic")
+"""Blocks and keys of the config that change only logs and counters of a rank."""
 
 
 def description_of(model: nn.Module, plan: Plan, axes: MeshAxes | None) -> Description:
     """Return the plan and the arguments of `wrap_model` as texts, which `run_alike` compares between ranks.
 
-    Left out are values of parameters, keys without effect, and settings of monitors, which may differ between ranks.
+    Left out is what may differ between ranks: values of parameters, keys without effect, keys of logs and counters.
     `axes` are those of the caller's mesh, None without a mesh.
 
     Raises:
@@ -47,14 +44,12 @@ def description_of(model: nn.Module, plan: Plan, axes: MeshAxes | None) -> Descr
     given = flatten(Policy(policy.config).to_config())
     keys = dict.fromkeys((*(key.path for key in iter_keys(Config) if isinstance(key.key_class, Honoured)), *given))
     config = {path: json.dumps(given.get(path)) for path in keys if not path.startswith(_OF_ONE_RANK)}
-    monitors = (policy.tensorboard, policy.csv_monitor, policy.wandb, policy.wall_clock_breakdown)
     made = "made by wrap_model"
     layout = made if axes is None else _layout(axes)
     return {
         "torch's version": torch.__version__,
         "zeroamp's version": __version__,
         **config,
-        "the use of a monitor": str(any(monitors)),
         "the mesh": layout,
         "whether one node has all ranks": str(is_one_node(policy)),
         **_parameters(model, plan, expected_shards(policy, None if axes is None else axes.fsdp)),

@@ -88,9 +88,9 @@ def test_a_refused_class_is_no_base_class_and_has_no_instances():
         ("runtime.lr_schedules", "scheduler"),
         ("runtime.config", "policy_from_config"),
         ("pipe", "no pipeline"),
-        ("profiling.flops_profiler", "count_flops"),
+        ("profiling.flops_profiler", "FlopCounterMode"),
         ("utils.zero_to_fp32", "load_hf"),
-        ("utils.timer", "wall_clock_breakdown"),
+        ("utils.timer", "RunReport"),
     ],
 )
 def test_submodules_that_scripts_import_answer_with_a_sentence(name, word):

@@ -42,7 +42,7 @@ def test_one_row_per_group_and_one_per_parameter(ranks2):
     assert words.startswith("zeroamp: mode autocast, ZeRO stage 3, 3 units below the root, 5 groups, 33,600 parameters")
     assert "10,272" in text
     (row,) = [line.split() for line in text.splitlines() if line.startswith("bf16  ")]
-    assert row == ["bf16", "bf16", "15", "30,816", "0.0000616", "0.000123", "0.0000616"]  # stage 3 all-gathers twice
+    assert row == ["bf16", "bf16", "15", "30,816", "60.19", "120.38", "60.19"]  # stage 3 all-gathers twice
     assert "blocks.0 … blocks.2" in text  # three equal rows are one
     assert "blocks.1" not in text
     assert "safe: owned by Linear" in long_text

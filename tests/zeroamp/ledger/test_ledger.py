@@ -110,7 +110,7 @@ def test_without_the_ranks_the_text_says_so_and_has_no_bytes_per_rank():
     text = " ".join(str(ledger(ranks={"num_shards": 2})).split())
     assert "not known" not in text
     assert "padding included" in text
-    assert "| GiB of shards per rank |" in " ".join(ledger(ranks={"num_shards": 2}).to_markdown().split())
+    assert "| shards per rank KiB |" in " ".join(ledger(ranks={"num_shards": 2}).to_markdown().split())
     assert set(PER_RANK) < set(ledger(ranks={"num_shards": 2}).parameter_rows()[0])
 
 

@@ -84,16 +84,16 @@ def test_only_the_steps_of_the_one_train_step_count(ranks2, tmp_path):
 
 
 def _mistakes(folder):
-    texts = []
-    for keywords in ({"wait": -1}, {"warmup": 0}, {"active": 0}):
-        with pytest.raises(zeroamp.StepError) as raised:
-            zeroamp.Profile(_train_step(), folder, **keywords)
-        texts.append(str(raised.value))
+    """Too few steps, an error inside, and, on rank 1, a file where the folder is to be."""
     with pytest.raises(zeroamp.StepError) as early, zeroamp.Profile(train := _train_step(), folder):
         _steps(train, 2)
     with pytest.raises(ValueError, match="asked to"), zeroamp.Profile(train, folder, wait=0):
         _step_and_raise(train)
-    return [*texts, str(early.value)], len(wrap_state(train.model).callbacks), os.path.exists(folder)
+    own = Path(f"{folder} {dist.get_rank()}")
+    own.write_text("")
+    with pytest.raises(zeroamp.StepError) as unwritable, zeroamp.Profile(train, own, wait=0, active=1):
+        _steps(train, 2)
+    return (str(early.value), str(unwritable.value)), len(wrap_state(train.model).callbacks), os.path.exists(folder)
 
 
 def _step_and_raise(train):
@@ -102,36 +102,10 @@ def _step_and_raise(train):
 
 
 def test_mistakes_are_errors_and_nothing_is_written_after_one(ranks2, tmp_path):
-    for texts, num_callbacks, was_written in ranks2.run(_mistakes, str(tmp_path / "traces")):
-        patterns = [
-            r"wait=-1 .*wait must be at least 0",
-            r"warmup=0 .*warmup and active at least 1",
-            r"active=0\. .*Change them",
-            r"after 2 optimizer steps.* step 3.* lower wait and warmup",
-        ]
-        for text, pattern in zip(texts, patterns, strict=True):
-            assert re.search(pattern, text), text
+    for (early, unwritable), num_callbacks, was_written in ranks2.run(_mistakes, str(tmp_path / "traces")):
+        assert re.search(r"after 2 optimizer steps.* step 3.* lower wait and warmup", early)
+        assert re.match(r"Profile cannot write .*/rank\d\.json: FileExistsError: .*Name another folder\.$", unwritable)
         assert (num_callbacks, was_written) == (0, False)
-
-
-def _unwritable_on_one(folder):
-    """On rank 1 there is a file where the folder is to be."""
-    train = _train_step()
-    own = Path(folder) / f"traces {dist.get_rank()}"
-    if dist.get_rank() == 1:
-        own.write_text("")
-    with pytest.raises(zeroamp.StepError) as raised, zeroamp.Profile(train, own, wait=0, active=1):
-        _steps(train, 2)
-    _steps(train, 1)  # training can go on
-    return str(raised.value), train.num_steps
-
-
-def test_a_rank_that_cannot_write_is_an_error_on_all(ranks2, tmp_path):
-    for text, num_steps in ranks2.run(_unwritable_on_one, str(tmp_path)):
-        assert re.match(
-            r"rank 1: Profile cannot write .*traces 1/rank1\.json: FileExistsError: .*Name another folder\.$", text
-        )
-        assert num_steps == 3
 
 
 SCRIPT = """

@@ -1,7 +1,9 @@
 """`RunReport`: what it writes is what happened, and training has the same bits with it."""
 
 import json
-import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,19 +17,20 @@ from tests.processes.training import config, full_parameters, same_bits, wrapped
 from tests.selection import slow_but
 from tests.zeroamp.reporting.runs import NAME, take_steps, train_step
 from zeroamp.policies.numbers import gib_text
-from zeroamp.reporting.step_recorder import StepRecorder
+from zeroamp.reporting.run_report import RunReport, count_tokens
 from zeroamp.training.step import driver_of
 
 
 def _with_everything(cfg, folder):
-    """Losses, norms and parameters of four steps, without instruments and with all that need no further package."""
+    """Losses, norms and parameters of four steps, without instruments and with all."""
     results = []
     for has_instruments in (False, True):
-        monitors = {"csv_monitor": {"enabled": True, "output_path": folder}, "wall_clock_breakdown": True}
-        train = train_step(cfg | monitors if has_instruments else cfg)
+        train = train_step(cfg)
         if has_instruments:
-            options = {"flops_per_step": 1e9, "peak_flops": 1e12, "steps_per_check": 2}
-            with zeroamp.RunReport(train, f"{folder}/run.jsonl", **options):
+            with (
+                zeroamp.RunReport(train, f"{folder}/run.jsonl"),
+                zeroamp.Profile(train, f"{folder}/traces", wait=0, active=1),
+            ):
                 reports = take_steps(train, 4)
         else:
             reports = take_steps(train, 4)
@@ -46,7 +49,7 @@ def _recorded(cfg, path, num_steps):
     """What the report of a run has beside what `step()` returned."""
     train = train_step(cfg)
     rows = []
-    with zeroamp.RunReport(train, path, flops_per_step=3e9, peak_flops=2e12) as run:
+    with zeroamp.RunReport(train, path) as run:
         for _ in range(num_steps):
             zeroamp.traffic(train.model).reset()
             rates = [group["lr"] for group in train.optimizers[0].param_groups]
@@ -83,8 +86,6 @@ def test_the_file_has_what_step_returned_and_what_the_counters_counted(ranks2, t
     for line in lines:
         assert line["num_tokens"] == num_tokens
         assert line["tokens_per_s"] == num_tokens / line["step_s"]
-        assert line["flops_per_s_per_rank"] == 3e9 / (line["step_s"] * 2)
-        assert line["mfu"] == line["flops_per_s_per_rank"] / 2e12
         parts = [line[f"{part}_s"] for part in ("forward", "backward", "exposed_communication", "optimizer")]
         assert all(part > 0 for part in parts)
         assert sum(parts) <= line["step_s"]
@@ -149,13 +150,6 @@ def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(ranks2, tmp_path
     assert str(caught.value).count("ConfigError: rank 0: RunReport(path=)") == 2
 
 
-@pytest.mark.parametrize("name", ["tokens_per_step", "flops_per_step", "peak_flops", "steps_per_check"])
-@pytest.mark.parametrize("value", [-1, math.inf, math.nan])
-def test_numbers_that_are_not_positive_and_finite_are_refused(name, value):
-    with pytest.raises(zeroamp.StepError, match=rf"RunReport\({name}=\).* {value}"):
-        zeroamp.RunReport(None, "run.jsonl", **{name: value})
-
-
 def _around_other_forwards(path):
     """An evaluation, a verification and a window that failed are not counted as training; nothing is left behind."""
     train = train_step(config(3, accumulation=2))
@@ -177,8 +171,8 @@ def _around_other_forwards(path):
     run.close()
     state = driver_of(train).state
     left = (
-        sum(isinstance(callback, StepRecorder) for callback in train.callbacks),
-        sum(isinstance(listener, StepRecorder) for listener in state.listeners),
+        sum(isinstance(callback, RunReport) for callback in train.callbacks),
+        sum(isinstance(listener, RunReport) for listener in state.listeners),
         "unshard" in vars(_first_group(state.root)),
     )
     return (
@@ -200,23 +194,19 @@ def test_only_training_is_counted_and_close_leaves_nothing_behind(ranks2, tmp_pa
     assert ranks2.run(_around_other_forwards, str(tmp_path / "run.jsonl"))[0] == (True, True, True, True, (0, 0, False))
 
 
-def _with_a_full_disk(path):
+def _on_a_full_disk():
+    """/dev/full opens, and no write to it succeeds."""
     train = train_step(config(3))
-    run = zeroamp.RunReport(train, path)
-    with log_lines() as lines:
-        take_steps(train, 1)
-        for writer in run._writers._writers:
-            writer._file.close()
+    with log_lines() as lines, zeroamp.RunReport(train, "/dev/full") as run:
         take_steps(train, 2)
-    run.close()
-    return train.num_steps, [line for line in lines if "is written" in line]
+    return run.last.step, [line for line in lines if "RunReport" in line]
 
 
-def test_a_writer_that_fails_says_so_once_and_training_goes_on(ranks2, tmp_path):
-    first, second = ranks2.run(_with_a_full_disk, str(tmp_path / "run.jsonl"))
-    assert first[0] == second[0] == 3
-    assert [line.partition(", because")[0] for line in first[1]] == ["JsonlWriter: nothing is written from step 2 on"]
-    assert second[1] == []
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has it")
+def test_a_line_that_cannot_be_written_ends_the_file_and_not_the_training(ranks2):
+    (last, lines), others = ranks2.run(_on_a_full_disk)
+    assert [line.partition(", because")[0] for line in lines] == ["RunReport writes nothing more to /dev/full"]
+    assert (last, others) == (2, (2, []))
 
 
 def _summaries():
@@ -238,11 +228,10 @@ def test_wrap_model_logs_its_size_on_the_first_rank(ranks2):
 
 
 def _pending(path):
-    """On an accelerator a record comes one step late: here with the clock of the CPU, told to be read late."""
+    """On an accelerator a record comes one step late: here on the CPU, as if it were one."""
     train = train_step(config(3))
     run = zeroamp.RunReport(train, path)
-    recorder = next(watcher for watcher in train.callbacks if isinstance(watcher, StepRecorder))
-    recorder._clock.is_immediate = False
+    run._is_read_late = True
     seen = []
     for index in range(3):
         (report,) = take_steps(train, 1, first=index)
@@ -257,3 +246,95 @@ def test_late_records_are_those_of_the_step_before_and_close_writes_the_last(ran
     assert [late for _, late in seen] == [None, *losses[:2]]
     assert last == losses[2]
     assert [record.loss for record in zeroamp.read_run(tmp_path / "run.jsonl").records] == losses
+
+
+def _one_at_a_time(folder):
+    """What the second of two reports is answered, and what the ones after the first have."""
+    train = train_step(config(3))
+    run = zeroamp.RunReport(train, f"{folder}/a.jsonl", tokens_per_step=7)
+    other = zeroamp.TrainStep(train.model, torch.optim.SGD(train.model.parameters(), lr=1e-2))
+    with pytest.raises(zeroamp.StepError) as refused:
+        zeroamp.RunReport(other, f"{folder}/b.jsonl")
+    take_steps(train, 1)
+    run.close()
+    with zeroamp.RunReport(train, f"{folder}/b.jsonl") as second:
+        run.close()  # again, which ends no other
+        take_steps(train, 1)
+    take_steps(train, 1)
+    return str(refused.value), (run.last.step, run.last.num_tokens), (second.last.step, second.last.num_tokens)
+
+
+def test_a_model_has_one_report_at_a_time(ranks2, tmp_path):
+    num_tokens = batch(NAME, 0).numel() * 2
+    for text, first, second in ranks2.run(_one_at_a_time, str(tmp_path)):
+        assert "Another RunReport is open on this model" in text
+        assert (first, second) == ((1, 7), (2, num_tokens))
+    assert [record.step for record in zeroamp.read_run(tmp_path / "a.jsonl").records] == [1]
+
+
+def _inside_a_step(path):
+    """Begin a report at every moment of a step of two micro-batches, and after a step that was discarded."""
+    train = train_step(config(3, accumulation=2))
+    refused = []
+
+    def begin():
+        try:
+            zeroamp.RunReport(train, path).close()
+        except zeroamp.StepError as error:
+            refused.append("Construct it after step()" in str(error))
+        else:
+            refused.append(None)
+
+    for act in (lambda: None, lambda: train.backward(loss_of(train.model, batch(NAME, 0))), train.step):
+        act()
+        begin()
+    train.zero_grad()
+    begin()
+    take_steps(train, 1)
+    begin()
+    return refused
+
+
+def test_a_report_that_would_begin_inside_an_optimizer_step_is_refused(ranks2, tmp_path):
+    assert ranks2.run(_inside_a_step, str(tmp_path / "run.jsonl")) == [[None, True, True, None, None]] * 2
+
+
+def _documented(code, folder):
+    train, before = train_step(config(3)), os.getcwd()
+    os.chdir(folder)
+    try:
+        names = {"zeroamp": zeroamp, "loss_of": loss_of, "loader": [batch(NAME, 0)]}
+        exec(code, names | {"train": train, "model": train.model})
+    finally:
+        os.chdir(before)
+
+
+def test_the_example_of_the_docs_runs(ranks2, tmp_path):
+    reports = (Path(__file__).parents[3] / "docs" / "instruments.md").read_text().partition("## Reports")[2]
+    code = reports.partition('```python title="fragment"\n')[2].partition("```")[0]
+    ranks2.run(_documented, code, str(tmp_path))
+    assert len(zeroamp.read_run(tmp_path / "runs" / "a.jsonl").records) == 1
+
+
+def ids(*shape, dtype=torch.int64):
+    return torch.zeros(shape, dtype=dtype)
+
+
+@dataclass
+class Batch:
+    labels: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "num_tokens"),
+    [
+        ((), {"position_ids": ids(3, 64), "input_ids": ids(64)}, 64),
+        (({"labels": ids(2, 3)},), {}, 6),
+        ((Batch(ids(2, 3)),), {}, 6),
+        ((), {"input_ids": None, "labels": ids(2, 3)}, 6),
+        ((ids(4), torch.zeros(4, 4), ids(2, 3, dtype=torch.int32), ids(9, 9)), {}, 6),
+        ((ids(4), torch.zeros(4, 4)), {"mask": ids(4, 4, dtype=torch.bool)}, None),
+    ],
+)
+def test_tokens_are_the_elements_of_input_ids_else_of_the_first_integers_of_two_dims(args, kwargs, num_tokens):
+    assert count_tokens(args, kwargs) == num_tokens

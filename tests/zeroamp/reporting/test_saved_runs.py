@@ -1,6 +1,7 @@
 """What is read of a run that went back to a checkpoint, or began again: every step once."""
 
 import json
+import math
 import os
 import random
 
@@ -8,15 +9,17 @@ import pytest
 import torch
 
 import zeroamp
+from tests.processes import cli
 from tests.processes.training import config, wrapped
 from tests.zeroamp.reporting.records import record, write_run
 from tests.zeroamp.reporting.runs import NAME, take_steps
 from zeroamp.reporting.saved_runs import runs_to_dict, table
+from zeroamp.reporting.step_record import StepRecord
 
 OVERFLOWING = config(3, dtype="float16", fp16={"initial_scale_power": 20, "hysteresis": 1})
 
 
-def walk(seed, counts_skipped):
+def walk(seed):
     """The records of a run that goes back now and then, in the order of the file, and those that were not lost."""
     choose = random.Random(seed)
     file, path = [], []
@@ -24,19 +27,17 @@ def walk(seed, counts_skipped):
         if choose.random() < 0.1:
             del path[choose.randint(0, len(path)) :]
         for _ in range(choose.randint(1, 3)):
-            skipped = choose.random() < 0.5 and counts_skipped
+            skipped = choose.random() < 0.5
             num_skipped = sum(each.skipped for each in path) + skipped
             step = len(path) + 1 - num_skipped
-            fields = {"skipped": skipped, "num_skipped": num_skipped if counts_skipped else None}
-            file.append(record(step, loss=float(len(file)), **fields))
+            file.append(record(step, loss=float(len(file)), skipped=skipped, num_skipped=num_skipped))
             path.append(file[-1])
     return file, path
 
 
-@pytest.mark.parametrize("counts_skipped", [True, False])
-def test_steps_that_were_lost_are_left_out(tmp_path, counts_skipped):
+def test_steps_that_were_lost_are_left_out(tmp_path):
     for seed in range(30):
-        file, path = walk(seed, counts_skipped)
+        file, path = walk(seed)
         assert zeroamp.read_run(write_run(tmp_path / "run.jsonl", file)).records == path
 
 
@@ -105,3 +106,98 @@ def test_no_text_of_a_file_reaches_the_terminal_as_an_escape(tmp_path):
     text = table([zeroamp.read_run(path)])
     assert "\x1b" not in text
     assert "\\x1b[2J" in text
+
+
+def test_a_record_survives_strict_json():
+    before = record(7, loss=math.inf, grad_norm=-math.inf, traffic_bytes={"all_gather bf16": 12}, num_tokens=3)
+    assert StepRecord.from_json(json.loads(json.dumps(before.to_json(), allow_nan=False))) == before
+    assert math.isnan(StepRecord.from_json(json.loads(json.dumps(record(loss=math.nan).to_json()))).loss)
+    assert StepRecord.from_json(record().to_json() | {"colour": 3}) == record()
+    assert (record().other_s, record().busy_s) == pytest.approx((0.3, 0.9))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [{"loss": None}, {"step_s": [1.0]}, {"lr": 0.1}, {"traffic_bytes": {"all_gather bf16": "many"}}, {"loss": "much"}],
+)
+def test_what_is_none_of_a_fields_kind_is_refused(broken):
+    with pytest.raises(ValueError, match="validation error"):
+        StepRecord.from_json(record().to_json() | broken)
+
+
+@pytest.fixture
+def runs(tmp_path):
+    one = [record(step, loss=5.0 - step, tokens_per_s=100.0 * step, num_tokens=50) for step in (1, 2, 3)]
+    two = [record(step, loss=4.0 - step, skipped=step == 2, peak_active_gib=1.5) for step in (1, 2)]
+    return write_run(tmp_path / "one.jsonl", one), write_run(tmp_path / "two.jsonl", two, device="NVIDIA H200")
+
+
+def report(*arguments):
+    return cli.run("report", *arguments)
+
+
+def rows(text):
+    """label -> cells, of a Markdown table."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    return {label: cells for label, *cells in (lines[0], *lines[2:])}
+
+
+def test_runs_are_side_by_side(runs):
+    code, stdout, stderr = report(*runs, "--markdown")
+    assert (code, stderr) == (0, "")
+    shown = rows(stdout)
+    assert shown[""] == ["one", "two"]
+    assert shown["ranks, device"] == ["2, cpu", "2, NVIDIA H200"]
+    assert shown["steps (skipped)"] == ["3 (0)", "1 (1)"]
+    assert shown["tokens"] == ["150", "-"]
+    assert shown["loss, first"] == ["4.0000", "3.0000"]
+    assert shown["loss, last"] == ["2.0000", "3.0000"]
+    assert shown["tokens/s, median"] == ["250", "-"]  # of the second and third step
+    assert shown["ms per step, median"] == ["1,000.0", "1,000.0"]
+    assert shown["- forward"] == ["20.0%", "20.0%"]
+    assert shown["peak GiB, active"] == ["-", "1.50"]
+    assert "allocator flushes" not in shown  # known of none
+
+
+def test_one_run_is_a_table_of_one_column_and_equal_names_are_told_apart(runs):
+    assert rows(report(runs[0], "--markdown")[1])[""] == ["one"]
+    assert rows(report(runs[0], runs[0], "--markdown")[1])[""] == ["one (1)", "one (2)"]
+
+
+@pytest.mark.parametrize("style", [[], ["--markdown"]])
+def test_runs_have_their_own_names_and_parts_of_the_step_are_marked(tmp_path, style):
+    path = write_run(tmp_path / "x_nan ms per step.jsonl", [record(1)])
+    code, stdout, _ = report(path, path, *style)
+    assert code == 0
+    assert "x_nan ms per step (1)" in stdout
+    labels = [line.strip("| ").replace("|", "  ").split("  ")[0].strip() for line in stdout.splitlines()]
+    step = labels.index("ms per step, median")
+    assert labels[step + 1 : step + 4] == ["- forward", "- backward", "- exposed communication"]
+
+
+def test_lines_that_json_reads_but_no_run_has_are_left_out(tmp_path):
+    path = write_run(tmp_path / "one.jsonl", [record(1)])
+    header, step = map(json.loads, path.read_text().splitlines())
+    broken = [header | {"plan": None}, step | {"traffic_bytes": 3}, {"kind": "warning", "name": None}]
+    path.write_text(path.read_text() + "".join(json.dumps(line) + "\n" for line in broken))
+    code, stdout, stderr = report(path, "--markdown")
+    assert code == 0
+    assert stderr == f"WARNING: {path}, from line 3: 3 lines are skipped: cut, or not written by RunReport\n"
+    assert (rows(stdout)["steps (skipped)"], rows(stdout)["starts"]) == (["1 (0)"], ["1"])
+    assert zeroamp.read_run(path).num_unreadable == 3
+
+
+def test_a_file_that_is_no_run_is_an_error_without_a_traceback(tmp_path):
+    code, stdout, stderr = report(tmp_path / "none.jsonl")
+    assert (code, stdout) == (1, "")
+    assert stderr.startswith(f"Error: {tmp_path / 'none.jsonl'} cannot be read")
+
+
+def test_a_file_of_something_else_has_one_warning_and_not_one_per_line(tmp_path):
+    path = tmp_path / "some.log"
+    path.write_text("[]\nnothing\n" * 500)
+    code, _, stderr = report(path)
+    assert code == 1
+    warning, error = stderr.splitlines()
+    assert warning == f"WARNING: {path}, from line 1: 1,000 lines are skipped: cut, or not written by RunReport"
+    assert error.startswith(f"Error: {path} has no header of a RunReport")

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
+from tests.measuring.logs import log_lines
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, full_parameters, same_bits, wrapped
 from tests.selection import slow_but
@@ -59,3 +60,22 @@ def _plain_backward():
 def test_a_plain_backward_that_would_skip_nothing_raises(ranks2):
     with pytest.raises(AssertionError, match="StepError: .*skip_nonfinite_steps True"):
         ranks2.run(_plain_backward)
+
+
+def _logged(options, factor):
+    model = wrapped(NAME, config(3, **options))
+    train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    with log_lines() as lines:
+        for index in range(3):
+            train.backward(loss_of(model, batch(NAME, index)) * factor)
+            _ = train.step().grad_norm
+    return lines
+
+
+def test_what_finds_such_a_value_is_named_once_but_not_in_float16(ranks2):
+    (line,), others = ranks2.run(_logged, {}, math.nan)
+    assert others == []
+    assert line.startswith("The gradient norm of step 1 is nan. ")
+    assert "DebugUnderflowOverflow(model) after wrap_model" in line
+    fp16 = {"dtype": "float16", "fp16": {"initial_scale_power": 40}}
+    assert ranks2.run(_logged, fp16, 1.0) == [[], []]

@@ -43,9 +43,14 @@ const FORMS = {
   int: (value) => value.toLocaleString("en-US"),
   float: (value) => (Number.isFinite(value) ? decimals(value) : String(value)),
   gib: (value) => decimals(value / 2 ** 30),
-  gb: (value) => decimals(value / 1e9),
   percent: (value) => `${(100 * value).toFixed(1)}%`,
 };
+// Bytes in one unit for a whole column or chart: that of the largest number.
+function unitOf(numbers) {
+  const largest = Math.max(...numbers, 0);
+  const power = [3, 2, 1].find((power) => largest >= 1024 ** power) ?? 0;
+  return { name: ["bytes", "KiB", "MiB", "GiB"][power], size: 1024 ** power };
+}
 const shown = (value, kind) =>
   value === null || value === undefined ? "–" : kind in FORMS && typeof value === "number" ? FORMS[kind](value) : String(value);
 
@@ -55,7 +60,7 @@ function dtypeChip(name) {
   return chip;
 }
 
-// columns: {key, label, kind: text | name | fits (yes and no are coloured) | dtype | int | float | gib | gb | percent, hint}
+// columns: {key, label, kind: text | name | fits (yes and no are coloured) | dtype | int | float | gib | percent, hint}
 // options: {search: [keys], filters: [keys], toggles: [[label, row -> bool]], isBest: row -> bool, limit, isCompact: narrow columns}
 function table(rows, columns, options = {}) {
   const state = { sort: null, down: false, limit: options.limit ?? 300, choices: {}, toggles: [] };
@@ -64,7 +69,7 @@ function table(rows, columns, options = {}) {
   const more = element("button", { textContent: "Show all", hidden: true, onclick: () => { state.limit = Infinity; draw(); } });
   const words = element("input", { type: "search", placeholder: "Search, words in any order", ariaLabel: "Search" });
   words.addEventListener("input", () => { remember(); draw(); });
-  const isNumber = (column) => ["int", "float", "gib", "gb", "percent"].includes(column.kind);
+  const isNumber = (column) => ["int", "float", "gib", "percent"].includes(column.kind);
   const heads = columns.map((column) => element("th", { className: isNumber(column) ? "number" : "", title: column.hint ?? "" },
     element("button", { textContent: column.label, type: "button", onclick: () => sortBy(column) })));
 
@@ -99,7 +104,9 @@ function table(rows, columns, options = {}) {
   function cell(row, column) {
     const value = row[column.key];
     const made = element("td", { className: isNumber(column) ? "number" : column.kind === "fits" ? value : column.kind ?? "" });
-    made.append(column.kind === "dtype" && value !== null && value !== undefined ? dtypeChip(value) : shown(value, column.kind));
+    if (column.kind === "dtype" && value !== null && value !== undefined) made.append(dtypeChip(value));
+    else if (column.kind === "name") made.append(...shown(value).split(/(?<=\.)/).flatMap((part) => [part, element("wbr")]));  // wraps after dots
+    else made.append(shown(value, column.kind));
     return made;
   }
   function draw() {
@@ -149,7 +156,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     Plotly.relayout(made, { ...colours(), ...axes });
   }
 });
-const LEGEND = { orientation: "h", y: IS_NARROW ? -0.12 : -0.2, yanchor: "top", font: { size: IS_NARROW ? 10 : 11 } };
+const LEGEND = { orientation: "h", y: IS_NARROW ? -0.12 : -0.3, yanchor: "top", font: { size: IS_NARROW ? 10 : 11 } };
 const below = (title, more = {}) => axis(IS_NARROW ? "" : title, more);
 const axis = (title, more = {}) => ({ title: { text: title }, gridcolor: theme("grid"), zerolinecolor: theme("line"), automargin: true, ...more });
 const titled = (text) => ({ text, font: { size: 14 }, x: 0.02, xanchor: "left" });

@@ -12,8 +12,8 @@ tiles([
   ["parameters", FORMS.int(rows.length)],
   ["elements", FORMS.int(elements)],
   ["of the trainable elements in low precision", FORMS.percent(DATA.low_share)],
-  ["GB all-gathered per step and rank", shown(sum("all_gathered_bytes_per_step"), "gb")],
-  ["GB reduced per step and rank", shown(sum("reduced_bytes_per_step"), "gb")],
+  ["GiB all-gathered per step and rank", shown(sum("all_gathered_bytes_per_step"), "gib")],
+  ["GiB reduced per step and rank", shown(sum("reduced_bytes_per_step"), "gib")],
 ]);
 
 function sum(key) {
@@ -74,13 +74,13 @@ heading("Dtypes between ranks");
 add(table(DATA.summary, [
   { key: "param", label: "all-gathered in", kind: "dtype" }, { key: "communication", label: "reduced in", kind: "dtype" },
   { key: "params", label: "parameters", kind: "int" }, { key: "elements", label: "elements", kind: "int" },
-  { key: "bytes_per_all_gather", label: "GB per all-gather", kind: "gb" },
-  { key: "all_gathered_bytes_per_step", label: "GB all-gathered per step", kind: "gb" },
-  { key: "reduced_bytes_per_step", label: "GB reduced per step", kind: "gb" }]));
+  { key: "bytes_per_all_gather", label: "GiB per all-gather", kind: "gib" },
+  { key: "all_gathered_bytes_per_step", label: "GiB all-gathered per step", kind: "gib" },
+  { key: "reduced_bytes_per_step", label: "GiB reduced per step", kind: "gib" }]));
 
 const BYTES = [
-  { key: "all_gathered_bytes_per_step", label: "gathered GB", kind: "gb", hint: "GB all-gathered per step and rank" },
-  { key: "reduced_bytes_per_step", label: "reduced GB", kind: "gb", hint: "GB reduced per step and rank" },
+  { key: "all_gathered_bytes_per_step", label: "gathered GiB", kind: "gib", hint: "GiB all-gathered per step and rank" },
+  { key: "reduced_bytes_per_step", label: "reduced GiB", kind: "gib", hint: "GiB reduced per step and rank" },
   { key: "stored_bytes_per_rank", label: "shards GiB", kind: "gib", hint: "GiB of shards per rank" },
   { key: "unsharded_bytes_per_rank", label: "unsharded GiB", kind: "gib", hint: "GiB unsharded per rank" },
   { key: "gradient_bytes_per_rank", label: "gradients GiB", kind: "gib", hint: "GiB of gradients per rank" }];
@@ -121,7 +121,7 @@ function foldable(title, text, all, name, columns, options) {
 }
 
 const NOT_BF16 = [["not bf16", (row) => row.param !== "bf16" || row.communication !== "bf16"]];
-foldable("Parameters", "Bytes are of one rank and one parameter: GB per optimizer step, GiB of memory.", rows, "parameter",
+foldable("Parameters", "Bytes are of one rank and one parameter: communicated per optimizer step, and in memory.", rows, "parameter",
   [{ key: "parameter", label: "parameter", kind: "name" }, { key: "elements", label: "elements", kind: "int" }, ...DTYPE_COLUMNS,
     { key: "why", label: "why", kind: "text" }, { key: "class", label: "class" }, ...BYTES, { key: "group", label: "group", kind: "name" }],
   { isCompact: true, search: ["parameter", "aliases", "class", "unit", "group", "why"], filters: ["param", "communication", "class"], toggles: NOT_BF16 });

@@ -3,7 +3,7 @@
 
 const plan = DATA.plan, GIB = 2 ** 30;
 // Of the kinds of memory, in their order.
-const MEMORY = ["#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#D55E00", "#F0E442", "#999999", "#000000"];
+const MEMORY = ["#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#D55E00", "#F0E442", "#999999", "#8250df"];
 const yes = (is) => (is ? "yes" : "no");
 const stages = plan.stages.map((stage) => ({
   ...stage,
@@ -12,12 +12,6 @@ const stages = plan.stages.map((stage) => ({
   sent: stage.traffic.reduce((sum, row) => sum + row.bytes, 0),
 }));
 
-// Bytes in one unit for a whole column or chart: that of the largest number.
-function unitOf(numbers) {
-  const largest = Math.max(...numbers, 0);
-  const power = [3, 2, 1].find((power) => largest >= 1024 ** power) ?? 0;
-  return { name: ["bytes", "KiB", "MiB", "GiB"][power], size: 1024 ** power };
-}
 function bytes(rows, key, label) {
   const unit = unitOf(rows.map((row) => row[key] ?? 0)), scaled = `${key} scaled`;
   for (const row of rows) row[scaled] = row[key] === null ? null : row[key] / unit.size;
@@ -93,7 +87,7 @@ for (const [index, timeline] of DATA.timelines.entries()) {
   if (limit <= 1.25 * highest) shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, y0: limit / unit.size, y1: limit / unit.size, line: { dash: "dash", color: "#cf222e" } });
   const names = phases(timeline.stretches).map(({ begin, end, name }) => ({ x: (begin + (end ?? x.length - 1)) / 2, y: 1, yref: "paper", text: name,
     showarrow: false, xanchor: "center", yanchor: "top", font: { size: 11, color: theme("soft") } }));
-  const peak = { x: at, y: top / unit.size, text: `peak ${decimals(top / unit.size)} ${unit.name}`, arrowhead: 2, ax: at > x.length / 2 ? -60 : 60, ay: -18, bgcolor: theme("paper") };
+  const peak = { x: at, y: top / unit.size, text: `peak ${decimals(top / unit.size)} ${unit.name}`, arrowhead: 2, arrowcolor: theme("ink"), ax: at > x.length / 2 ? -60 : 60, ay: -18, bgcolor: theme("paper") };
   chart(memory, traces, { title: titled(`Stage ${timeline.stage}`), shapes, annotations: [...names, peak],
     xaxis: below("allocations and frees, in order", { showticklabels: false, range: [0, x.length - 1] }), yaxis: axis(`${unit.name} on one rank`, { range: [0, (1.25 * highest) / unit.size] }) }, 400);
 }
@@ -102,7 +96,7 @@ heading("Largest batch and traffic");
 const bars = charts(), names = stages.map((stage) => `stage ${stage.stage}`), sentUnit = unitOf(stages.map(({ sent }) => sent));
 const bar = (name, y, colour) => ({ type: "bar", name, x: names, y, marker: { color: colour } });
 chart(bars, [bar("largest batch", stages.map((stage) => stage.largest_batch), COLOURS[0])],
-  { title: titled("Samples per micro-batch and rank that fit"), yaxis: axis("samples", { rangemode: "tozero" }), hovermode: "closest" });
+  { title: titled("Samples per micro-batch and rank that fit"), yaxis: axis("samples", { rangemode: "tozero", tick0: 0, dtick: Math.ceil(Math.max(1, ...stages.map((stage) => stage.largest_batch)) / 6) }), hovermode: "closest" });
 const kinds = [...new Set(stages.flatMap((stage) => stage.traffic.map((row) => `${row.collective} ${row.dtype}`)))].sort();
 const sent = (stage, kind) => stage.traffic.filter((row) => `${row.collective} ${row.dtype}` === kind).reduce((total, row) => total + row.bytes, 0);
 chart(bars, kinds.map((kind, index) => bar(kind, stages.map((stage) => sent(stage, kind) / sentUnit.size), COLOURS[index % COLOURS.length])),

@@ -2,7 +2,8 @@
 // Runs side by side: what RunReport wrote.
 
 const number = (value) => (typeof value === "string" ? Number(value.replace("inf", "Infinity")) : value ?? null);
-const GB = (bytes) => Object.values(bytes).reduce((sum, value) => sum + value, 0) / 1e9;
+const communicated = (record) => Object.values(record.traffic_bytes).reduce((sum, value) => sum + value, 0);
+const UNIT = unitOf(DATA.runs.flatMap((run) => run.records.map(communicated)));
 const PANELS = [
   ["loss", "loss", (r) => (r.skipped ? null : number(r.loss))],
   ["gradient norm before clipping", "norm", (r) => (r.skipped ? null : number(r.grad_norm))],
@@ -10,7 +11,7 @@ const PANELS = [
   ["time of a step", "ms", (r) => 1e3 * r.step_s],
   ["peak active memory on the device", "GiB", (r) => r.peak_active_gib],
   ["peak memory of the process", "GiB", (r) => r.peak_rss_gib],
-  ["communicated per step", "GB", (r) => GB(r.traffic_bytes)],
+  ["communicated per step", UNIT.name, (r) => communicated(r) / UNIT.size],
   ["learning rate of the first group", "lr", (r) => r.lr[0] ?? null],
   ["loss scale", "scale", (r) => (r.loss_scale === 1 ? null : r.loss_scale)],
 ];
@@ -91,7 +92,7 @@ const names = DATA.runs.map((run) => text(run.name));
 const mean = (run, part) => run.records.reduce((sum, record) => sum + seconds(record, part), 0) / Math.max(1, run.records.length);
 chart(charts(), PARTS.map((part, index) => ({ type: "bar", orientation: "h", name: part.replace("_", " "), y: names,
   x: DATA.runs.map((run) => 1e3 * mean(run, part)), marker: { color: COLOURS[index] } })),
-  { barmode: "stack", title: titled("Mean of all steps"), xaxis: axis("ms per step"), legend: { ...LEGEND, y: -0.35 }, hovermode: "closest" }, 190 + 50 * names.length, "wide");
+  { barmode: "stack", title: titled("Mean of all steps, ms"), xaxis: below("ms per step"), legend: { ...LEGEND, y: -0.4 }, hovermode: "closest" }, 190 + 50 * names.length, "wide");
 
 function seconds(record, part) {
   if (part !== "other") return record[`${part}_s`];

@@ -38,8 +38,7 @@ from tests.models.small import batch, loss_of
 from tests.oracles import one_process
 from tests.processes.training import config, wrapped
 from zeroamp.hooks._torch.fsdp import reduce_scatter
-from zeroamp.hooks.collectives.gradient_reduction import exchange
-from zeroamp.hooks.collectives.tree_sum import tree_sum
+from zeroamp.hooks.collectives.gradient_reduction import sum_over_ranks
 from zeroamp.wrapping.state import wrap_state
 
 FIRST_RUN, SAVE, REDUCTIONS = "first run", "asynchronous save", "reductions"
@@ -350,8 +349,7 @@ class _Reduction:
 
     def ours(self) -> None:
         """All-to-all, and the sum in fp32."""
-        rows = exchange(self._sent, self._received, self._group)  # type: ignore[arg-type]
-        tree_sum(rows, self._sum, self._num_ranks)
+        sum_over_ranks(self._sent, self._received, self._sum, self._num_ranks, self._group)  # type: ignore[arg-type]
 
     def theirs(self) -> None:
         """The backend's reduce-scatter."""

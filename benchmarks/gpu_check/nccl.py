@@ -257,7 +257,7 @@ def answered(name: str, place: Place, folder: Path) -> dict[str, Any]:
     if LAYOUTS[name].has_nodes:
         planted("one level", keys)
     model = wrapped(MODEL, keys)
-    return {**trained(model, _num_steps(place)), "has nodes": bool(wrap_state(model).nodes.reductions)}
+    return {**trained(model, _num_steps(place)), "has nodes": bool(wrap_state(model).nodes.by_axis)}
 
 
 def _first_run(place: Place, folder: Path) -> dict[str, Any]:

@@ -2,12 +2,11 @@
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from zeroamp.dry_run.fsdp_replay import Replay
 from zeroamp.hooks._torch.dispatch import TorchDispatchMode, run_op, storage_key
 from zeroamp.hooks._torch.dtensor import is_wrapper, without_wrapper
 from zeroamp.hooks.tensors import tensors_in
@@ -17,10 +16,6 @@ Kind = Literal["activations", "workspace", "unsharded gradients"]
 
 Point = Literal["begin forward", "end forward", "begin backward", "end backward"]
 
-MAX_MICRO_BATCHES = 3
-"""Most micro-batches that are replayed. Of more, these are the first, one of the middle, which are alike, and the last.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Mark:
@@ -28,17 +23,6 @@ class Mark:
 
     point: Point
     unit: str
-
-    def reach(self, replay: Replay, *, is_last: bool) -> None:
-        """Replay what FSDP2 does at this point. `is_last`: whether this is the last micro-batch of the step."""
-        if self.point == "begin forward":
-            replay.begin_forward(self.unit)
-        elif self.point == "end forward":
-            replay.end_forward(self.unit)
-        elif self.point == "begin backward":
-            replay.begin_backward(self.unit)
-        else:
-            replay.end_backward(self.unit, is_last=is_last)
 
 
 @dataclass(slots=True)
@@ -49,8 +33,6 @@ class Change:
     kind: Kind = "workspace"
     param: str = ""
     """FQN of the parameter, if this is a gradient; else ""."""
-    unit: str = field(default="", compare=False)
-    """The unit whose forward was running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +53,6 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """`existing`: tensors whose storages are not recorded."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
-        self.unit = ""
-        """The unit whose forward is running."""
         self.is_forward = True
         self._births: dict[int, Change] = {}
         self._watched: dict[int, Any] = {}  # the weak references, which must live
@@ -113,14 +93,14 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage_key(tensor)
         if key in self._births or key in self._existing:
             return
-        birth = self._births[key] = Change(storage.nbytes(), unit=self.unit)
+        birth = self._births[key] = Change(storage.nbytes())
         self.events.append(birth)
         self._watched[key] = weakref.ref(storage, lambda _: self._record_end(key))
 
     def _record_end(self, key: int) -> None:
         self._watched.pop(key)
         birth = self._births.pop(key)
-        self.events.append(Change(-birth.num_bytes, birth.kind, birth.param, birth.unit))
+        self.events.append(Change(-birth.num_bytes, birth.kind, birth.param))
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:

@@ -22,10 +22,8 @@ So the numbers hold for modules that run in the order of `run_order`. A model th
 all-gather a unit once more or once less. A model that skips a unit saves its all-gathers and reductions.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from zeroamp.planning.groups import GroupKind, GroupPlan
 from zeroamp.planning.plan import Plan
@@ -34,19 +32,6 @@ from zeroamp.planning.schedule import backward_order, fits, live_units, reshards
 
 Kind = Literal["all_gather", "reduction", "last_reduction"]
 """The kind of a collective. "last_reduction": a reduction in the last micro-batch of an optimizer step."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
-    """The collectives of one optimizer step: name of a group -> calls. They do not depend on the number of ranks."""
-
-    all_gathers: Mapping[str, int]
-    reductions: Mapping[str, int]
-    """In all micro-batches, the last one included."""
-    last_reductions: Mapping[str, int]
-    """Those of `reductions` that run in the last micro-batch."""
-    order: Sequence[tuple[Kind, str]]
-    """(kind, name of the group) of the same calls, in the order in which they are issued."""
 
 
 class GroupListener:
@@ -68,13 +53,16 @@ class GroupListener:
         """Handle the end of a trainable group's backward. Its gradients are reduced now, or retained unsharded."""
 
 
-def step_schedule(plan: Plan) -> Schedule:
-    """Return the collectives of one optimizer step, all its micro-batches together."""
+def step_schedule(plan: Plan) -> list[tuple[Kind, str]]:
+    """Return (kind, name of the group) of the collectives of one optimizer step, in the order of their calls.
+
+    They do not depend on the number of ranks.
+    """
     replay = Replay(plan)
     num_micro_batches = plan.policy.gradient_accumulation_steps
     for index in range(num_micro_batches):
         replay.micro_batch(plan.run, is_last=index + 1 == num_micro_batches)
-    return replay.schedule()
+    return replay.calls
 
 
 @dataclass(slots=True)
@@ -105,7 +93,8 @@ class Replay:
     """
 
     def __init__(self, plan: Plan, listener: GroupListener | None = None) -> None:
-        self._order: list[tuple[Kind, str]] = []
+        self.calls: list[tuple[Kind, str]] = []
+        """(kind, name of the group) of the collectives replayed so far."""
         self._listener = listener or GroupListener()
         self._stage = plan.policy.stage
         live = live_units(plan)
@@ -120,17 +109,6 @@ class Replay:
         self._forward_ahead = fits(plan.run.forward_order(), plan, size) if explicit else {}
         self._backward_ahead = fits(backward_order(plan), plan, size) if explicit else {}
         self._record: list[_Group] = []  # of forwards
-
-    def schedule(self) -> Schedule:
-        """Return the collectives replayed so far."""
-        counts = {kind: Counter(name for found, name in self._order if found == kind) for kind in get_args(Kind)}
-        last = counts["last_reduction"]
-        return Schedule(
-            all_gathers=counts["all_gather"],
-            reductions=counts["reduction"] + last,
-            last_reductions=last,
-            order=self._order,
-        )
 
     def micro_batch(self, run: UnitRun, *, is_last: bool) -> None:
         """Replay one forward and its backward, with the flags that `TrainStep` sets."""
@@ -204,7 +182,7 @@ class Replay:
 
     def _unshard(self, group: _Group) -> None:
         if not (group.is_unsharded or group.is_pending):
-            self._order.append(("all_gather", group.name))
+            self.calls.append(("all_gather", group.name))
             group.is_pending = True
             self._listener.all_gather_started(group.name)
 
@@ -241,7 +219,7 @@ class Replay:
             self._reshard(group, in_forward=False)
         if group.is_trainable and not awaits_earlier_run:
             if reduces:
-                self._order.append(("last_reduction" if is_last else "reduction", group.name))
+                self.calls.append(("last_reduction" if is_last else "reduction", group.name))
             self._listener.backward_ended(group.name, reduces=reduces)
 
 

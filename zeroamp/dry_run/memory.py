@@ -34,7 +34,7 @@ from collections.abc import Iterable
 
 import torch
 
-from zeroamp.dry_run.events import MAX_MICRO_BATCHES, Change, Event, GradientReady, Mark
+from zeroamp.dry_run.events import Change, Event, GradientReady, Mark
 from zeroamp.dry_run.fsdp_replay import GroupListener, Replay
 from zeroamp.dry_run.optimizer_step import OptimizerCosts
 from zeroamp.dry_run.timeline import HOST_KINDS, Timeline, TimelineWriter
@@ -46,6 +46,10 @@ from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.shard_sizes import local_numel, padded_numel
 from zeroamp.policies.accumulation import accumulation_dtype
+
+MAX_MICRO_BATCHES = 3
+"""Most micro-batches that are replayed. Of more, these are the first, one of the middle, which are alike, and the last.
+"""
 
 
 def memory_timeline(
@@ -186,15 +190,20 @@ class _GroupMemory(GroupListener):
         trained = [param for group in self._plan.groups for param in group.params if param.is_trainable]
         device_type = "cpu" if self._on_cpu or self._plan.policy.offload.to_cpu else "cuda"
         num_bytes = workspace_bytes((local_numel(param, num_shards) for param in trained), device_type)
-        self._writer.add("workspace", num_bytes)
-        self._writer.add("workspace", -num_bytes)
+        self._writer.add_and_free("workspace", num_bytes)
 
     def _reach(self, mark: Mark, is_last: bool) -> None:
-        if mark.point == "begin backward":
+        if mark.point == "begin forward":
+            self._replay.begin_forward(mark.unit)
+        elif mark.point == "end forward":
+            self._replay.end_forward(mark.unit)
+            if mark.unit == "":
+                self._free_gather()
+        elif mark.point == "begin backward":
             self._writer.phase = "backward"
-        mark.reach(self._replay, is_last=is_last)
-        if mark == Mark("end forward", ""):
-            self._free_gather()
+            self._replay.begin_backward(mark.unit)
+        else:
+            self._replay.end_backward(mark.unit, is_last=is_last)
 
     def _accumulate(self, event: GradientReady) -> None:
         """Free a new gradient that autograd has added to the existing one."""
@@ -216,8 +225,7 @@ class _GroupMemory(GroupListener):
         if in_forward:
             self._free_gather()
         self._writer.add("unsharded parameters", sizes.gathered)
-        self._writer.add("communication buffers", sizes.copied_twice)
-        self._writer.add("communication buffers", -sizes.copied_twice)
+        self._writer.add_and_free("communication buffers", sizes.copied_twice)
         if group in self._partitions:
             self._partitions.remove(group)
             self._writer.add("unsharded parameters", -sizes.partition)
@@ -251,8 +259,7 @@ class _GroupMemory(GroupListener):
         raw = self._raw.pop(group, 0)
         if group in self._sums:
             if self._num_partial and not sizes.sums_as_is:
-                writer.add("unsharded gradients", max(sizes.summed.values(), default=0))
-                writer.add("unsharded gradients", -max(sizes.summed.values(), default=0))
+                writer.add_and_free("unsharded gradients", max(sizes.summed.values(), default=0))
             writer.add("unsharded gradients", -raw)
         elif raw and not sizes.sums_as_is:
             for fqn, num_bytes in sizes.summed.items():
@@ -292,13 +299,10 @@ class _GroupMemory(GroupListener):
             self._receive(sizes.received, sizes.communication)
         else:
             writer.add("communication buffers", sizes.received)
-        if self._on_cpu:
-            writer.add("communication buffers", sizes.summed_in)
-            writer.add("communication buffers", -sizes.summed_in)
+        writer.add_and_free("communication buffers", sizes.summed_in * self._on_cpu)
         if not sizes.shares_buffer:
             writer.add("communication buffers", -sizes.received)
-        writer.add("communication buffers", sizes.of_replicas)
-        writer.add("communication buffers", -sizes.of_replicas)
+        writer.add_and_free("communication buffers", sizes.of_replicas)
         if sizes.reduced != sizes.gradient:  # cast to the stored dtype
             writer.add("gradients", sizes.gradient)
             writer.add("gradients", -sizes.reduced)

@@ -5,14 +5,14 @@ and group are equal to those that `zeroamp.traffic(model)` counts in one step.
 """
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from zeroamp.dry_run.fsdp_replay import Schedule, step_schedule
-from zeroamp.hooks.collectives.traffic import STEP, Collective, ReduceOp, Traffic, TrafficKey
+from zeroamp.dry_run.fsdp_replay import Kind, step_schedule
+from zeroamp.hooks.collectives.traffic import STEP, Collective, Traffic, TrafficKey
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import PARAMETERS_PER_NUMBER, GroupPlan, ParamPlan
 from zeroamp.planning.mesh import Ranks
@@ -25,18 +25,14 @@ _REPLICATED_BYTES = 2 * torch.float64.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupCollective:
+class _GroupCollective:
     """A collective that a group issues one or several times in an optimizer step."""
 
     collective: Collective
     dtype: torch.dtype
     calls: int
-    op: ReduceOp = dist.ReduceOp.SUM
-    """The op of a reduction. SUM for an all-gather or an all-to-all."""
     num_parts: int = 1
     """Each call moves 1 / num_parts of the unsharded tensor. Above 1 for the all-reduce of a shard over replicas."""
-    is_in_last_only: bool = False
-    """Whether the call runs in the last micro-batch only."""
 
     @property
     def is_of_gradients(self) -> bool:
@@ -51,51 +47,31 @@ class GroupCollective:
         return self.calls * padded_numel(param, num_shards) // self.num_parts * dtype.itemsize
 
 
-def group_collectives(
-    group: GroupPlan, plan: Plan, ranks: Ranks, *, all_gathers: int = 1, reductions: int = 1, last_reductions: int = 1
-) -> Iterator[GroupCollective]:
-    """Yield the collectives of a group for these numbers of calls. `reductions` includes `last_reductions`."""
-    ranks = ranks.of(is_expert=group.is_expert)
-    dtypes, num_shards = group_dtypes(group.key, plan.policy, ranks), ranks.shards(plan.policy)
-    if dtypes.all_gathers and all_gathers:
-        yield GroupCollective(collective="all_gather", dtype=group.all_gather_dtype, calls=all_gathers)
+def _collectives(
+    group: GroupPlan, plan: Plan, ranks: Ranks, counts: Mapping[tuple[Kind, str], int]
+) -> Iterator[_GroupCollective]:
+    """Yield the collectives of a group in one optimizer step. `counts` are those of the calls of `step_schedule`."""
+    dtypes = group_dtypes(group.key, plan.policy, ranks)
+    last = counts["last_reduction", group.name]
+    reductions = counts["reduction", group.name] + last
+    if dtypes.all_gathers and (calls := counts["all_gather", group.name]):
+        yield _GroupCollective(collective="all_gather", dtype=group.all_gather_dtype, calls=calls)
     if dtypes.reduction is not None and reductions:
-        yield GroupCollective(
-            collective=dtypes.reduction, dtype=dtypes.communication, calls=reductions, op=dtypes.reduction_op
-        )
-    all_reduces = last_reductions if dtypes.replica_once else reductions
-    if dtypes.replica is not None and all_reduces:
-        yield GroupCollective(
-            collective="all_reduce",
-            dtype=dtypes.replica,
-            calls=all_reduces,
-            op=dtypes.replica_op,
-            num_parts=num_shards or 1,
-            is_in_last_only=dtypes.replica_once,
-        )
-
-
-def step_collectives(group: GroupPlan, plan: Plan, ranks: Ranks, schedule: Schedule) -> Iterator[GroupCollective]:
-    """Yield the collectives of a group in one optimizer step."""
-    return group_collectives(
-        group,
-        plan,
-        ranks,
-        all_gathers=schedule.all_gathers.get(group.name, 0),
-        reductions=schedule.reductions.get(group.name, 0),
-        last_reductions=schedule.last_reductions.get(group.name, 0),
-    )
+        yield _GroupCollective(collective=dtypes.reduction, dtype=dtypes.communication, calls=reductions)
+    if dtypes.replica is not None and (calls := last if dtypes.replica_once else reductions):
+        num_parts = ranks.shards(plan.policy) or 1
+        yield _GroupCollective(collective="all_reduce", dtype=dtypes.replica, calls=calls, num_parts=num_parts)
 
 
 def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
     """Return the calls and bytes of one optimizer step, as `zeroamp.traffic(model)` counts them on every rank."""
-    schedule, traffic = step_schedule(plan), Traffic()
+    counts, traffic = Counter(step_schedule(plan)), Traffic()
     for group in plan.groups:
-        num_shards = ranks.of(is_expert=group.is_expert).shards(plan.policy)
-        for call in step_collectives(group, plan, ranks, schedule):
+        of_group = ranks.of(is_expert=group.is_expert)
+        for call in _collectives(group, plan, of_group, counts):
             key = TrafficKey(call.collective, call.dtype, group.name)
             traffic.calls[key] += call.calls
-            traffic.num_bytes[key] += sum(call.num_bytes(param, num_shards) for param in group.params)
+            traffic.num_bytes[key] += sum(call.num_bytes(param, of_group.shards(plan.policy)) for param in group.params)
     for extension in extensions_of(plan.policy):
         extension.add_traffic(plan, ranks, traffic)
     key = TrafficKey("all_reduce", torch.float64, STEP)
@@ -109,11 +85,12 @@ def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
 
 def bytes_per_step(plan: Plan, ranks: Ranks) -> dict[str, tuple[int, int]]:
     """Return parameter -> the bytes that its all-gathers and its reductions move in one optimizer step."""
-    schedule = step_schedule(plan)
+    counts = Counter(step_schedule(plan))
     moved: dict[str, tuple[int, int]] = {}
     for group in plan.all_groups:
-        num_shards = ranks.of(is_expert=group.is_expert).shards(plan.policy)
-        calls = list(step_collectives(group, plan, ranks, schedule))
+        of_group = ranks.of(is_expert=group.is_expert)
+        num_shards = of_group.shards(plan.policy)
+        calls = list(_collectives(group, plan, of_group, counts))
         for param in group.params:
             gathered = sum(call.num_bytes(param, num_shards) for call in calls if not call.is_of_gradients)
             reduced = sum(call.num_bytes(param, num_shards) for call in calls if call.is_of_gradients)

@@ -52,7 +52,6 @@ def trace_micro_batch(
     device_type: str,
     checkpointing: bool,
     loss_fn: LossFunction | None = None,
-    children: Mapping[str, Sequence[str]] | None = None,
 ) -> MicroBatch:
     """Run forward and backward once on fake tensors. The model is not changed, and may be on the meta device.
 
@@ -64,7 +63,6 @@ def trace_micro_batch(
         checkpointing: whether each unit (the outermost of nested ones) saves its inputs only, and recomputes its
             forward in the backward.
         loss_fn: the model's output -> a scalar loss. None: its `.loss`, or the output itself.
-        children: FQN of a module list -> names of its children to run; see `zeroamp.dry_run.equal_layers`.
 
     Raises:
         ConfigError: the output has no scalar loss.
@@ -82,10 +80,6 @@ def trace_micro_batch(
         recorder = EventRecorder([*fake_parameters.values(), *constant])
         parts = map(without_wrapper, constant)
         sizes = {storage_key(part): part.untyped_storage().nbytes() for part in parts}
-        for fqn, names in (children or {}).items():
-            module = model.get_submodule(fqn)
-            for name in [name for name, _ in module.named_children() if name not in names]:
-                delattr(module, name)  # `fake_run` puts the modules back
         handles = _mark_units(model, plan, recorder, device_type, checkpointing)
         handles += _record_gradients(fake_parameters, recorder)
         try:
@@ -117,15 +111,13 @@ def _mark_units(
     model: nn.Module, plan: Plan, recorder: EventRecorder, device_type: str, checkpointing: bool
 ) -> list[RemovableHandle]:
     """Mark where FSDP2 acts, and return the hooks' handles. `fake_run` undoes all other changes of modules."""
-    present = {fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
     is_inner = {unit for unit in plan.units if any(unit.startswith(f"{other}.") for other in plan.units)}
-    running: list[str] = []  # units in their forward, the innermost last
     handles: list[RemovableHandle] = []
-    for unit in (unit for unit in ("", *plan.units) if unit in present):
+    for unit in ("", *plan.units):
         module = model.get_submodule(unit)
         if checkpointing and unit and unit not in is_inner:
             module.forward = _checkpointed(module.forward)  # undone by `fake_run`
-        handles += _mark_unit(unit, module, recorder, running)
+        handles += _mark_unit(unit, module, recorder)
         if (dtype := plan.input_dtype(unit)) is not None:
             handles.append(module.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True))
     output_dtype = None if plan.policy.mode == "autocast" else plan.policy.low_dtype
@@ -134,12 +126,10 @@ def _mark_units(
     return handles
 
 
-def _mark_unit(unit: str, module: nn.Module, recorder: EventRecorder, running: list[str]) -> list[RemovableHandle]:
+def _mark_unit(unit: str, module: nn.Module, recorder: EventRecorder) -> list[RemovableHandle]:
     """Mark a unit's forward and its backward."""
 
     def begin(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        running.append(unit)
-        recorder.unit = unit
         recorder.mark("begin forward", unit)
         tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if not tensors:
@@ -151,8 +141,6 @@ def _mark_unit(unit: str, module: nn.Module, recorder: EventRecorder, running: l
     def end(_module: nn.Module, _args: Any, output: Any) -> None:
         if recorder.is_forward:  # a unit that is recomputed stays unsharded
             recorder.mark("end forward", unit)
-        running.pop()
-        recorder.unit = running[-1] if running else ""
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(  # type: ignore[no-untyped-call]

@@ -6,14 +6,13 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from typer.testing import CliRunner
 
 import zeroamp
 from tests.measuring.storage_peak import StoragePeak
 from tests.models.small import batch, loss_of
+from tests.processes.cli import run
 from tests.processes.training import config, wrapped
 from tests.selection import slow_but
-from zeroamp.cli.app import app
 
 pytest.importorskip("safetensors", reason="the files are safetensors")
 
@@ -84,14 +83,12 @@ def test_the_command(ranks2, tmp_path):
     ranks2.run(_save_and_export, tmp_path, "llama_tied", ["bf16"], {}, None)
     out = tmp_path / "out"
     command = ["export", tmp_path / "checkpoints", out, "--dtype", "bf16"]
-    result = CliRunner().invoke(app, list(map(str, command)))
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout == f"{tmp_path / 'checkpoints' / 'step_00000001'} -> {out}\n"
+    assert run(*command) == (0, f"{tmp_path / 'checkpoints' / 'step_00000001'} -> {out}\n", "")
     assert _contents(out) == _contents(tmp_path / "ranks-bf16")
-    result = CliRunner().invoke(app, ["export", str(tmp_path), str(out)])
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith(f"Error: {tmp_path} ")
-    assert "holds no checkpoint" in result.stderr
+    code, stdout, stderr = run("export", tmp_path, out)
+    assert (code, stdout) == (1, "")
+    assert stderr.startswith(f"Error: {tmp_path} ")
+    assert "holds no checkpoint" in stderr
 
 
 def _buffers(folder):

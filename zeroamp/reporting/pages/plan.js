@@ -43,7 +43,7 @@ tiles([
   ["of the trainable elements in low precision", FORMS.percent(plan.low_share)],
 ]);
 addColoured(stages, [{ key: "stage", label: "stage", kind: "int" }, { key: "mesh", label: "mesh" }, bytes(stages, "peak_bytes", "peak"),
-  bytes(stages, "nccl_bytes", "NCCL"), bytes(stages, "peak_bytes_with_other_checkpointing", `${plan.checkpointing ? "without" : "with"} checkpointing`),
+  bytes(stages, "nccl_bytes", "NCCL"),
   { key: "fit", label: "fits" }, { key: "largest_batch", label: "largest batch", kind: "int" }, bytes(stages, "sent", "communicated per step")]);
 for (const [stage, reason] of Object.entries(plan.refused)) note(`Stage ${stage} is not possible: ${reason}`);
 
@@ -107,11 +107,3 @@ const kinds = [...new Set(stages.flatMap((stage) => stage.traffic.map((row) => `
 const sent = (stage, kind) => stage.traffic.filter((row) => `${row.collective} ${row.dtype}` === kind).reduce((total, row) => total + row.bytes, 0);
 chart(bars, kinds.map((kind, index) => bar(kind, stages.map((stage) => sent(stage, kind) / sentUnit.size), COLOURS[index % COLOURS.length])),
   { barmode: "stack", title: titled("Communicated per step and rank"), yaxis: axis(sentUnit.name), legend: LEGEND });
-
-heading("Groups");
-const shownStage = stages.find((stage) => stage.stage === plan.config.zero_optimization?.stage) ?? stages[0], groups = shownStage.groups;
-note(`Stage ${shownStage.stage}, on one rank.`);
-add(table(groups, [{ key: "group", label: "group", kind: "name" }, { key: "kind", label: "kind" }, { key: "elements", label: "elements", kind: "int" },
-  { key: "param", label: "param", kind: "dtype" }, { key: "communication", label: "communication", kind: "dtype" },
-  bytes(groups, "stored_bytes_per_rank", "shards"), bytes(groups, "unsharded_bytes_per_rank", "unsharded"),
-  bytes(groups, "gradient_bytes_per_rank", "gradients")], { search: ["group", "kind"] }));

@@ -5,7 +5,6 @@ arguments.
 """
 
 import json
-import logging
 import runpy
 import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
@@ -39,8 +38,6 @@ from zeroamp.reporting.tables import paragraph
 TRACED_TOKENS = 2048
 """Sequence length of `zeroamp plan`, and of the inputs of a traced run, whose batch is 1."""
 
-logger = logging.getLogger("zeroamp")
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command and print what it returns. Print a `ZeroAmpError` to stderr without a traceback, and exit with 1.
@@ -52,14 +49,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.command is profile:  # the script logs, prints and fails by itself
         profile(options)
         return
-    with _log_to_stderr(options.verbose):
-        try:
-            with redirect_stdout(sys.stderr):  # a factory may print, and stdout may be parsed
-                text = options.command(options)
-        except ZeroAmpError as error:
-            logger.debug("the error's traceback", exc_info=True)
-            sys.stderr.write(f"Error: {error}\n")
-            sys.exit(1)
+    try:
+        with redirect_stdout(sys.stderr):  # a factory may print, and stdout may be parsed
+            text = options.command(options)
+    except ZeroAmpError as error:
+        sys.stderr.write(f"Error: {error}\n")
+        sys.exit(1)
     sys.stdout.write(f"{text}\n")
 
 
@@ -277,20 +272,6 @@ def _write_page(options: Namespace, kind: PageKind, name: str, subtitle: str, da
 
 def _to_json(data: dict[str, Any]) -> str:
     return json.dumps(data, indent=2, allow_nan=False)
-
-
-@contextmanager
-def _log_to_stderr(verbosity: int) -> Iterator[None]:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbosity, 2)])
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
 
 
 @contextmanager

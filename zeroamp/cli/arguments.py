@@ -24,8 +24,6 @@ def add_command(commands: Any, run: Callable[..., Any]) -> ArgumentParser:
         allow_abbrev=False,
     )
     parser.set_defaults(command=run, html=None)
-    verbose = "Log more to stderr. Twice: also the traceback of an error."
-    parser.add_argument("-v", "--verbose", action="count", default=0, help=verbose)
     return parser
 
 

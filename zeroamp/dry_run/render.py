@@ -46,7 +46,6 @@ def _remedies(run: RunPlan) -> list[str | Table]:
     rows = [
         {
             "ranks": remedy.num_ranks,
-            "batch": remedy.batch,
             "activation checkpointing": "yes" if remedy.checkpointing else "no",
             "offload to the CPU": "yes" if remedy.offload else "no",
             "peak with NCCL": remedy.peak_bytes + remedy.nccl_bytes,

@@ -177,13 +177,6 @@ def plan_run(
         raise ConfigError(f"plan_run(world_size=) is {world_size}, but the mesh has {axes.whole.size()} ranks.")
     possible, refused = run.possible_stages(policy, stages, world_size, axes)
     planned = tuple(run.stage(plan, ranks, batch, checkpointing) for plan, ranks in possible)
-    unchanged = Remedy(
-        stage=planned[-1].stage,
-        num_ranks=world_size,
-        batch=batch,
-        checkpointing=checkpointing,
-        offload=policy.offload.to_cpu,
-    )
     some_fits = any(stage.peak_bytes <= run.gpu_bytes for stage in planned)
     return RunPlan(
         policy=policy,
@@ -195,7 +188,7 @@ def plan_run(
         gpu_bytes=run.gpu_bytes,
         stages=planned,
         refused=refused,
-        remedies=None if some_fits else run.remedies(planned[-1], unchanged),
+        remedies=None if some_fits else run.remedies(planned[-1], world_size, batch, checkpointing),
     )
 
 
@@ -279,21 +272,28 @@ class _Run:
             largest_batch=largest_batch(peak_bytes, self.gpu_bytes),
         )
 
-    def remedies(self, stage: StagePlan, unchanged: Remedy) -> tuple[Remedy, ...]:
+    def remedies(self, stage: StagePlan, num_ranks: int, batch: int, checkpointing: bool) -> tuple[Remedy, ...]:
         """Return changes of a run that does not fit with which it would, at this stage."""
-        plans = {unchanged.offload: stage.plan}
-        if not unchanged.offload:
-            with suppress(ConfigError):  # another key of the config may exclude offload
-                plans[True] = self.plan(stage.plan.policy.replace(offload_optimizer={"device": "cpu"}))
+        policy, num_shards = stage.plan.policy, stage.ranks.num_shards or 1
+        plans = {policy.offload.to_cpu: stage.plan}
+        with suppress(ConfigError):  # another key of the config may exclude offload
+            plans.setdefault(True, self.plan(policy.replace(offload_optimizer={"device": "cpu"})))
 
-        def measured(remedy: Remedy) -> Remedy:
-            plan, num_shards = plans[remedy.offload], stage.ranks.num_shards or 1
-            ranks = replace(stage.ranks, num_shards=num_shards * remedy.num_ranks // unchanged.num_ranks)
-            memory = self.memory(plan, ranks, remedy.batch, remedy.checkpointing)
-            of_nccl = nccl_bytes(plan, ranks, self.gpus_per_node)
-            return replace(remedy, peak_bytes=memory.peak_bytes(), nccl_bytes=of_nccl, host_bytes=memory.host_bytes())
+        def measured(tried_ranks: int, checkpointing: bool, offload: bool) -> Remedy:
+            ranks = replace(stage.ranks, num_shards=num_shards * tried_ranks // num_ranks)
+            memory = self.memory(plans[offload], ranks, batch, checkpointing)
+            return Remedy(
+                stage=stage.stage,
+                num_ranks=tried_ranks,
+                checkpointing=checkpointing,
+                offload=offload,
+                peak_bytes=memory.peak_bytes(),
+                nccl_bytes=nccl_bytes(plans[offload], ranks, self.gpus_per_node),
+                host_bytes=memory.host_bytes(),
+            )
 
-        return find_remedies(unchanged, stage.largest_batch, measured, self.gpu_bytes, can_offload=True in plans)
+        changes = [(recomputes, offload) for offload in plans for recomputes in dict.fromkeys((checkpointing, True))]
+        return tuple(find_remedies(measured, num_ranks, changes, self.gpu_bytes))
 
     def micro_batch(self, plan: Plan, batch: int, checkpointing: bool) -> MicroBatch:
         """Return the trace of a micro-batch of `batch` samples. Stages with the same units and dtypes share it.

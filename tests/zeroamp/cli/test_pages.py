@@ -317,7 +317,7 @@ def test_the_peak_and_a_gpus_memory_near_it_are_marked_and_what_would_fit_is_a_t
     timelines = json.loads(_Parser(text).data)["timelines"]
     limit = int(1.1 * max(timelines[0]["total"]))
     small = tmp_path / "small.html"
-    remedy = {"stage": 3, "num_ranks": 32, "batch": 1, "checkpointing": True, "offload": False}
+    remedy = {"stage": 3, "num_ranks": 32, "checkpointing": True, "offload": False}
     remedy |= {"peak_bytes": 3 * 2**20, "nccl_bytes": 2**20, "host_bytes": 0}
     text = text.replace('"remedies":null', f'"remedies":{json.dumps([remedy])}').replace('"fits":true', '"fits":false')
     small.write_text(re.sub(r'"memory_bytes":\d+', f'"memory_bytes":{limit}', text))
@@ -332,7 +332,7 @@ def test_the_peak_and_a_gpus_memory_near_it_are_marked_and_what_would_fit_is_a_t
         timelines[0]["total"].index(max(timelines[0]["total"])),
         max(timelines[0]["total"]),
     )
-    assert cells(browser, 1) == [["32", "1", "yes", "no", "4.00", "0"]]
+    assert cells(browser, 1) == [["32", "yes", "no", "4.00", "0"]]
     first = "document.querySelectorAll('table')[0].querySelector('tbody tr').children[4]"
     assert browser.evaluate(f"{first}.style.color") == "rgb(207, 34, 46)"
 

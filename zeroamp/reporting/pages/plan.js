@@ -53,7 +53,7 @@ if (plan.remedies) {
     total: remedy.peak_bytes + remedy.nccl_bytes }));
   note(remedies.length ? `What would, at stage ${remedies[0].stage}, per rank. Ranks are doubled until the run fits.`
     : "Neither would more ranks, activation checkpointing and offload. Use shorter sequences, a smaller batch or a GPU with more memory.");
-  if (remedies.length) add(table(remedies, [{ key: "num_ranks", label: "ranks", kind: "int" }, { key: "batch", label: "batch", kind: "int" },
+  if (remedies.length) add(table(remedies, [{ key: "num_ranks", label: "ranks", kind: "int" },
     { key: "checkpointed", label: "activation checkpointing" }, { key: "offloaded", label: "offload to the CPU" },
     bytes(remedies, "total", "peak with NCCL"), bytes(remedies, "host_bytes", "on the host")]));
 }

@@ -106,13 +106,6 @@ def test_code_in_a_folder_is_neither_run_nor_asked_about(tmp_path, monkeypatch):
     assert not questions
 
 
-def test_without_transformers_a_folder_says_what_is_missing(tmp_path, monkeypatch):
-    folder_of(tmp_path, model_type="llama")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(zeroamp.WrapError, match="ModuleNotFoundError: import of transformers"):
-        load_model(str(tmp_path))
-
-
 def test_a_factory_is_a_module_in_the_current_directory(python_file, tmp_path, monkeypatch):
     python_file("one_package/nets.py", FACTORY)
     monkeypatch.chdir(tmp_path)
@@ -126,13 +119,6 @@ def test_a_factory_is_in_a_file_anywhere_which_finds_its_neighbours(python_file)
     python_file("folder/neighbour.py", FACTORY)
     path = python_file("folder/some_nets.py", "from neighbour import build")
     assert dtypes_and_devices(load_model(f"{path}:build")) == {(torch.float32, "meta")}
-
-
-def test_a_class_is_a_factory(python_file):
-    path = python_file(
-        "own_class.py", "from torch import nn\nclass Net(nn.Linear):\n  def __init__(self): super().__init__(3, 2)"
-    )
-    assert type(load_model(f"{path}:Net")).__name__ == "Net"
 
 
 def test_a_config_names_the_classes_of_the_file(python_file):

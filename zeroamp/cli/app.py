@@ -205,8 +205,14 @@ def parsers() -> list[ArgumentParser]:
     arguments.add_ranks(of_plan)
     add = of_plan.add_argument
     add("--batch", metavar="N", type=arguments.positive, help="Samples per rank and micro-batch; else the config's.")
-    add("--seq", metavar="N", type=arguments.positive, default=TRACED_TOKENS, help="Tokens per sample and rank.")
-    add("--stages", metavar="LIST", type=arguments.stages, default=STAGES, help="ZeRO stages to compare: 1,3.")
+    add(
+        "--seq",
+        metavar="N",
+        type=arguments.positive,
+        default=TRACED_TOKENS,
+        help="Tokens per sample and rank. Default: 2048.",
+    )
+    add("--stages", metavar="LIST", type=arguments.stages, default=STAGES, help="ZeRO stages to compare, such as 1,3.")
     add("--checkpointing", action="store_true", help="Each unit recomputes its forward.")
     gpu = f"One of {', '.join(GPUS_GB)} (the default is h100), or the memory of another GPU in GB."
     add("--gpu", metavar="NAME|GB", type=arguments.gpu, default="h100", help=gpu)

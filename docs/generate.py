@@ -7,6 +7,7 @@
 
 import inspect
 import json
+import os
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -16,11 +17,10 @@ from pathlib import Path
 import torch
 from pydantic_core import PydanticUndefined
 from torch import nn
-from typer.testing import CliRunner
 
 import zeroamp
 from zeroamp import deepspeed
-from zeroamp.cli.app import app
+from zeroamp.cli.app import parsers
 from zeroamp.deepspeed.accelerator import Accelerator
 from zeroamp.deepspeed.engine import DeepSpeedEngine
 from zeroamp.deepspeed.engine_config import READERS, EngineConfig
@@ -122,15 +122,11 @@ def _home(name: str) -> str:
 
 def cli_page() -> str:
     """Return `cli.md`: the help of every command."""
-    runner, commands = CliRunner(), [command.name or command.callback.__name__ for command in app.registered_commands]
-    install = "`pip install '.[cli]'` in a clone installs them (`docs/start.md`)."
-    intro = f"This page lists every command with its options. {install}"
-    parts = ["# Command line", f"{intro} `docs/generate.py` writes the page from `--help`."]
-    for arguments in ([], *([name] for name in commands)):
-        text = runner.invoke(app, [*arguments, "--help"], prog_name="zeroamp", env={"COLUMNS": "100"}).stdout
-        title = "zeroamp" if not arguments else f"zeroamp {arguments[0]}"
-        lines = "\n".join(line.rstrip() for line in text.strip().splitlines())
-        parts += [f"## {title}", f"```text\n{lines}\n```"]
+    intro = "This page lists every command with its options. `docs/generate.py` writes it from `--help`."
+    parts = ["# Command line", intro]
+    os.environ["COLUMNS"] = "100"  # of the help
+    for each in parsers():
+        parts += [f"## {each.prog}", f"```text\n{each.format_help().strip()}\n```"]
     return "\n\n".join(parts) + "\n"
 
 

@@ -65,7 +65,7 @@ def batch(size: int, length: int) -> torch.Tensor:
 policy = zeroamp.policy_from_config(CONFIG)
 print(policy.report())
 
-# %% Before the run: memory, traffic and time on 64 GPUs, at every stage. No weights, no GPUs
+# %% Before the run: memory, traffic and largest batch on 64 GPUs, at every stage. No weights, no GPUs
 with torch.device("meta"):
     shapes = LanguageModel()
 plan = zeroamp.plan_run(shapes, policy, world_size=64, batch=8, seq=LENGTH, inputs=batch)

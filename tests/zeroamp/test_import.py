@@ -14,7 +14,7 @@ from tests.measuring.sources import ROOT
 
 HEAVY = [
     *("torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "torch.utils.tensorboard", "sympy"),
-    *("matplotlib", "safetensors", "tensorboard", "transformers", "typer", "wandb"),
+    *("matplotlib", "safetensors", "tensorboard", "transformers", "wandb"),
 ]
 WITH_TORCH = ["torch", "numpy", "pydantic", "tabulate"]
 

@@ -1,104 +1,78 @@
 """The command line: `zeroamp check`, `explain`, `plan`, `report` and `profile`.
 
-Needs typer (the extra `cli`), so nothing else imports this file. Data goes to stdout, all else to stderr. Exit codes:
-0, 1 for a mistake in config or model, 2 for a mistake in the arguments.
+Data goes to stdout, all else to stderr. Exit codes: 0, 1 for a mistake in config or model, 2 for a mistake in the
+arguments.
 """
 
 import json
 import runpy
 import sys
+from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
+import torch
 
 import zeroamp
-from zeroamp.cli.options import (
-    MESH_HELP,
-    Auto,
-    AutoWrap,
-    ConfigPath,
-    Html,
-    Inputs,
-    Model,
-    OptionalModel,
-    Verbosity,
-    WorldSize,
-    messages_to_stderr,
-    read_config,
-)
-from zeroamp.cli.plan import plan
-from zeroamp.cli.planned import axis_sizes, ledger_of, plan_of
-from zeroamp.meshes.refused_meshes import refuse_sizes
+from zeroamp.cli import arguments
+from zeroamp.cli.model_source import load_function, load_model, model_and_mesh
+from zeroamp.dry_run.gpu_memory import GPUS_GB
+from zeroamp.dry_run.render import title
+from zeroamp.dry_run.run_plan import STAGES, plan_run
+from zeroamp.ledger.explain import Ledger
+from zeroamp.meshes.refused_meshes import refuse_combinations
 from zeroamp.module_dtypes.extension import overridden
-from zeroamp.planning.plan import Plan
-from zeroamp.policies.errors import some_of
+from zeroamp.planning.mesh import mesh_shape
+from zeroamp.planning.mesh_axes import find_axes, ranks_of_axes
+from zeroamp.planning.plan import Plan, build_plan
+from zeroamp.policies.errors import ConfigError, ZeroAmpError, some_of
+from zeroamp.policies.policy import Policy
 from zeroamp.reporting import saved_runs
-from zeroamp.reporting.page import check_page, html_page, write_page
+from zeroamp.reporting.page import PageKind, check_page, html_page, write_page
 from zeroamp.reporting.profiling import Profile
 from zeroamp.reporting.tables import paragraph
 
-app = typer.Typer(
-    help="Show what a DeepSpeed-style config does and which dtypes a model gets, without a GPU, weights or ranks. "
-    "Plan, profile and compare training runs.",
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    no_args_is_help=True,
-)
+TRACED_TOKENS = 2048
+"""Sequence length of `zeroamp plan`, and of the inputs of a traced run, whose batch is 1."""
 
 
-def _print_version(value: bool) -> None:
-    if value:
-        typer.echo(f"zeroamp {zeroamp.__version__}")
-        raise typer.Exit
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command and print what it returns. Print a `ZeroAmpError` to stderr without a traceback, and exit with 1.
+
+    Args:
+        argv: the arguments. None: those of the process.
+    """
+    options = parsers()[0].parse_args(argv)
+    if options.command is profile:  # the script logs, prints and fails by itself
+        profile(options)
+        return
+    try:
+        with redirect_stdout(sys.stderr):  # a factory may print, and stdout may be parsed
+            text = options.command(options)
+    except ZeroAmpError as error:
+        sys.stderr.write(f"Error: {error}\n")
+        sys.exit(1)
+    sys.stdout.write(f"{text}\n")
 
 
-app.command()(plan)
-
-
-@app.callback()
-def _root(
-    _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    pass
-
-
-@app.command()
-def check(
-    config: Annotated[
-        Path | None, typer.Argument(help="The config, a JSON file. It may be left out with --all.", show_default=False)
-    ] = None,
-    *,
-    model: OptionalModel = None,
-    world_size: WorldSize = None,
-    auto: Auto = None,
-    auto_wrap: AutoWrap = None,
-    inputs: Inputs = None,
-    all_keys: Annotated[bool, typer.Option("--all", help="Also list the defaults of all other keys.")] = False,
-    verbose: Verbosity = 0,
-) -> None:
+def check(options: Namespace) -> str:
     """Print how every key of a config is used, or what is wrong with it."""
-    if config is None and not all_keys:
-        raise typer.BadParameter("it is missing. Name a JSON file, or list all keys with --all.", param_hint="config")
-    if model is None and (auto_wrap or inputs):
-        raise typer.BadParameter("it needs a model. Name one with --model.", param_hint="--auto-wrap, --inputs")
-    with messages_to_stderr(verbose):
-        policy = zeroamp.policy_from_config({}) if config is None else read_config(config, auto, world_size)
-        plan = None if model is None else plan_of(model, policy, auto_wrap, inputs)
-        typer.echo(
-            policy.report(defaults=all_keys) if config is None else f"{config}\n{policy.report(defaults=all_keys)}"
-        )
-        if not all_keys:
-            typer.echo("--all lists all other keys with their defaults.")
-        if plan is None:
-            typer.echo("--model also checks the names of modules and classes.")
-        else:
-            typer.echo(f"\n{model}: {_describe(plan)}")
+    if options.config is None and not options.all:
+        raise ConfigError("The config is missing. Name a JSON file, or list all keys with --all.")
+    policy = zeroamp.policy_from_config({}) if options.config is None else _policy(options, options.world_size)
+    lines = [] if options.config is None else [str(options.config)]
+    lines.append(policy.report(defaults=options.all))
+    if not options.all:
+        lines.append("--all lists all other keys with their defaults.")
+    if options.model is None:
+        lines.append("--model also checks the names of modules and classes.")
+    else:
+        plan = build_plan(load_model(options.model), policy, options.auto_wrap, _example_inputs(options))
+        lines.append(f"\n{options.model}: {_describe(plan)}")
+    return "\n".join(lines)
 
 
 def _describe(plan: Plan) -> str:
@@ -113,116 +87,190 @@ def _describe(plan: Plan) -> str:
     return paragraph("\n".join(lines))
 
 
-@app.command()
-def explain(
-    config: ConfigPath,
-    *,
-    model: Model,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object: config, units, summary, groups, parameters.")
-    ] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="The same tables as Markdown.")] = False,
-    per_parameter: Annotated[
-        bool, typer.Option("--per-parameter", help="Also one row per parameter (--json has them always).")
-    ] = False,
-    page: Html = None,
-    world_size: WorldSize = None,
-    mesh: Annotated[str | None, typer.Option(metavar="AXES", help=MESH_HELP)] = None,
-    auto: Auto = None,
-    auto_wrap: AutoWrap = None,
-    inputs: Inputs = None,
-    verbose: Verbosity = 0,
-) -> None:
+def explain(options: Namespace) -> str:
     """Print the dtype ledger: the dtypes of every parameter, and the bytes of an optimizer step.
 
-    The model is built on the meta device. Bytes per rank need --world-size or --mesh. With a tensor or
-    expert axis, they also need a factory with an argument mesh, which distributes the parameters.
+    The model is built on the meta device. Bytes per rank need --world-size or --mesh.
     """
-    if as_json and as_markdown:
-        raise typer.BadParameter("--json and --markdown exclude each other. Pass one of them.", param_hint="--json")
-    with messages_to_stderr(verbose):
-        sizes = axis_sizes(mesh, world_size)
-        policy = read_config(config, auto, world_size if sizes is None else sizes.num_data)
-        if page is not None:
-            check_page(page)
-        if sizes is not None:
-            refuse_sizes(policy, is_plain=not sizes.distributes_parameters, num_context=sizes.context)
-        ledger = ledger_of(model, policy, auto_wrap, inputs, world_size=world_size, sizes=sizes)
-        if page is not None:
-            write_page(page, html_page("ledger", f"dtype ledger of {model}", ledger.title(), ledger.to_dict()))
-            typer.echo(f"wrote {page}", err=True)
-        if as_json:
-            typer.echo(json.dumps(ledger.to_dict(), indent=2, allow_nan=False))
-        elif as_markdown:
-            typer.echo(ledger.to_markdown(per_parameter=per_parameter))
-        else:
-            typer.echo(ledger)
-            if per_parameter:
-                typer.echo(f"\n{ledger.per_parameter()}")
+    policy = _policy(options, _num_data_ranks(options))
+    _check_page(options)
+    with model_and_mesh(options.model, options.mesh) as (model, mesh):
+        plan = build_plan(model, policy, options.auto_wrap, _example_inputs(options))
+        ledger = Ledger(plan=plan)
+        if mesh is not None and (axes := find_axes(model, mesh)) is not None:
+            refuse_combinations(model, plan, axes, materialize=False)
+            ledger = Ledger(plan=plan, **asdict(ranks_of_axes(axes)))
+        elif options.world_size is not None:
+            *replicas, num_shards = mesh_shape(policy.stage, options.world_size, policy.dp_replicate_size)
+            ledger = Ledger(plan=plan, num_shards=num_shards, num_replicas=replicas[0] if replicas else None)
+    _write_page(options, "ledger", f"dtype ledger of {options.model}", ledger.title(), ledger.to_dict())
+    if options.json:
+        return _to_json(ledger.to_dict())
+    if options.markdown:
+        return ledger.to_markdown(per_parameter=options.per_parameter)
+    return f"{ledger}\n\n{ledger.per_parameter()}" if options.per_parameter else str(ledger)
 
 
-@app.command()
-def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN.jsonl...", help="Files of RunReport.", show_default=False)],
-    *,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="The table as Markdown.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object: the table, and every record.")] = False,
-    page: Html = None,
-) -> None:
+def plan(options: Namespace) -> str:
+    """Predict memory and traffic of an optimizer step at every ZeRO stage, without weights, GPUs or ranks."""
+    policy = _policy(options, _num_data_ranks(options))
+    _check_page(options)
+    with model_and_mesh(options.model, options.mesh) as (model, mesh):
+        run = plan_run(
+            model,
+            policy,
+            world_size=options.world_size if mesh is None else mesh.size(),
+            mesh=mesh,
+            batch=options.batch,
+            seq=options.seq,
+            stages=options.stages,
+            checkpointing=options.checkpointing,
+            gpu=options.gpu,
+            gpus_per_node=options.gpus_per_node,
+            inputs=None if options.inputs is None else load_function(options.inputs, "--inputs"),
+            loss_fn=None if options.loss is None else load_function(options.loss, "--loss"),
+            auto_wrap_policy=options.auto_wrap,
+        )
+    timelines = [{"stage": stage.stage, **stage.memory.drawn()} for stage in run.stages]
+    data = {"plan": run.to_dict(), "timelines": timelines}
+    _write_page(options, "plan", f"plan of {options.model}", title(run), data)
+    return _to_json(run.to_dict()) if options.json else str(run)
+
+
+def report(options: Namespace) -> str:
     """Print a table that compares one or several runs, finished or not."""
-    if as_json and as_markdown:
-        raise typer.BadParameter("--json and --markdown exclude each other. Pass one of them.", param_hint="--json")
-    with messages_to_stderr(0):
-        if page is not None:
-            check_page(page)
-        found = [saved_runs.read_run(path) for path in runs]
-        data = saved_runs.runs_to_dict(found)
-        if as_json:
-            typer.echo(json.dumps(data, indent=2, allow_nan=False))
-        else:
-            typer.echo(saved_runs.table(found, "github" if as_markdown else "simple"))
-        if page is not None:
-            title = ", ".join(run["name"] for run in data["runs"])
-            write_page(page, html_page("runs", title, "Runs as RunReport recorded them, on their first rank.", data))
-            typer.echo(f"wrote {page}", err=True)
+    _check_page(options)
+    runs = [saved_runs.read_run(path) for path in options.runs]
+    data = saved_runs.runs_to_dict(runs)
+    names = ", ".join(run["name"] for run in data["runs"])
+    _write_page(options, "runs", names, "Runs as RunReport recorded them, on their first rank.", data)
+    return _to_json(data) if options.json else saved_runs.table(runs, "github" if options.markdown else "simple")
 
 
-# Arguments after the script's name belong to the script.
-@app.command(context_settings={"allow_interspersed_args": False})
-def profile(
-    script: Annotated[
-        Path, typer.Argument(help="The training script.", exists=True, dir_okay=False, show_default=False)
-    ],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")] = None,
-    *,
-    out: Annotated[Path, typer.Option("--out", help="Folder for the traces, one per rank.")] = Path("traces"),
-    wait: Annotated[int, typer.Option("--wait", min=0, help="Optimizer steps before profiling.")] = 1,
-    warmup: Annotated[int, typer.Option("--warmup", min=1, help="Profiled steps to discard.")] = 1,
-    active: Annotated[int, typer.Option("--active", min=1, help="Steps to record.")] = 3,
-    compress: Annotated[bool, typer.Option("--gz", help="Write rank0.json.gz.")] = False,
-) -> None:
+def profile(options: Namespace) -> None:
     """Run a training script, and profile some optimizer steps of its first TrainStep.
 
     torchrun --nproc-per-node 2 -m zeroamp profile --out traces train.py --lr 1e-4
 
     The script runs to its end. The first rank prints its labels with their times.
     """
-    recording = Profile(None, out, wait=wait, warmup=warmup, active=active, compress=compress)
-    with recording, _as_main(script, arguments or []):
+    schedule = {"wait": options.wait, "warmup": options.warmup, "active": options.active}
+    recording = Profile(None, options.out, **schedule, compress=options.gz)
+    with recording, _as_main(options.script, options.arguments):
         try:
-            runpy.run_path(str(script), run_name="__main__")
+            runpy.run_path(str(options.script), run_name="__main__")
         except SystemExit as ended:
             if ended.code not in (None, 0):
                 raise
     if recording.rank == 0:
-        typer.echo(f"{recording}\n\n{recording.path}")
+        sys.stdout.write(f"{recording}\n\n{recording.path}\n")
+
+
+def parsers() -> list[ArgumentParser]:
+    """Return the parser of the command line, and those of its commands."""
+    root = ArgumentParser(
+        prog="zeroamp",
+        description="Show what a DeepSpeed-style config does and which dtypes a model gets, without a GPU, weights or "
+        "ranks. Plan, profile and compare training runs.",
+        allow_abbrev=False,
+    )
+    root.add_argument("--version", action="version", version=f"zeroamp {zeroamp.__version__}")
+    commands = root.add_subparsers(metavar="COMMAND", required=True)
+
+    of_check = arguments.add_command(commands, check)
+    arguments.add_config(of_check, nargs="?")
+    arguments.add_model(of_check, required=False)
+    of_check.add_argument("--world-size", metavar="N", type=arguments.positive, help=arguments.WORLD_SIZE)
+    of_check.add_argument("--all", action="store_true", help="Also list the defaults of all other keys.")
+
+    of_explain = arguments.add_command(commands, explain)
+    arguments.add_config(of_explain)
+    arguments.add_model(of_explain)
+    arguments.add_ranks(of_explain, required=False)
+    arguments.add_formats(of_explain, "One JSON object: config, units, summary, groups, parameters.")
+    of_explain.add_argument(
+        "--per-parameter", action="store_true", help="Also one row per parameter (--json has them always)."
+    )
+
+    of_plan = arguments.add_command(commands, plan)
+    arguments.add_config(of_plan)
+    arguments.add_model(of_plan)
+    arguments.add_ranks(of_plan)
+    add = of_plan.add_argument
+    add("--batch", metavar="N", type=arguments.positive, help="Samples per rank and micro-batch; else the config's.")
+    add(
+        "--seq",
+        metavar="N",
+        type=arguments.positive,
+        default=TRACED_TOKENS,
+        help="Tokens per sample and rank. Default: 2048.",
+    )
+    add("--stages", metavar="LIST", type=arguments.stages, default=STAGES, help="ZeRO stages to compare, such as 1,3.")
+    add("--checkpointing", action="store_true", help="Each unit recomputes its forward.")
+    gpu = f"One of {', '.join(GPUS_GB)} (the default is h100), or the memory of another GPU in GB."
+    add("--gpu", metavar="NAME|GB", type=arguments.gpu, default="h100", help=gpu)
+    add("--gpus-per-node", metavar="N", type=arguments.positive, default=8, help="For the memory of NCCL. Default: 8.")
+    add("--loss", metavar="FUNCTION", help="Of the model's output; returns the loss. Default: the output's .loss.")
+    arguments.add_formats(of_plan, "One JSON object, in bytes.", has_markdown=False)
+
+    of_report = arguments.add_command(commands, report)
+    of_report.add_argument("runs", metavar="RUN.jsonl", type=Path, nargs="+", help="Files of RunReport.")
+    arguments.add_formats(of_report, "One JSON object: the table, and every record.")
+
+    of_profile = arguments.add_command(commands, profile)
+    of_profile.add_argument("script", type=arguments.file, help="The training script.")
+    of_profile.add_argument("arguments", nargs=REMAINDER, help="The script's arguments.")
+    of_profile.add_argument("--out", type=Path, default=Path("traces"), help="Folder for the traces, one per rank.")
+    of_profile.add_argument("--wait", metavar="N", type=int, default=1, help="Optimizer steps before profiling.")
+    of_profile.add_argument("--warmup", metavar="N", type=int, default=1, help="Profiled steps to discard.")
+    of_profile.add_argument("--active", metavar="N", type=int, default=3, help="Steps to record.")
+    of_profile.add_argument("--gz", action="store_true", help="Write rank0.json.gz.")
+    return [root, of_check, of_explain, of_plan, of_report, of_profile]
+
+
+def _policy(options: Namespace, num_ranks: int | None) -> Policy:
+    """Return the policy of the config. A mistake in it is an error whose text begins with the path."""
+    try:
+        return zeroamp.policy_from_config(options.config, world_size=num_ranks, **dict(options.auto))
+    except ConfigError as error:
+        text = str(error)
+        raise ConfigError(text if str(options.config) in text else f"{options.config}: {text}") from error
+
+
+def _num_data_ranks(options: Namespace) -> int | None:
+    """Return the number of ranks that get different samples. Batch sizes are multiplied by it."""
+    world_size: int | None = options.world_size
+    return world_size if options.mesh is None else arguments.num_data_ranks(options.mesh)
+
+
+def _example_inputs(options: Namespace) -> Any:
+    if options.inputs is None:
+        return None
+    make = load_function(options.inputs, "--inputs")
+    with torch.device("meta"):
+        return make(1, TRACED_TOKENS)
+
+
+def _check_page(options: Namespace) -> None:
+    if options.html is not None:
+        check_page(options.html)
+
+
+def _write_page(options: Namespace, kind: PageKind, name: str, subtitle: str, data: dict[str, Any]) -> None:
+    if options.html is not None:
+        write_page(options.html, html_page(kind, name, subtitle, data))
+        sys.stderr.write(f"wrote {options.html}\n")
+
+
+def _to_json(data: dict[str, Any]) -> str:
+    return json.dumps(data, indent=2, allow_nan=False)
 
 
 @contextmanager
-def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
+def _as_main(script: Path, script_arguments: Sequence[str]) -> Iterator[None]:
     """Set `sys.argv` and `sys.path` as `python script.py` does."""
     before = sys.argv, sys.path
-    sys.argv, sys.path = [str(script), *arguments], [str(script.resolve().parent), *sys.path]
+    sys.argv, sys.path = [str(script), *script_arguments], [str(script.resolve().parent), *sys.path]
     try:
         yield
     finally:

@@ -4,28 +4,34 @@ A function is `package.module:function` or `path/to/file.py:function`. It is imp
 Models are built on the meta device: shapes, classes and names, no weights.
 """
 
-import importlib
 import inspect
-import operator
+import math
+import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from zeroamp.hooks._torch.fake_ranks import fake_ranks
+from zeroamp.planning.mesh import current_device_type
 from zeroamp.policies.errors import WrapError
 
 
-def takes_mesh(source: str) -> bool:
-    """Return whether `source` names a factory with an argument `mesh`. A factory is imported.
-
-    Raises:
-        WrapError: there is no such factory.
-    """
-    return not Path(source).is_dir() and "mesh" in inspect.signature(load_function(source, "--model")).parameters
+@contextmanager
+def model_and_mesh(source: str, sizes: Mapping[str, int] | None) -> Iterator[tuple[nn.Module, DeviceMesh | None]]:
+    """Return the model that `--model` names, and the mesh of `--mesh`, which consists of ranks that do not exist."""
+    if sizes is None:
+        yield load_model(source), None
+        return
+    with fake_ranks(math.prod(sizes.values())):
+        mesh = init_device_mesh(current_device_type(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        yield load_model(source, mesh), mesh
 
 
 def load_model(source: str, mesh: DeviceMesh | None = None) -> nn.Module:
@@ -33,19 +39,22 @@ def load_model(source: str, mesh: DeviceMesh | None = None) -> nn.Module:
 
     Args:
         source: a folder with a transformers `config.json`, built in fp32 from its `architectures`, or as a causal
-            language model if it has none; or a factory, a callable without arguments that returns a module.
-        mesh: of a factory that `takes_mesh`. It is passed as the argument `mesh`.
+            language model if it has none; or a factory, a callable that returns a module.
+        mesh: is passed to the factory as the argument `mesh`.
 
     Raises:
         WrapError: there is no such model, or building it failed. The text has the class and text of the error.
     """
     is_folder = Path(source).is_dir()
-    build: Callable[..., Any] = _folder_factory(Path(source)) if is_folder else load_function(source, "--model")
+    build: Callable[..., Any] = load_function(source, "--model") if not is_folder else partial(_build, Path(source))
+    if mesh is not None and "mesh" not in inspect.signature(build).parameters:
+        raise WrapError(
+            f"--model {source} must be a factory with an argument mesh, because --mesh is given: return the model "
+            "after parallelize_module over mesh. Or pass --world-size: a rank then holds no less."
+        )
     try:
         with torch.device("meta"):
             model = build() if mesh is None else build(mesh=mesh)
-    except WrapError:
-        raise
     except (Exception, SystemExit) as error:
         raise WrapError(
             f'--model {source}: building it under torch.device("meta") raised {type(error).__name__}: {error}. Tensors '
@@ -65,65 +74,36 @@ def load_function(source: str, option: str) -> Callable[..., Any]:
     Raises:
         WrapError: there is no such function, or importing it failed.
     """
-    module_name, _, name = source.rpartition(":")
-    file = Path(module_name).resolve() if module_name.endswith(".py") else None
-    if not (module_name and name and (file is None or file.is_file())):
-        or_folder = "a folder with a transformers config.json (of a hub's: download it), " * (option == "--model")
-        raise WrapError(
-            f"{option} {source} does not exist. It must be {or_folder}package.module:function or "
-            "path/to/file.py:function."
-        )
-    for folder in (Path.cwd(), *([] if file is None else [file.parent])):
+    module, _, name = source.rpartition(":")
+    file = Path(module) if module.endswith(".py") else None
+    for folder in (Path.cwd(), *([] if file is None else [file.resolve().parent])):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
     try:
-        module = importlib.import_module(module_name if file is None else file.stem)
-        found = getattr(module, "__file__", None)
-        if file is not None and (found is None or Path(found).resolve() != file):
-            raise ImportError(
-                f"a module named {file.stem!r} is already in use ({found or 'a built-in one'}). Rename the file"
-            )
-        function: object = operator.attrgetter(name)(module)
+        function: Callable[..., Any] = pkgutil.resolve_name(f"{module if file is None else file.stem}:{name}")
+        if not callable(function):
+            raise TypeError(f"{name} is a {type(function).__name__}, not a function")
     except (Exception, SystemExit) as error:
+        or_folder = "a folder with a transformers config.json (of a hub's: download it), " * (option == "--model")
         raise WrapError(
-            f"{option} {source}: importing it raised {type(error).__name__}: {error}. Check the name, and that "
-            "importing only defines things."
+            f"{option} {source} must be {or_folder}package.module:function or path/to/file.py:function, but importing "
+            f"it raised {type(error).__name__}: {error}."
         ) from error
-    if not callable(function) or isinstance(function, nn.Module):
-        raise WrapError(
-            f"{option} {source} must be a function, but is a {type(function).__name__}. For a model, name the function "
-            "that builds it: it is called on the meta device."
-        )
     return function
 
 
-def _folder_factory(folder: Path) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        if not (folder / "config.json").is_file():
-            raise WrapError(
-                f"--model {folder} has no config.json. Write one with save_pretrained of the model's config."
-            )
-        try:
-            transformers: Any = importlib.import_module("transformers")
-        except ModuleNotFoundError as error:
-            raise WrapError(f"--model {folder} needs transformers: pip install 'zeroamp[examples]'.") from error
-        # trust_remote_code is passed because transformers would ask on the terminal otherwise.
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        # zeroamp stores parameters in fp32, whatever dtype a checkpoint has. Sub-configs have a dtype too: the
-        # constructor builds parts of the model from them.
-        for part in (config, *(getattr(config, name) for name in config.sub_configs)):
-            if part is not None:
-                part.dtype = torch.float32
-        if not config.architectures:
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-            return model
-        name = config.architectures[0]
-        architecture = getattr(transformers, name, None)
-        if not (isinstance(architecture, type) and issubclass(architecture, nn.Module)):
-            raise WrapError(
-                f"--model {folder}: transformers {transformers.__version__} has no model class {name!r}, which "
-                "architectures in config.json names. Install one that has it, or name a factory instead."
-            )
-        return architecture(config)
+def _build(folder: Path) -> nn.Module:
+    import transformers
 
-    return build
+    # trust_remote_code is passed because transformers would ask on the terminal otherwise.
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    # zeroamp stores parameters in fp32, whatever dtype a checkpoint has. Sub-configs have a dtype too: the
+    # constructor builds parts of the model from them.
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        if part is not None:
+            part.dtype = torch.float32
+    if config.architectures:
+        model: nn.Module = getattr(transformers, config.architectures[0])(config)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return model

@@ -22,12 +22,10 @@ So the numbers hold for modules that run in the order of `run_order`. A model th
 all-gather a unit once more or once less. A model that skips a unit saves its all-gathers and reductions.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
-from zeroamp.planning.groups import GroupKind, GroupPlan
+from zeroamp.planning.groups import GroupKind
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.run_order import UnitRun
 from zeroamp.planning.schedule import backward_order, fits, live_units, reshards_after_forward
@@ -36,45 +34,16 @@ Kind = Literal["all_gather", "reduction", "last_reduction"]
 """The kind of a collective. "last_reduction": a reduction in the last micro-batch of an optimizer step."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
-    """The collectives of one optimizer step: name of a group -> calls. They do not depend on the number of ranks."""
+def step_schedule(plan: Plan) -> list[tuple[Kind, str]]:
+    """Return (kind, name of the group) of the collectives of one optimizer step, in the order of their calls.
 
-    all_gathers: Mapping[str, int]
-    reductions: Mapping[str, int]
-    """In all micro-batches, the last one included."""
-    last_reductions: Mapping[str, int]
-    """Those of `reductions` that run in the last micro-batch."""
-    order: Sequence[tuple[Kind, str]]
-    """(kind, name of the group) of the same calls, in the order in which they are issued."""
-
-
-class GroupListener:
-    """Base class of listeners to a `Replay`. Its methods are called in FSDP2's order, and do nothing by default."""
-
-    def all_gather_started(self, group: str) -> None:
-        """Handle the start of an all-gather."""
-
-    def all_gather_ended(self, group: str, *, in_forward: bool) -> None:
-        """Handle the end of an all-gather: the unsharded parameters exist from now on."""
-
-    def all_gather_discarded(self, group: str) -> None:
-        """Handle the release of an all-gather's result that was not used."""
-
-    def resharded(self, group: str, *, in_forward: bool) -> None:
-        """Handle the release of the unsharded parameters."""
-
-    def backward_ended(self, group: str, *, reduces: bool) -> None:
-        """Handle the end of a trainable group's backward. Its gradients are reduced now, or retained unsharded."""
-
-
-def step_schedule(plan: Plan) -> Schedule:
-    """Return the collectives of one optimizer step, all its micro-batches together."""
+    They do not depend on the number of ranks.
+    """
     replay = Replay(plan)
     num_micro_batches = plan.policy.gradient_accumulation_steps
     for index in range(num_micro_batches):
         replay.micro_batch(plan.run, is_last=index + 1 == num_micro_batches)
-    return replay.schedule()
+    return replay.calls
 
 
 @dataclass(slots=True)
@@ -101,36 +70,48 @@ class Replay:
     """A copy of FSDP2's state machine. Private methods are named after FSDP2's. See [Note: What is replayed].
 
     `micro_batch` replays the order of a `UnitRun`. For another order, call the four methods that begin and end a unit's
-    forward and backward, then `end_micro_batch`.
+    forward and backward, then `end_micro_batch`. A subclass overrides what happens to a group (`all_gather_started` to
+    `backward_ended`), which is called in FSDP2's order.
     """
 
-    def __init__(self, plan: Plan, listener: GroupListener | None = None) -> None:
-        self._order: list[tuple[Kind, str]] = []
-        self._listener = listener or GroupListener()
+    def __init__(self, plan: Plan) -> None:
+        self.calls: list[tuple[Kind, str]] = []
+        """(kind, name of the group) of the collectives replayed so far."""
         self._stage = plan.policy.stage
         live = live_units(plan)
         self._groups: dict[str, list[_Group]] = {unit: [] for unit in ("", *plan.units)}
         """Unit -> its groups in the order in which they are unsharded: its own group, then those with group holders."""
         for group in plan.groups:
-            self._groups[group.unit].append(_start(group, plan, live))
-        named = {group.name: group for group in self._all()}
+            self._groups[group.unit].append(
+                _Group(
+                    group.name,
+                    group.kind,
+                    group.is_trainable,
+                    reshards_after_forward(group.kind, group.unit, plan, live),
+                    is_used_in_backward=group.unit not in plan.own_units.lookups,
+                )
+            )
+        named = {group.name: group for groups in self._groups.values() for group in groups}
         self._ending = [named[name] for name in plan.ending]
         size = plan.policy.prefetch_bucket_size if self._stage == 3 else 0
-        explicit = size > 0
-        self._forward_ahead = fits(plan.run.forward_order(), plan, size) if explicit else {}
-        self._backward_ahead = fits(backward_order(plan), plan, size) if explicit else {}
+        self._forward_ahead = fits(plan.run.forward_order(), plan, size) if size else {}
+        self._backward_ahead = fits(backward_order(plan), plan, size) if size else {}
         self._record: list[_Group] = []  # of forwards
 
-    def schedule(self) -> Schedule:
-        """Return the collectives replayed so far."""
-        counts = {kind: Counter(name for found, name in self._order if found == kind) for kind in get_args(Kind)}
-        last = counts["last_reduction"]
-        return Schedule(
-            all_gathers=counts["all_gather"],
-            reductions=counts["reduction"] + last,
-            last_reductions=last,
-            order=self._order,
-        )
+    def all_gather_started(self, group: str) -> None:
+        """An all-gather starts."""
+
+    def all_gather_ended(self, group: str, *, in_forward: bool) -> None:
+        """An all-gather ends: the unsharded parameters exist from now on."""
+
+    def all_gather_discarded(self, group: str) -> None:
+        """The result of an all-gather is released unused."""
+
+    def resharded(self, group: str, *, in_forward: bool) -> None:
+        """The unsharded parameters are released."""
+
+    def backward_ended(self, group: str, *, reduces: bool) -> None:
+        """The backward of a trainable group ends. Its gradients are reduced now, or retained unsharded."""
 
     def micro_batch(self, run: UnitRun, *, is_last: bool) -> None:
         """Replay one forward and its backward, with the flags that `TrainStep` sets."""
@@ -193,34 +174,27 @@ class Replay:
             group.num_runs = 0
             if is_last:
                 if group.is_pending:
-                    self._listener.all_gather_discarded(group.name)
+                    self.all_gather_discarded(group.name)
                 group.is_pending = False
                 group.positions.clear()
         if is_last:
             self._record.clear()
 
-    def _all(self) -> list[_Group]:
-        return [group for groups in self._groups.values() for group in groups]
-
     def _unshard(self, group: _Group) -> None:
         if not (group.is_unsharded or group.is_pending):
-            self._order.append(("all_gather", group.name))
+            self.calls.append(("all_gather", group.name))
             group.is_pending = True
-            self._listener.all_gather_started(group.name)
-
-    def _unshard_for_backward(self, group: _Group) -> None:
-        if group.is_used_in_backward:
-            self._unshard(group)
+            self.all_gather_started(group.name)
 
     def _unshard_and_wait(self, group: _Group, *, in_forward: bool) -> None:
         self._unshard(group)
         if group.is_pending:
-            self._listener.all_gather_ended(group.name, in_forward=in_forward)
+            self.all_gather_ended(group.name, in_forward=in_forward)
         group.is_unsharded, group.is_pending = True, False
 
     def _reshard(self, group: _Group, *, in_forward: bool) -> None:
         if group.is_unsharded:
-            self._listener.resharded(group.name, in_forward=in_forward)
+            self.resharded(group.name, in_forward=in_forward)
         group.is_unsharded = False
 
     def _pre_backward(self, group: _Group, *, is_default: bool) -> None:
@@ -230,7 +204,9 @@ class Replay:
         if group.is_used_in_backward:
             self._unshard_and_wait(group, in_forward=False)
         if is_default and group.positions and (position := group.positions.pop()) > 0:
-            self._unshard_for_backward(self._record[position - 1])
+            before = self._record[position - 1]
+            if before.is_used_in_backward:
+                self._unshard(before)
 
     def _post_backward(self, group: _Group, is_last: bool) -> None:
         reduces = is_last or self._stage >= 2
@@ -241,15 +217,5 @@ class Replay:
             self._reshard(group, in_forward=False)
         if group.is_trainable and not awaits_earlier_run:
             if reduces:
-                self._order.append(("last_reduction" if is_last else "reduction", group.name))
-            self._listener.backward_ended(group.name, reduces=reduces)
-
-
-def _start(group: GroupPlan, plan: Plan, live: set[str]) -> _Group:
-    return _Group(
-        group.name,
-        group.kind,
-        group.is_trainable,
-        reshards_after_forward(group.kind, group.unit, plan, live),
-        is_used_in_backward=group.unit not in plan.own_units.lookups,
-    )
+                self.calls.append(("last_reduction" if is_last else "reduction", group.name))
+            self.backward_ended(group.name, reduces=reduces)

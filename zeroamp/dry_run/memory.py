@@ -34,11 +34,10 @@ from collections.abc import Iterable
 
 import torch
 
-from zeroamp.dry_run.events import MAX_MICRO_BATCHES, Change, Event, GradientReady, Mark
-from zeroamp.dry_run.fsdp_replay import GroupListener, Replay
+from zeroamp.dry_run.fsdp_replay import Replay
 from zeroamp.dry_run.optimizer_step import OptimizerCosts
 from zeroamp.dry_run.timeline import HOST_KINDS, Timeline, TimelineWriter
-from zeroamp.dry_run.traced_micro_batch import MicroBatch
+from zeroamp.dry_run.traced_micro_batch import Change, Event, GradientReady, Mark, MicroBatch
 from zeroamp.hooks.collectives.tree_sum import BLOCK
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan
@@ -46,6 +45,10 @@ from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.shard_sizes import local_numel, padded_numel
 from zeroamp.policies.accumulation import accumulation_dtype
+
+MAX_MICRO_BATCHES = 3
+"""Most micro-batches that are replayed. Of more, these are the first, one of the middle, which are alike, and the last.
+"""
 
 
 def memory_timeline(
@@ -64,7 +67,7 @@ def memory_timeline(
     copied = max((p.numel * p.group_key.param.itemsize for p in plan.params if p.has_own_gather_dtype), default=0)
     writer.add("workspace", copied)
     for index in range(num_micro_batches):
-        groups.micro_batch(micro_batch.events, is_first=index == 0, is_last=index + 1 == num_micro_batches)
+        groups.trace(micro_batch.events, is_first=index == 0, is_last=index + 1 == num_micro_batches)
     writer.add("workspace", -copied)
     writer.phase = "optimizer"
     groups.end_step()
@@ -115,14 +118,14 @@ class _Sizes:
         self.low_sum = padded_trained // num_shards * dtypes.sharded_accumulate.itemsize
 
 
-class _GroupMemory(GroupListener):
+class _GroupMemory(Replay):
     """Replays FSDP2 along a traced micro-batch, and records the allocations and frees of both."""
 
     def __init__(self, plan: Plan, ranks: Ranks, writer: TimelineWriter, *, on_cpu: bool) -> None:
+        super().__init__(plan)
         self._plan, self._ranks, self._writer, self._on_cpu = plan, ranks, writer, on_cpu
         self._sizes = {group.name: _Sizes(group, plan, ranks) for group in plan.groups}
         self._group_of = {param.fqn: group.name for group in plan.groups for param in group.params}
-        self._replay = Replay(plan, self)
         self._raw: Counter[str] = Counter()  # group -> bytes of its raw gradients
         self._sums: set[str] = set()  # groups with unsharded sums of earlier micro-batches
         self._with_gradient: set[str] = set()  # groups with gradient shards
@@ -143,7 +146,8 @@ class _GroupMemory(GroupListener):
                 if sizes.shares_buffer:
                     self._receive(sizes.received, sizes.communication)
 
-    def micro_batch(self, events: Iterable[Event], *, is_first: bool, is_last: bool) -> None:
+    def trace(self, events: Iterable[Event], *, is_first: bool, is_last: bool) -> None:
+        """Replay a traced micro-batch."""
         self._writer.phase = "forward"
         self._is_last = is_last and not is_first
         if self._is_last and self._num_partial > 1:
@@ -159,7 +163,7 @@ class _GroupMemory(GroupListener):
                 self._reach(event, is_last)
             elif isinstance(event, GradientReady) and not is_first and event.param not in self._whole:
                 self._accumulate(event)
-        self._replay.end_micro_batch(is_last=is_last)
+        self.end_micro_batch(is_last=is_last)
         self._release_buffers()
         if is_last:
             self._free_inputs()
@@ -186,15 +190,20 @@ class _GroupMemory(GroupListener):
         trained = [param for group in self._plan.groups for param in group.params if param.is_trainable]
         device_type = "cpu" if self._on_cpu or self._plan.policy.offload.to_cpu else "cuda"
         num_bytes = workspace_bytes((local_numel(param, num_shards) for param in trained), device_type)
-        self._writer.add("workspace", num_bytes)
-        self._writer.add("workspace", -num_bytes)
+        self._writer.add_and_free("workspace", num_bytes)
 
     def _reach(self, mark: Mark, is_last: bool) -> None:
-        if mark.point == "begin backward":
+        if mark.point == "begin forward":
+            self.begin_forward(mark.unit)
+        elif mark.point == "end forward":
+            self.end_forward(mark.unit)
+            if mark.unit == "":
+                self._free_gather()
+        elif mark.point == "begin backward":
             self._writer.phase = "backward"
-        mark.reach(self._replay, is_last=is_last)
-        if mark == Mark("end forward", ""):
-            self._free_gather()
+            self.begin_backward(mark.unit)
+        else:
+            self.end_backward(mark.unit, is_last=is_last)
 
     def _accumulate(self, event: GradientReady) -> None:
         """Free a new gradient that autograd has added to the existing one."""
@@ -216,8 +225,7 @@ class _GroupMemory(GroupListener):
         if in_forward:
             self._free_gather()
         self._writer.add("unsharded parameters", sizes.gathered)
-        self._writer.add("communication buffers", sizes.copied_twice)
-        self._writer.add("communication buffers", -sizes.copied_twice)
+        self._writer.add_and_free("communication buffers", sizes.copied_twice)
         if group in self._partitions:
             self._partitions.remove(group)
             self._writer.add("unsharded parameters", -sizes.partition)
@@ -251,8 +259,7 @@ class _GroupMemory(GroupListener):
         raw = self._raw.pop(group, 0)
         if group in self._sums:
             if self._num_partial and not sizes.sums_as_is:
-                writer.add("unsharded gradients", max(sizes.summed.values(), default=0))
-                writer.add("unsharded gradients", -max(sizes.summed.values(), default=0))
+                writer.add_and_free("unsharded gradients", max(sizes.summed.values(), default=0))
             writer.add("unsharded gradients", -raw)
         elif raw and not sizes.sums_as_is:
             for fqn, num_bytes in sizes.summed.items():
@@ -292,13 +299,10 @@ class _GroupMemory(GroupListener):
             self._receive(sizes.received, sizes.communication)
         else:
             writer.add("communication buffers", sizes.received)
-        if self._on_cpu:
-            writer.add("communication buffers", sizes.summed_in)
-            writer.add("communication buffers", -sizes.summed_in)
+        writer.add_and_free("communication buffers", sizes.summed_in * self._on_cpu)
         if not sizes.shares_buffer:
             writer.add("communication buffers", -sizes.received)
-        writer.add("communication buffers", sizes.of_replicas)
-        writer.add("communication buffers", -sizes.of_replicas)
+        writer.add_and_free("communication buffers", sizes.of_replicas)
         if sizes.reduced != sizes.gradient:  # cast to the stored dtype
             writer.add("gradients", sizes.gradient)
             writer.add("gradients", -sizes.reduced)

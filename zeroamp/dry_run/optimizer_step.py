@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeroamp.dry_run.events import Change, EventRecorder
+from zeroamp.dry_run.traced_micro_batch import Change, EventRecorder
 from zeroamp.hooks._torch.dispatch import FakeTensorMode
 from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.hooks.tensors import tensors_in

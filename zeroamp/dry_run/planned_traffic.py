@@ -5,16 +5,16 @@ and group are equal to those that `zeroamp.traffic(model)` counts in one step.
 """
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from zeroamp.dry_run.fsdp_replay import Schedule, step_schedule
-from zeroamp.hooks.collectives.traffic import STEP, Collective, ReduceOp, Traffic, TrafficKey
+from zeroamp.dry_run.fsdp_replay import Kind, step_schedule
+from zeroamp.hooks.collectives.traffic import STEP, Collective, Traffic, TrafficKey
 from zeroamp.planning.group_dtypes import group_dtypes
-from zeroamp.planning.groups import PARAMETERS_PER_NUMBER, GroupPlan, ParamPlan
+from zeroamp.planning.groups import PARAMETERS_PER_NUMBER, GroupPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.shard_sizes import padded_numel
@@ -24,78 +24,45 @@ _REPLICATED_BYTES = 2 * torch.float64.itemsize
 """Bytes of a 0-D parameter in the step's all-reduce: its gradient, and whether there is one."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupCollective:
-    """A collective that a group issues one or several times in an optimizer step."""
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """The calls of one collective of a group in an optimizer step."""
 
     collective: Collective
     dtype: torch.dtype
-    calls: int
-    op: ReduceOp = dist.ReduceOp.SUM
-    """The op of a reduction. SUM for an all-gather or an all-to-all."""
-    num_parts: int = 1
-    """Each call moves 1 / num_parts of the unsharded tensor. Above 1 for the all-reduce of a shard over replicas."""
-    is_in_last_only: bool = False
-    """Whether the call runs in the last micro-batch only."""
-
-    @property
-    def is_of_gradients(self) -> bool:
-        """Whether the collective moves gradients. An all-gather moves parameters."""
-        return self.collective != "all_gather"
-
-    def num_bytes(self, param: ParamPlan, num_shards: int | None) -> int:
-        """Return the bytes that these calls move of one parameter."""
-        if self.is_of_gradients and not param.is_trainable:
-            return 0
-        dtype = self.dtype if self.is_of_gradients else param.dtypes.param
-        return self.calls * padded_numel(param, num_shards) // self.num_parts * dtype.itemsize
+    number: int
+    num_bytes: dict[str, int]
+    """Parameter -> the bytes that these calls move of it."""
 
 
-def group_collectives(
-    group: GroupPlan, plan: Plan, ranks: Ranks, *, all_gathers: int = 1, reductions: int = 1, last_reductions: int = 1
-) -> Iterator[GroupCollective]:
-    """Yield the collectives of a group for these numbers of calls. `reductions` includes `last_reductions`."""
+def _calls(group: GroupPlan, plan: Plan, ranks: Ranks, counts: Mapping[tuple[Kind, str], int]) -> Iterator[_Calls]:
+    """Yield the collectives of a group. `counts` are those of the calls of `step_schedule`."""
     ranks = ranks.of(is_expert=group.is_expert)
     dtypes, num_shards = group_dtypes(group.key, plan.policy, ranks), ranks.shards(plan.policy)
-    if dtypes.all_gathers and all_gathers:
-        yield GroupCollective(collective="all_gather", dtype=group.all_gather_dtype, calls=all_gathers)
+    padded = {param.fqn: padded_numel(param, num_shards) for param in group.params}
+    trained = {param.fqn: padded[param.fqn] for param in group.params if param.is_trainable}
+    last = counts["last_reduction", group.name]
+    reductions = counts["reduction", group.name] + last
+    if dtypes.all_gathers and (number := counts["all_gather", group.name]):
+        moved = {param.fqn: number * padded[param.fqn] * param.dtypes.param.itemsize for param in group.params}
+        yield _Calls("all_gather", group.all_gather_dtype, number, moved)
     if dtypes.reduction is not None and reductions:
-        yield GroupCollective(
-            collective=dtypes.reduction, dtype=dtypes.communication, calls=reductions, op=dtypes.reduction_op
-        )
-    all_reduces = last_reductions if dtypes.replica_once else reductions
-    if dtypes.replica is not None and all_reduces:
-        yield GroupCollective(
-            collective="all_reduce",
-            dtype=dtypes.replica,
-            calls=all_reduces,
-            op=dtypes.replica_op,
-            num_parts=num_shards or 1,
-            is_in_last_only=dtypes.replica_once,
-        )
-
-
-def step_collectives(group: GroupPlan, plan: Plan, ranks: Ranks, schedule: Schedule) -> Iterator[GroupCollective]:
-    """Yield the collectives of a group in one optimizer step."""
-    return group_collectives(
-        group,
-        plan,
-        ranks,
-        all_gathers=schedule.all_gathers.get(group.name, 0),
-        reductions=schedule.reductions.get(group.name, 0),
-        last_reductions=schedule.last_reductions.get(group.name, 0),
-    )
+        moved = {fqn: reductions * numel * dtypes.communication.itemsize for fqn, numel in trained.items()}
+        yield _Calls(dtypes.reduction, dtypes.communication, reductions, moved)
+    if dtypes.replica is not None and (number := last if dtypes.replica_once else reductions):
+        parts = num_shards or 1  # the shard alone is reduced over replicas
+        moved = {fqn: number * numel // parts * dtypes.replica.itemsize for fqn, numel in trained.items()}
+        yield _Calls("all_reduce", dtypes.replica, number, moved)
 
 
 def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
     """Return the calls and bytes of one optimizer step, as `zeroamp.traffic(model)` counts them on every rank."""
-    schedule, traffic = step_schedule(plan), Traffic()
+    counts, traffic = Counter(step_schedule(plan)), Traffic()
     for group in plan.groups:
-        num_shards = ranks.of(is_expert=group.is_expert).shards(plan.policy)
-        for call in step_collectives(group, plan, ranks, schedule):
-            key = TrafficKey(call.collective, call.dtype, group.name)
-            traffic.calls[key] += call.calls
-            traffic.num_bytes[key] += sum(call.num_bytes(param, num_shards) for param in group.params)
+        for calls in _calls(group, plan, ranks, counts):
+            key = TrafficKey(calls.collective, calls.dtype, group.name)
+            traffic.calls[key] += calls.number
+            traffic.num_bytes[key] += sum(calls.num_bytes.values())
     for extension in extensions_of(plan.policy):
         extension.add_traffic(plan, ranks, traffic)
     key = TrafficKey("all_reduce", torch.float64, STEP)
@@ -109,16 +76,13 @@ def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
 
 def bytes_per_step(plan: Plan, ranks: Ranks) -> dict[str, tuple[int, int]]:
     """Return parameter -> the bytes that its all-gathers and its reductions move in one optimizer step."""
-    schedule = step_schedule(plan)
-    moved: dict[str, tuple[int, int]] = {}
-    for group in plan.all_groups:
-        num_shards = ranks.of(is_expert=group.is_expert).shards(plan.policy)
-        calls = list(step_collectives(group, plan, ranks, schedule))
-        for param in group.params:
-            gathered = sum(call.num_bytes(param, num_shards) for call in calls if not call.is_of_gradients)
-            reduced = sum(call.num_bytes(param, num_shards) for call in calls if call.is_of_gradients)
-            moved[param.fqn] = gathered, reduced + (_REPLICATED_BYTES if param.group_key.is_replicated else 0)
-    return moved
+    counts, gathered, reduced = Counter(step_schedule(plan)), Counter[str](), Counter[str]()
+    for group in plan.groups:
+        for calls in _calls(group, plan, ranks, counts):
+            (gathered if calls.collective == "all_gather" else reduced).update(calls.num_bytes)
+    if plan.replicated is not None:
+        reduced.update({param.fqn: _REPLICATED_BYTES for param in plan.replicated.params})
+    return {param.fqn: (gathered[param.fqn], reduced[param.fqn]) for param in plan.params}
 
 
 def _num_statistics(plan: Plan) -> int:

@@ -1,8 +1,8 @@
 """What fits on the GPU: the largest batch, and changes with which a run that does not fit would."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from zeroamp.policies.policy import Stage
 
@@ -13,56 +13,47 @@ MAX_RANKS = 2**14
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """A change of a run that does not fit, and the memory of one rank with it."""
+    """A change with which a run that does not fit would fit, and the memory of one rank with it."""
 
     stage: Stage
     num_ranks: int
-    batch: int
-    """Samples per micro-batch and rank."""
     checkpointing: bool
     """Whether each unit recomputes its forward in the backward."""
     offload: bool
     """Whether shards, gradients and optimizer state are on the CPU (`zero_optimization.offload_optimizer`)."""
-    peak_bytes: int = 0
+    peak_bytes: int
     """Peak on the GPU, without the memory of NCCL."""
-    nccl_bytes: int = 0
+    nccl_bytes: int
     """GPU memory that NCCL takes in addition."""
-    host_bytes: int = 0
+    host_bytes: int
     """Bytes in the memory of the host, for this rank."""
 
 
 def find_remedies(
-    run: Remedy, largest_batch: int, measured: Callable[[Remedy], Remedy], limit: int, *, can_offload: bool
-) -> tuple[Remedy, ...]:
-    """Return changes with which a run fits: a smaller batch; more ranks, with activation checkpointing and offload.
+    measured: Callable[[int, bool, bool], Remedy], num_ranks: int, changes: Sequence[tuple[bool, bool]], limit: int
+) -> Iterator[Remedy]:
+    """Yield changes with which a run fits: activation checkpointing, offload, and more ranks.
 
     Ranks are doubled until the run fits, or until the peak falls by less than 1 %. A change that needs as many ranks as
     one before it is left out.
 
     Args:
-        run: as it is planned. It does not fit.
-        largest_batch: samples that fit without another change; 0: none.
-        measured: a change -> the same with its memory.
+        measured: (ranks, activation checkpointing, offload) -> the change with its memory.
+        num_ranks: ranks of the run.
+        changes: pairs of activation checkpointing and offload, in the order in which they are tried.
         limit: bytes of the GPU.
-        can_offload: whether the config allows offload.
     """
-    found = [] if largest_batch == 0 else [measured(replace(run, batch=largest_batch))]
-    changes = [(run.checkpointing, run.offload), (True, run.offload)]
-    if can_offload:
-        changes += [(run.checkpointing, True), (True, True)]
-    most = MAX_RANKS if run.stage > 0 else run.num_ranks
-    for checkpointing, offload in dict.fromkeys(changes):
-        num_ranks, before = run.num_ranks, math.inf
-        while num_ranks <= most:
-            tried = measured(replace(run, num_ranks=num_ranks, checkpointing=checkpointing, offload=offload))
+    most = MAX_RANKS
+    for checkpointing, offload in changes:
+        tried_ranks, before = num_ranks, math.inf
+        while tried_ranks <= most:
+            tried = measured(tried_ranks, checkpointing, offload)
             if tried.peak_bytes + tried.nccl_bytes <= limit:
-                found.append(tried)
-                most = num_ranks - 1
-                break
+                yield tried
+                most = tried_ranks - 1
             if tried.peak_bytes > 0.99 * before:
                 break
-            num_ranks, before = 2 * num_ranks, tried.peak_bytes
-    return tuple(found)
+            tried_ranks, before = 2 * tried_ranks, tried.peak_bytes
 
 
 def largest_batch(peak_bytes: Callable[[int], int], limit: int) -> int:

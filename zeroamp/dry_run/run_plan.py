@@ -1,18 +1,15 @@
 """`plan_run`: predicts memory and traffic of a training run at each ZeRO stage."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroamp.discovery.experts import experts_implementation
 from zeroamp.discovery.extension import needs_run
-from zeroamp.dry_run.checks import STAGES, check_axes, check_counts, check_mesh_and_stages, possible_stages
-from zeroamp.dry_run.equal_layers import trace_few_layers
-from zeroamp.dry_run.events import Change
 from zeroamp.dry_run.gpu_memory import memory_of, nccl_bytes
 from zeroamp.dry_run.inputs import Arguments, InputFactory, arguments_for
 from zeroamp.dry_run.memory import memory_timeline
@@ -21,16 +18,19 @@ from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.dry_run.remedies import Remedy, find_remedies, largest_batch
 from zeroamp.dry_run.render import render_run, run_to_dict, title
 from zeroamp.dry_run.timeline import Timeline
-from zeroamp.dry_run.traced_micro_batch import MicroBatch
+from zeroamp.dry_run.traced_micro_batch import MicroBatch, trace_micro_batch
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.meshes.refused_meshes import refuse_combinations
-from zeroamp.planning.mesh import Ranks, current_device_type
-from zeroamp.planning.mesh_axes import find_axes, ranks_of_axes
+from zeroamp.planning.mesh import Ranks, current_device_type, mesh_shape
+from zeroamp.planning.mesh_axes import MeshAxes, find_axes, ranks_of_axes
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.errors import ConfigError, WrapError, ZeroAmpError
+from zeroamp.policies.numbers import is_integer
 from zeroamp.policies.policy import ConfigLike, Policy, Stage, as_policy
 from zeroamp.training.loss import LossFunction
+
+STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +41,6 @@ class StagePlan:
     ranks: Ranks
     memory: Timeline
     """Memory of the first rank, which holds the most, over a step after the first."""
-    other_memory: Timeline
-    """The same with the opposite choice of activation checkpointing."""
     traffic: Traffic
     """Bytes of the collectives of one step, as `zeroamp.traffic(model)` will count them."""
     nccl_bytes: int
@@ -75,19 +73,14 @@ class RunPlan:
     """Name of the GPU, or its memory in 10^9 bytes."""
     gpu_bytes: int
     """Memory of the GPU."""
-    activations: dict[str, tuple[int, int]]
-    """Unit ("" is the root) -> bytes that its forward saves for the backward, without and with checkpointing."""
     stages: tuple[StagePlan, ...]
     refused: dict[Stage, str]
     """Stage that the config's other keys or the mesh do not allow -> the reason."""
     remedies: tuple[Remedy, ...] | None = None
     """If no stage fits: changes of the run, each with which it would fit. Empty: none of those tried fits."""
-    has_experts: bool = False
-    """Whether the model has transformers' MoE experts. The plan assumes equally many tokens for all experts of a layer.
-    """
 
     def __str__(self) -> str:
-        """Return tables of the stages, of the peaks by kind, of the traffic, and of units and groups."""
+        """Return tables of the stages, of the peaks by kind, and of the traffic."""
         return render_run(self)
 
     def __repr__(self) -> str:
@@ -112,7 +105,7 @@ def plan_run(
     policy: Policy | ConfigLike,
     *,
     world_size: int,
-    mesh: tuple[int, int] | DeviceMesh | None = None,
+    mesh: DeviceMesh | None = None,
     batch: int | None = None,
     seq: int = 2048,
     stages: Sequence[Stage] = STAGES,
@@ -134,8 +127,8 @@ def plan_run(
         model: a plain model, on the meta device or any other. It is not changed.
         policy: see `wrap_model`. Its stage is compared with the others.
         world_size: ranks of the run.
-        mesh: (replicas, shards) of stages 1 to 3. None: the mesh that `wrap_model` makes. For a model that is
-            distributed over a tensor or expert axis, the named mesh of all ranks.
+        mesh: the named mesh of all ranks, for a model with a context, tensor or expert axis. None: the mesh that
+            `wrap_model` makes, whose replicas are `zeroamp.dp_replicate_size`.
         batch: samples per micro-batch and rank. None: the config's `train_micro_batch_size_per_gpu`, else 1.
         seq: tokens per sample. `inputs` may give it another meaning.
         stages: the ZeRO stages to compare.
@@ -165,31 +158,26 @@ def plan_run(
         True
     """
     policy = as_policy(policy)
-    gpu_bytes = memory_of(gpu)
-    check_counts(world_size=world_size, batch=batch, seq=seq, gpus_per_node=gpus_per_node)
-    axes = find_axes(model, mesh) if isinstance(mesh, DeviceMesh) else None
-    shape = check_axes(axes, world_size) if axes is not None else cast("tuple[int, int] | None", mesh)
-    check_mesh_and_stages(shape, stages)
-    num_tensor = 1 if axes is None else axes.num_tensor
-    batch = batch or policy.train_micro_batch_size_per_gpu or 1
-    planner = _Planner(
-        model, seq, current_device_type(), inputs, loss_fn, optimizer, batch, checkpointing, gpu_bytes, gpus_per_node
+    batch = (policy.train_micro_batch_size_per_gpu or 1) if batch is None else batch
+    _check_counts(world_size=world_size, batch=batch, seq=seq, gpus_per_node=gpus_per_node)
+    if not stages or set(stages) - set(STAGES):
+        raise ConfigError(f"plan_run(stages=) must be one or more of {STAGES}, but is {stages!r}.")
+    run = _Run(
+        model=model,
+        auto_wrap_policy=auto_wrap_policy,
+        seq=seq,
+        inputs=inputs,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        gpu_bytes=memory_of(gpu),
+        gpus_per_node=gpus_per_node,
     )
-    possible, refused = possible_stages(policy, stages, world_size // num_tensor, shape)
-    planned: list[StagePlan] = []
-    for of_stage, ranks in possible:
-        plan = planner.plan(of_stage, auto_wrap_policy)
-        if axes is not None:
-            try:
-                refuse_combinations(model, plan, axes, materialize=False)
-            except WrapError as error:
-                if of_stage.stage in (policy.stage, possible[-1][0].stage):
-                    raise
-                refused[of_stage.stage] = str(error)
-                continue
-            more = ranks_of_axes(axes)
-            ranks = replace(ranks, num_tensor=more.num_tensor, num_expert=more.num_expert)
-        planned.append(planner.stage(plan, ranks))
+    axes = None if mesh is None else find_axes(model, mesh)
+    if axes is not None and axes.whole.size() != world_size:
+        raise ConfigError(f"plan_run(world_size=) is {world_size}, but the mesh has {axes.whole.size()} ranks.")
+    possible, refused = run.possible_stages(policy, stages, world_size, axes)
+    planned = tuple(run.stage(plan, ranks, batch, checkpointing) for plan, ranks in possible)
+    some_fits = any(stage.peak_bytes <= run.gpu_bytes for stage in planned)
     return RunPlan(
         policy=policy,
         world_size=world_size,
@@ -197,41 +185,68 @@ def plan_run(
         seq=seq,
         checkpointing=checkpointing,
         gpu=gpu,
-        gpu_bytes=gpu_bytes,
-        activations=planner.activations(planned[0].plan, batch),
-        stages=tuple(planned),
+        gpu_bytes=run.gpu_bytes,
+        stages=planned,
         refused=refused,
-        remedies=None if any(map(planner.fits, planned)) else planner.remedies(planned, world_size, auto_wrap_policy),
-        has_experts=any(experts_implementation(module) is not None for module in model.modules()),
+        remedies=None if some_fits else run.remedies(planned[-1], world_size, batch, checkpointing),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Planner:
-    """Plans the stages of one model. It traces each micro-batch once, since traces do not depend on the ranks."""
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        if not is_integer(value, at_least=1):
+            raise ConfigError(f"plan_run({name}=) must be an integer of 1 or more, but is {value!r}.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """What all stages of a run share. Traces of micro-batches are retained: they do not depend on the ranks."""
 
     model: nn.Module
+    auto_wrap_policy: AutoWrapPolicy
     seq: int
-    device_type: str
     inputs: InputFactory | None
     loss_fn: LossFunction | None
     optimizer: OptimizerFactory | None
-    batch: int
-    checkpointing: bool
     gpu_bytes: int
     gpus_per_node: int
+    device_type: str = field(default_factory=current_device_type)
     traced: dict[tuple[object, ...], MicroBatch] = field(default_factory=dict)
     costs: dict[int | None, OptimizerCosts] = field(default_factory=dict)
     """Number of shards -> costs of the optimizer. They do not depend on the stage."""
+
+    def possible_stages(
+        self, policy: Policy, stages: Sequence[Stage], world_size: int, axes: MeshAxes | None
+    ) -> tuple[list[tuple[Plan, Ranks]], dict[Stage, str]]:
+        """Return the plan and ranks of each stage that config and mesh allow, in order, and why others are refused.
+
+        Raises:
+            ConfigError, WrapError: the policy's own stage is refused, or all stages are.
+        """
+        possible: list[tuple[Plan, Ranks]] = []
+        refused: dict[Stage, str] = {}
+        for stage in sorted(set(stages)):
+            try:
+                of_stage = policy.replace(stage=stage)
+                ranks = _ranks_at(of_stage, world_size, axes)
+                plan = self.plan(of_stage)
+                if axes is not None:
+                    refuse_combinations(self.model, plan, axes, materialize=False)
+                possible.append((plan, ranks))
+            except (ConfigError, WrapError) as error:
+                if stage == policy.stage or (stage == max(stages) and not possible):
+                    raise
+                refused[stage] = str(error)
+        return possible, refused
 
     def arguments(self, batch: int) -> Arguments:
         """Return (args, kwargs) of the forward for `batch` samples."""
         return arguments_for(self.model, batch, self.seq, self.inputs)
 
-    def plan(self, policy: Policy, auto_wrap_policy: AutoWrapPolicy) -> Plan:
+    def plan(self, policy: Policy) -> Plan:
         """Build the plan of one stage."""
         args, kwargs = self.arguments(1) if needs_run(policy) else ((), {})
-        return build_plan(self.model, policy, auto_wrap_policy, kwargs or args or None, self.device_type)
+        return build_plan(self.model, policy, self.auto_wrap_policy, kwargs or args or None, self.device_type)
 
     def memory(self, plan: Plan, ranks: Ranks, batch: int, checkpointing: bool) -> Timeline:
         """Return the memory of one rank over a step."""
@@ -241,55 +256,44 @@ class _Planner:
             self.costs[key] = optimizer_costs(plan, ranks, self.optimizer, foreach=True)
         return memory_timeline(plan, ranks, self.micro_batch(plan, batch, checkpointing), self.costs[key])
 
-    def stage(self, plan: Plan, ranks: Ranks) -> StagePlan:
+    def stage(self, plan: Plan, ranks: Ranks, batch: int, checkpointing: bool) -> StagePlan:
         """Predict memory and traffic of one stage."""
         of_nccl = nccl_bytes(plan, ranks, self.gpus_per_node)
 
         def peak_bytes(batch: int) -> int:
-            return self.memory(plan, ranks, batch, self.checkpointing).peak_bytes() + of_nccl
+            return self.memory(plan, ranks, batch, checkpointing).peak_bytes() + of_nccl
 
         return StagePlan(
             plan=plan,
             ranks=ranks,
-            memory=self.memory(plan, ranks, self.batch, self.checkpointing),
-            other_memory=self.memory(plan, ranks, self.batch, not self.checkpointing),
+            memory=self.memory(plan, ranks, batch, checkpointing),
             traffic=plan_traffic(plan, ranks),
             nccl_bytes=of_nccl,
             largest_batch=largest_batch(peak_bytes, self.gpu_bytes),
         )
 
-    def fits(self, stage: StagePlan) -> bool:
-        """Return whether a stage's peak, NCCL's memory included, is at most the GPU's memory."""
-        return stage.peak_bytes <= self.gpu_bytes
+    def remedies(self, stage: StagePlan, num_ranks: int, batch: int, checkpointing: bool) -> tuple[Remedy, ...]:
+        """Return changes of a run that does not fit with which it would, at this stage."""
+        policy, num_shards = stage.plan.policy, stage.ranks.num_shards or 1
+        plans = {policy.offload.to_cpu: stage.plan}
+        with suppress(ConfigError):  # another key of the config may exclude offload
+            plans.setdefault(True, self.plan(policy.replace(offload_optimizer={"device": "cpu"})))
 
-    def remedies(
-        self, stages: Sequence[StagePlan], num_ranks: int, auto_wrap_policy: AutoWrapPolicy
-    ) -> tuple[Remedy, ...]:
-        """Return changes with which the run fits, at the highest of the planned stages."""
-        stage = max(stages, key=lambda stage: stage.stage)
-        plans = {stage.plan.policy.offload.to_cpu: stage.plan}
-        if False in plans:
-            try:
-                offloading = stage.plan.policy.replace(offload_optimizer={"device": "cpu"})
-                plans[True] = self.plan(offloading, auto_wrap_policy)
-            except ConfigError:
-                pass  # another key of the config excludes offload
+        def measured(tried_ranks: int, checkpointing: bool, offload: bool) -> Remedy:
+            ranks = replace(stage.ranks, num_shards=num_shards * tried_ranks // num_ranks)
+            memory = self.memory(plans[offload], ranks, batch, checkpointing)
+            return Remedy(
+                stage=stage.stage,
+                num_ranks=tried_ranks,
+                checkpointing=checkpointing,
+                offload=offload,
+                peak_bytes=memory.peak_bytes(),
+                nccl_bytes=nccl_bytes(plans[offload], ranks, self.gpus_per_node),
+                host_bytes=memory.host_bytes(),
+            )
 
-        def measured(remedy: Remedy) -> Remedy:
-            plan = plans[remedy.offload]
-            ranks = replace(stage.ranks, num_shards=(stage.ranks.num_shards or 1) * remedy.num_ranks // num_ranks)
-            memory = self.memory(plan, ranks, remedy.batch, remedy.checkpointing)
-            of_nccl = nccl_bytes(plan, ranks, self.gpus_per_node)
-            return replace(remedy, peak_bytes=memory.peak_bytes(), nccl_bytes=of_nccl, host_bytes=memory.host_bytes())
-
-        unchanged = Remedy(
-            stage=stage.stage,
-            num_ranks=num_ranks,
-            batch=self.batch,
-            checkpointing=self.checkpointing,
-            offload=stage.plan.policy.offload.to_cpu,
-        )
-        return find_remedies(unchanged, stage.largest_batch, measured, self.gpu_bytes, can_offload=True in plans)
+        changes = [(recomputes, offload) for offload in plans for recomputes in dict.fromkeys((checkpointing, True))]
+        return tuple(find_remedies(measured, num_ranks, changes, self.gpu_bytes))
 
     def micro_batch(self, plan: Plan, batch: int, checkpointing: bool) -> MicroBatch:
         """Return the trace of a micro-batch of `batch` samples. Stages with the same units and dtypes share it.
@@ -300,11 +304,14 @@ class _Planner:
         dtypes: tuple[tuple[str, torch.dtype], ...] = tuple((p.fqn, p.group_key.param) for p in plan.params)
         key = (frozenset(dtypes), plan.units, batch, checkpointing)
         if key not in self.traced:
-            arguments = self.arguments(batch)
-            options: dict[str, Any] = {"checkpointing": checkpointing, "loss_fn": self.loss_fn}
             try:
-                self.traced[key] = trace_few_layers(
-                    self.model, plan, arguments, device_type=self.device_type, **options
+                self.traced[key] = trace_micro_batch(
+                    self.model,
+                    plan,
+                    self.arguments(batch),
+                    device_type=self.device_type,
+                    checkpointing=checkpointing,
+                    loss_fn=self.loss_fn,
                 )
             except ZeroAmpError:
                 raise
@@ -318,11 +325,20 @@ class _Planner:
                 ) from error
         return self.traced[key]
 
-    def activations(self, plan: Plan, batch: int) -> dict[str, tuple[int, int]]:
-        """Return unit -> bytes that its forward saves for the backward, without and with checkpointing."""
-        by_unit = {unit: [0, 0] for unit in ("", *plan.run.forward_order()[1:])}
-        for checkpointing in (False, True):
-            for event in self.micro_batch(plan, batch, checkpointing).events:
-                if isinstance(event, Change) and event.kind == "activations" and event.num_bytes > 0:
-                    by_unit[event.unit][checkpointing] += event.num_bytes
-        return {unit: (without, with_it) for unit, (without, with_it) in by_unit.items()}
+
+def _ranks_at(policy: Policy, world_size: int, axes: MeshAxes | None) -> Ranks:
+    """Return the shards and replicas that `wrap_model` would make at the policy's stage.
+
+    Raises:
+        ConfigError: the replicas do not divide the ranks, or the secondary partition does not divide the shards.
+    """
+    if axes is not None:
+        ranks = ranks_of_axes(axes)
+        return replace(ranks, num_shards=1, num_replicas=axes.fsdp.size()) if policy.stage == 0 else ranks
+    *replicas, num_shards = mesh_shape(policy.stage, world_size, policy.dp_replicate_size)
+    if policy.stage == 3 and num_shards % policy.hpz_partition_size:
+        raise ConfigError(
+            f"zero_optimization.zero_hpz_partition_size must divide the {num_shards} shards, but is "
+            f"{policy.hpz_partition_size}. Change the key or the number of ranks."
+        )
+    return Ranks(num_shards=num_shards, num_replicas=replicas[0] if replicas else None)

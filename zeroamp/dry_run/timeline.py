@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,8 @@ HOST_KINDS: tuple[MemoryKind, ...] = ("parameters", "optimizer state", "gradient
 
 Phase = Literal["init", "forward", "backward", "optimizer"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
+_DRAWN_POINTS: dict[Phase, int] = {"forward": 100, "backward": 150, "optimizer": 100}
+"""Points with which a page draws each forward, each backward and the update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,29 @@ class Timeline:
         """Return the peak bytes on the device, in one phase or in the whole step."""
         return sum(value for kind, value in self.peak(phase).items() if kind not in self.on_host)
 
+    def drawn(self) -> dict[str, Any]:
+        """Return what a page draws, as a dict for JSON: forwards, backwards, the update, and the bytes at each point.
+
+        Each point shows its event with the most memory, so that a short peak is visible.
+        """
+        totals = self.device_bytes()
+        stretches, rows = list[dict[str, Any]](), list[int]()
+        for events in np.split(np.arange(len(totals)), np.flatnonzero(np.diff(self.phases)) + 1):
+            phase = PHASES[self.phases[events[0]]]
+            if phase != "init":
+                number = _DRAWN_POINTS[phase]
+                largest = [
+                    int(part[totals[part].argmax()]) for part in np.array_split(events, min(number, len(events)))
+                ]
+                stretches.append({"name": phase, "begin": len(rows)})
+                rows += [largest[index * len(largest) // number] for index in range(number)]
+        kinds = {str(kind): column for column, kind in enumerate(KINDS) if kind not in self.on_host}
+        return {
+            "stretches": stretches,
+            "total": totals[rows].tolist(),
+            "kinds": [{"kind": kind, "bytes": self.num_bytes[rows, column].tolist()} for kind, column in kinds.items()],
+        }
+
 
 class TimelineWriter:
     """Adds and subtracts bytes, and writes a row of the totals after each change."""
@@ -80,6 +105,11 @@ class TimelineWriter:
         if num_bytes:
             self._now[KINDS.index(kind)] += num_bytes
             self.add_row()
+
+    def add_and_free(self, kind: MemoryKind, num_bytes: int) -> None:
+        """Add bytes that exist for a moment only."""
+        self.add(kind, num_bytes)
+        self.add(kind, -num_bytes)
 
     def add_row(self) -> None:
         """Write the current totals as an event."""

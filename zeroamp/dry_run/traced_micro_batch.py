@@ -11,11 +11,12 @@ accelerator's does, but CUDA's autocast runs some ops in fp32 that the CPU's doe
 So a trace on a machine with a GPU is more exact.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,15 +25,113 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroamp.discovery.autocast_ops import casting
 from zeroamp.discovery.fake_run import fake_run
-from zeroamp.dry_run.events import Event, EventRecorder
 from zeroamp.dry_run.inputs import Arguments, sequences_are_not_packed
-from zeroamp.hooks._torch.dispatch import storage_key
-from zeroamp.hooks._torch.dtensor import without_wrapper
+from zeroamp.hooks._torch.dispatch import TorchDispatchMode, run_op, storage_key
+from zeroamp.hooks._torch.dtensor import is_wrapper, without_wrapper
 from zeroamp.hooks.precision.module_casts import cast_inputs, run_in_fp32
 from zeroamp.hooks.tensors import map_tensors, tensors_in
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import ConfigError
 from zeroamp.training.loss import LossFunction, loss_of
+
+Kind = Literal["activations", "workspace", "unsharded gradients"]
+"""Activations are allocated in the forward and still exist at its end. All else, except gradients, is workspace."""
+
+Point = Literal["begin forward", "end forward", "begin backward", "end backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A unit begins or ends its forward or backward here. The unit "" is the root."""
+
+    point: Point
+    unit: str
+
+
+@dataclass(slots=True)
+class Change:
+    """A storage is allocated (bytes above 0) or freed (below 0)."""
+
+    num_bytes: int
+    kind: Kind = "workspace"
+    param: str = ""
+    """FQN of the parameter, if this is a gradient; else ""."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientReady:
+    """Autograd has accumulated a gradient of `num_bytes` into its parameter."""
+
+    param: str
+    num_bytes: int
+
+
+Event = Mark | Change | GradientReady
+
+
+class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records every allocation and free while it is active. The ops return their results unchanged."""
+
+    def __init__(self, existing: Iterable[torch.Tensor]) -> None:
+        """`existing`: tensors whose storages are not recorded."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[Event] = []
+        self.is_forward = True
+        self._births: dict[int, Change] = {}
+        self._watched: dict[int, Any] = {}  # the weak references, which must live
+        self._existing = {storage_key(without_wrapper(tensor)) for tensor in existing}
+
+    def mark(self, point: Point, unit: str) -> None:
+        """Record that the run has reached a point of a unit."""
+        self.events.append(Mark(point, unit))
+
+    def end_forward(self) -> None:
+        """Classify what the forward allocated and has not freed as activations."""
+        self.is_forward = False
+        for change in self._births.values():
+            change.kind = "activations"
+
+    def gradient_ready(self, param: str, gradient: torch.Tensor | None) -> None:
+        """Record that autograd has accumulated `gradient` into a parameter."""
+        birth = None if gradient is None else self._births.get(storage_key(without_wrapper(gradient)))
+        if birth is None:
+            raise AssertionError(f"expected a gradient that the backward of {param} made, got {gradient}")
+        birth.kind, birth.param = "unsharded gradients", param
+        self.events.append(GradientReady(param, birth.num_bytes))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the op, and record its new storages. Of DTensors, the ops on their local parts are recorded."""
+        kwargs = kwargs or {}
+        if any(map(is_wrapper, types)):
+            return NotImplemented
+        result = _run(func, args, kwargs)
+        for tensor in tensors_in(result):
+            self._record(without_wrapper(tensor))
+        return result
+
+    def _record(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage_key(tensor)
+        if key in self._births or key in self._existing:
+            return
+        birth = self._births[key] = Change(storage.nbytes())
+        self.events.append(birth)
+        self._watched[key] = weakref.ref(storage, lambda _: self._record_end(key))
+
+    def _record_end(self, key: int) -> None:
+        self._watched.pop(key)
+        birth = self._births.pop(key)
+        self.events.append(Change(-birth.num_bytes, birth.kind, birth.param))
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an op. Corrects the fake backward of group norm, which ignores the input's dtype if weights are fp32."""
+    result = run_op(func, args, kwargs)
+    if func.overloadpacket.__name__ == "native_group_norm_backward" and result[0] is not None:
+        return (result[0].to(args[1].dtype), *result[1:])
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +151,6 @@ def trace_micro_batch(
     device_type: str,
     checkpointing: bool,
     loss_fn: LossFunction | None = None,
-    children: Mapping[str, Sequence[str]] | None = None,
 ) -> MicroBatch:
     """Run forward and backward once on fake tensors. The model is not changed, and may be on the meta device.
 
@@ -64,7 +162,6 @@ def trace_micro_batch(
         checkpointing: whether each unit (the outermost of nested ones) saves its inputs only, and recomputes its
             forward in the backward.
         loss_fn: the model's output -> a scalar loss. None: its `.loss`, or the output itself.
-        children: FQN of a module list -> names of its children to run; see `zeroamp.dry_run.equal_layers`.
 
     Raises:
         ConfigError: the output has no scalar loss.
@@ -82,10 +179,6 @@ def trace_micro_batch(
         recorder = EventRecorder([*fake_parameters.values(), *constant])
         parts = map(without_wrapper, constant)
         sizes = {storage_key(part): part.untyped_storage().nbytes() for part in parts}
-        for fqn, names in (children or {}).items():
-            module = model.get_submodule(fqn)
-            for name in [name for name, _ in module.named_children() if name not in names]:
-                delattr(module, name)  # `fake_run` puts the modules back
         handles = _mark_units(model, plan, recorder, device_type, checkpointing)
         handles += _record_gradients(fake_parameters, recorder)
         try:
@@ -117,15 +210,13 @@ def _mark_units(
     model: nn.Module, plan: Plan, recorder: EventRecorder, device_type: str, checkpointing: bool
 ) -> list[RemovableHandle]:
     """Mark where FSDP2 acts, and return the hooks' handles. `fake_run` undoes all other changes of modules."""
-    present = {fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
     is_inner = {unit for unit in plan.units if any(unit.startswith(f"{other}.") for other in plan.units)}
-    running: list[str] = []  # units in their forward, the innermost last
     handles: list[RemovableHandle] = []
-    for unit in (unit for unit in ("", *plan.units) if unit in present):
+    for unit in ("", *plan.units):
         module = model.get_submodule(unit)
         if checkpointing and unit and unit not in is_inner:
             module.forward = _checkpointed(module.forward)  # undone by `fake_run`
-        handles += _mark_unit(unit, module, recorder, running)
+        handles += _mark_unit(unit, module, recorder)
         if (dtype := plan.input_dtype(unit)) is not None:
             handles.append(module.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True))
     output_dtype = None if plan.policy.mode == "autocast" else plan.policy.low_dtype
@@ -134,12 +225,10 @@ def _mark_units(
     return handles
 
 
-def _mark_unit(unit: str, module: nn.Module, recorder: EventRecorder, running: list[str]) -> list[RemovableHandle]:
+def _mark_unit(unit: str, module: nn.Module, recorder: EventRecorder) -> list[RemovableHandle]:
     """Mark a unit's forward and its backward."""
 
     def begin(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        running.append(unit)
-        recorder.unit = unit
         recorder.mark("begin forward", unit)
         tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if not tensors:
@@ -151,8 +240,6 @@ def _mark_unit(unit: str, module: nn.Module, recorder: EventRecorder, running: l
     def end(_module: nn.Module, _args: Any, output: Any) -> None:
         if recorder.is_forward:  # a unit that is recomputed stays unsharded
             recorder.mark("end forward", unit)
-        running.pop()
-        recorder.unit = running[-1] if running else ""
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(  # type: ignore[no-untyped-call]

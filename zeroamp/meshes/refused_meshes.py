@@ -33,14 +33,6 @@ def refuse_combinations(model: nn.Module, plan: Plan, axes: MeshAxes, *, materia
         _refuse((*_of_axes(model, plan, axes), *_of_parameters(model, plan, axes, materialize=materialize)), False)
 
 
-def refuse_sizes(policy: Policy, *, is_plain: bool, num_context: int) -> None:
-    """Raise WrapError for what a policy does not allow with axes of a mesh that is not made yet, for any model.
-
-    `is_plain` is whether there is neither a tensor nor an expert axis.
-    """
-    _refuse(_of_policy(policy, is_plain=is_plain, num_context=num_context), is_plain)
-
-
 def _refuse(found: "Iterator[str] | tuple[str, ...]", is_plain: bool) -> None:
     if texts := "; ".join(found):
         raise WrapError(f"{_AXES[is_plain]} is not supported with {texts}. Leave one of the two out: docs/meshes.md.")

@@ -1,16 +1,14 @@
 """Experts of MoE models that run by `torch._grouped_mm`: the dry run takes them, and wrapping warns."""
 
-import functools
 import logging
 
 import pytest
 import torch
 
 import zeroamp
-from tests.models.architectures import llama, mixtral
+from tests.models.architectures import mixtral
 from tests.models.small import build
 from tests.processes.training import config, policy
-from tests.selection import slow_but
 from zeroamp.discovery.fake_run import fake_run
 from zeroamp.ledger.explain import Ledger
 from zeroamp.planning.plan import build_plan
@@ -77,31 +75,6 @@ def _warnings():
 
 def test_wrapping_warns_once_on_the_first_rank(ranks2):
     assert [len(texts) for texts in ranks2.run(_warnings)] == [1, 0]
-
-
-IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
-
-
-@functools.cache
-def planned(implementation):
-    """Return a plan of a Mixtral with this implementation of its experts, which are fp32 under autocast."""
-    pytest.importorskip("transformers", reason="the model is transformers'")
-    model = mixtral(implementation)[0]
-    return zeroamp.plan_run(model, policy(config(3)), world_size=2, batch=2, seq=16, stages=(3,))
-
-
-@pytest.mark.parametrize("implementation", slow_but(IMPLEMENTATIONS, "grouped_mm"))
-def test_a_plan_says_that_the_routing_is_balanced(implementation):
-    run = planned(implementation)
-    assert "every expert of a layer gets equally many tokens" in " ".join(str(run).split())
-    assert run.to_dict()["routing"] == "balanced"
-
-
-def test_a_plan_without_experts_says_nothing_of_routing():
-    pytest.importorskip("transformers", reason="the model is transformers'")
-    dense = zeroamp.plan_run(llama()[0], policy(config(3)), world_size=2, batch=1, seq=16, stages=(3,))
-    assert "routing" not in str(dense)
-    assert dense.to_dict()["routing"] is None
 
 
 def test_the_balanced_routing_reaches_every_expert_with_its_part_of_the_tokens():

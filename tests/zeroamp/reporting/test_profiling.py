@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from typer.testing import CliRunner
 
 import zeroamp
 from tests.measuring.traces import complete, crossing, names, ours
 from tests.models.small import batch, loss_of
+from tests.processes.cli import run
 from tests.processes.launch import torchrun
 from tests.processes.training import config, wrapped
-from zeroamp.cli.app import app
+from zeroamp.cli.app import main
 from zeroamp.wrapping.state import wrap_state
 
 NAME = "llama_tied"
@@ -145,23 +145,19 @@ def test_the_command_runs_a_script_under_torchrun_and_prints_the_first_ranks_lab
         assert [event["name"] for event in ours(events)].count("optimizer (SGD)") == 1
 
 
-def _run(*arguments):
-    return CliRunner().invoke(app, ["profile", *map(str, arguments)])
-
-
-def test_a_script_finds_its_arguments_and_without_a_train_step_the_command_fails(python_file, tmp_path):
+def test_a_script_finds_its_arguments_and_without_a_train_step_the_command_fails(python_file, tmp_path, capsys):
     script = python_file("script.py", "import sys, json; print(json.dumps([sys.argv[1:], sys.path[0]]))")
     before = list(sys.argv), list(sys.path)
-    result = _run("--out", tmp_path / "out", script, "--wait", "x", "--", "-v")
-    assert json.loads(result.stdout) == [["--wait", "x", "--", "-v"], str(tmp_path)]
-    assert isinstance(result.exception, zeroamp.StepError)
-    assert "after 0 optimizer steps" in str(result.exception)
+    with pytest.raises(zeroamp.StepError, match="after 0 optimizer steps"):
+        main(["profile", "--out", str(tmp_path / "out"), str(script), "--wait", "x", "--", "-v"])
+    assert json.loads(capsys.readouterr().out) == [["--wait", "x", "--", "-v"], str(tmp_path)]
     assert (sys.argv, sys.path) == before
     assert not (tmp_path / "out").exists()
 
 
 def test_what_a_script_raises_is_raised_and_its_exit_code_is_kept(python_file, tmp_path):
-    result = _run("--out", tmp_path / "out", python_file("raises.py", "raise KeyError('of the script')"))
-    assert isinstance(result.exception, KeyError)
-    assert _run("--out", tmp_path / "out", python_file("exits.py", "raise SystemExit(7)")).exit_code == 7
-    assert _run(tmp_path / "none.py").exit_code == 2
+    out = ("profile", "--out", tmp_path / "out")
+    with pytest.raises(KeyError, match="of the script"):
+        run(*out, python_file("raises.py", "raise KeyError('of the script')"))
+    assert run(*out, python_file("exits.py", "raise SystemExit(7)"))[0] == 7
+    assert run(*out, tmp_path / "none.py")[0] == 2

@@ -37,7 +37,7 @@ tiles([
   ["of the trainable elements in low precision", FORMS.percent(plan.low_share)],
 ]);
 addColoured(stages, [{ key: "stage", label: "stage", kind: "int" }, { key: "mesh", label: "mesh" }, bytes(stages, "peak_bytes", "peak"),
-  bytes(stages, "nccl_bytes", "NCCL"), bytes(stages, "peak_bytes_with_other_checkpointing", `${plan.checkpointing ? "without" : "with"} checkpointing`),
+  bytes(stages, "nccl_bytes", "NCCL"),
   { key: "fit", label: "fits" }, { key: "largest_batch", label: "largest batch", kind: "int" }, bytes(stages, "sent", "communicated per step")]);
 for (const [stage, reason] of Object.entries(plan.refused)) note(`Stage ${stage} is not possible: ${reason}`);
 
@@ -47,7 +47,7 @@ if (plan.remedies) {
     total: remedy.peak_bytes + remedy.nccl_bytes }));
   note(remedies.length ? `What would, at stage ${remedies[0].stage}, per rank. Ranks are doubled until the run fits.`
     : "Neither would more ranks, activation checkpointing and offload. Use shorter sequences, a smaller batch or a GPU with more memory.");
-  if (remedies.length) add(table(remedies, [{ key: "num_ranks", label: "ranks", kind: "int" }, { key: "batch", label: "batch", kind: "int" },
+  if (remedies.length) add(table(remedies, [{ key: "num_ranks", label: "ranks", kind: "int" },
     { key: "checkpointed", label: "activation checkpointing" }, { key: "offloaded", label: "offload to the CPU" },
     bytes(remedies, "total", "peak with NCCL"), bytes(remedies, "host_bytes", "on the host")]));
 }
@@ -101,11 +101,3 @@ const kinds = [...new Set(stages.flatMap((stage) => stage.traffic.map((row) => `
 const sent = (stage, kind) => stage.traffic.filter((row) => `${row.collective} ${row.dtype}` === kind).reduce((total, row) => total + row.bytes, 0);
 chart(bars, kinds.map((kind, index) => bar(kind, stages.map((stage) => sent(stage, kind) / sentUnit.size), COLOURS[index % COLOURS.length])),
   { barmode: "stack", title: titled("Communicated per step and rank"), yaxis: axis(sentUnit.name), legend: LEGEND });
-
-heading("Groups");
-const shownStage = stages.find((stage) => stage.stage === plan.config.zero_optimization?.stage) ?? stages[0], groups = shownStage.groups;
-note(`Stage ${shownStage.stage}, on one rank.`);
-add(table(groups, [{ key: "group", label: "group", kind: "name" }, { key: "kind", label: "kind" }, { key: "elements", label: "elements", kind: "int" },
-  { key: "param", label: "param", kind: "dtype" }, { key: "communication", label: "communication", kind: "dtype" },
-  bytes(groups, "stored_bytes_per_rank", "shards"), bytes(groups, "unsharded_bytes_per_rank", "unsharded"),
-  bytes(groups, "gradient_bytes_per_rank", "gradients")], { search: ["group", "kind"] }));

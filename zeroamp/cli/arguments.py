@@ -1,0 +1,120 @@
+"""The arguments that several commands share, and what their texts stand for."""
+
+import json
+import math
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from zeroamp.planning.mesh_axes import ROLES
+
+WORLD_SIZE = "Ranks of the run."
+
+
+def add_command(commands: Any, run: Callable[..., Any]) -> ArgumentParser:
+    """Add the command that has a function's name and docstring."""
+    text = run.__doc__ or ""
+    description = "\n".join(line.strip() for line in text.splitlines()).strip()
+    parser: ArgumentParser = commands.add_parser(
+        run.__name__,
+        help=text.splitlines()[0],
+        description=description,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=run, html=None)
+    return parser
+
+
+def add_config(parser: ArgumentParser, nargs: str | None = None) -> None:
+    """Add the config, and the values of its keys that are "auto"."""
+    parser.add_argument("config", type=Path, nargs=nargs, help="The config, a JSON file.")
+    help = 'Value of a key that is "auto"; repeatable.'
+    parser.add_argument("--auto", metavar="KEY=VALUE", type=key_value, action="append", default=[], help=help)
+
+
+def add_model(parser: ArgumentParser, *, required: bool = True) -> None:
+    """Add the model, its units and its inputs."""
+    parser.add_argument(
+        "--model",
+        metavar="FOLDER_OR_FACTORY",
+        required=required,
+        help="A folder with a transformers config.json, or package.module:factory, or path/to/file.py:factory. A "
+        "factory is imported and called: it runs that code.",
+    )
+    parser.add_argument("--auto-wrap", metavar="CLASS", action="append", help="Class of the units; repeatable.")
+    help = "module:function or file.py:function of (batch, seq) that returns the forward's arguments."
+    parser.add_argument("--inputs", metavar="FUNCTION", help=help)
+
+
+def add_ranks(parser: ArgumentParser, *, required: bool = True) -> None:
+    """Add the number of ranks, and the axes of a mesh."""
+    ranks = parser.add_mutually_exclusive_group(required=required)
+    ranks.add_argument("--world-size", metavar="N", type=positive, help=WORLD_SIZE)
+    help = "Axes of the mesh, such as dp=8,tp=4, for a factory with an argument mesh."
+    ranks.add_argument("--mesh", metavar="AXES", type=mesh_sizes, help=help)
+
+
+def add_formats(parser: ArgumentParser, json_help: str, *, has_markdown: bool = True) -> None:
+    """Add the formats of the output."""
+    formats = parser.add_mutually_exclusive_group()
+    formats.add_argument("--json", action="store_true", help=json_help)
+    if has_markdown:
+        formats.add_argument("--markdown", action="store_true", help="The same tables as Markdown.")
+    help = "Also write a self-contained page (5 MB); needs plotly."
+    parser.add_argument("--html", metavar="FILE.html", type=Path, help=help)
+
+
+def positive(text: str) -> int:
+    """Return an integer of 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is not an integer of 1 or more.")
+    return int(text)
+
+
+def file(text: str) -> Path:
+    """Return the path of a file that exists."""
+    if not Path(text).is_file():
+        raise ArgumentTypeError(f"{text} is not a file.")
+    return Path(text)
+
+
+def key_value(text: str) -> tuple[str, Any]:
+    """Return the key and the value of KEY=VALUE. A VALUE that is not JSON is a string, as a dtype is."""
+    key, _, value = text.partition("=")
+    if not key or not value:
+        raise ArgumentTypeError(f"{text!r} is not KEY=VALUE with a key of the config.")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def gpu(text: str) -> str | float:
+    """Return the name of a GPU, or its memory in GB."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def stages(text: str) -> tuple[int, ...]:
+    """Return the ZeRO stages of a text such as "1,3"."""
+    if wrong := [name for name in text.split(",") if name not in ("0", "1", "2", "3")]:
+        raise ArgumentTypeError(f"{wrong[0]!r} is not one of 0, 1, 2, 3.")
+    return tuple(map(int, text.split(",")))
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """Return the sizes of the axes of a text such as "dp=8,tp=4". The ranks of the last axes are in one node."""
+    parts = [part.partition("=") for part in text.split(",")]
+    for name, _, size in parts:
+        if name not in ROLES or not size.isdecimal() or int(size) < 1:
+            raise ArgumentTypeError(f"{name}={size} is not NAME=SIZE with a name of {', '.join(ROLES)}.")
+    return {name: int(size) for name, _, size in parts}
+
+
+def num_data_ranks(sizes: Mapping[str, int]) -> int:
+    """Return the number of ranks of a mesh that get different samples."""
+    return math.prod(size for name, size in sizes.items() if ROLES[name] in ("replicate", "shard", "expert"))

@@ -1,7 +1,4 @@
-"""`deepspeed.comm`: functions of torch.distributed under DeepSpeed's names.
-
-They have torch's arguments. DeepSpeed's additional `prof`, `log_name` and `debug` are not accepted.
-"""
+"""`deepspeed.comm`: the functions of torch.distributed, with torch's arguments, and DeepSpeed's `init_distributed`."""
 
 import os
 from datetime import timedelta
@@ -9,19 +6,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zeroamp.deepspeed.refused import missing
+from zeroamp.deepspeed.refused import missing, reason_of
 from zeroamp.planning.mesh import current_device_type, start_process_group
 from zeroamp.planning.rank_device import choose_device
-from zeroamp.policies.errors import WrapError
-
-_OF_TORCH = (
-    *("P2POp", "ReduceOp", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),
-    *("all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list"),
-    *("destroy_process_group", "gather", "gather_object", "get_backend", "get_global_rank", "get_rank"),
-    *("get_world_size", "irecv", "is_available", "is_initialized", "isend", "monitored_barrier", "new_group", "recv"),
-    *("reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send"),
-)
-"""Names that are those of torch.distributed."""
 
 __path__: list[str] = []  # a package: `submodules` imports `comm.comm`
 
@@ -34,35 +21,28 @@ def init_distributed(
     timeout: timedelta | None = None,
     init_method: str | None = None,
     dist_init_required: bool | None = None,
-    config: Any = None,
+    config: object = None,
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
     """Initialise torch's default process group, unless there is one. Chooses the rank's accelerator first.
 
+    `auto_mpi_discovery`, `verbose`, `dist_init_required` and `config` have no effect.
+
     Args:
         dist_backend: backend of `torch.distributed.init_process_group`. None: torch's default for this machine.
-        auto_mpi_discovery: has no effect: ranks come from torchrun's environment, or from the arguments.
         distributed_port: MASTER_PORT, if the environment has a rank but no port.
-        verbose: has no effect.
         timeout: of the collectives.
         init_method: a URL.
-        dist_init_required: False: the process group must exist already.
-        config: has no effect: `initialize` reads the config.
         rank: rank of this process, with `world_size`. -1: from the environment.
         world_size: the number of processes.
 
     Raises:
-        WrapError: `dist_init_required` is False and there is no process group, or `start_process_group` raises it.
+        WrapError: `start_process_group` raises it.
     """
-    del auto_mpi_discovery, verbose, config
+    del auto_mpi_discovery, verbose, dist_init_required, config
     if dist.is_initialized():
         return
-    if dist_init_required is False:
-        raise WrapError(
-            "dist_init_required=False requires a process group, but there is none. Call "
-            "torch.distributed.init_process_group first, or leave the argument out."
-        )
     named: dict[str, Any] = {"backend": dist_backend, "timeout": timeout, "init_method": init_method}
     given = {name: value for name, value in named.items() if value is not None}
     if rank >= 0:
@@ -82,22 +62,7 @@ def get_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def get_world_group() -> dist.ProcessGroup | None:
-    """Return the default process group."""
-    return dist.group.WORLD
-
-
-def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int]:
-    """Return the global ranks of a process group. None: the default group."""
-    return dist.get_process_group_ranks(group or dist.group.WORLD)
-
-
-def inference_all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> Any:
-    """Call `all_reduce`."""
-    return dist.all_reduce(tensor, op=op, group=group)
-
-
 def __getattr__(name: str) -> Any:
-    if name in _OF_TORCH:
+    if not name.startswith("_") and hasattr(dist, name) and reason_of(f"comm.{name}") is None:
         return getattr(dist, name)
-    return missing(__name__, name, (*_OF_TORCH, *(each for each in globals() if not each.startswith("_"))))
+    return missing(__name__, name, dir(dist))

@@ -189,7 +189,6 @@ class Policy:
     seed = _Key(lambda config: config.zeroamp.seed or 0)
     sync_module_states = _Key(lambda config: config.zeroamp.sync_module_states)
     shard_dim = _Key(lambda config: config.zeroamp.shard_dim)
-    autocast_ops = _Key(lambda config: frozenset(config.zeroamp.autocast_ops))
     own_units = _Key(lambda config: config.zeroamp.own_units)
     reduce_scatter_input_buffers = _Key(lambda config: config.zeroamp.reduce_scatter_input_buffers)
     separate_reduce_scatter_group = _Key(lambda config: config.zeroamp.separate_reduce_scatter_group)

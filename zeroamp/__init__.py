@@ -31,7 +31,6 @@ EXTENSIONS = {
     "zeroamp.param_gather_dtype": "zeroamp.float8.extension:Float8",
     "torchao.WeightWithDynamicFloat8CastTensor": "zeroamp.float8.extension:Float8",
     "torch_autocast.lower_precision_safe_modules=auto": "zeroamp.discovery.extension:Discovery",
-    "zeroamp.autocast_ops": "zeroamp.discovery.extension:Discovery",
     "zeroamp.find_nonfinite": "zeroamp.reporting.nonfinite:FindNonfinite",
     "tensorboard": "zeroamp.reporting.monitors:Monitors",
     "csv_monitor": "zeroamp.reporting.monitors:Monitors",

@@ -216,7 +216,6 @@ BAD = [
     ({"zeroamp": {"shard_dim": "0"}}, "zeroamp.shard_dim", 'is the string "0"', "Remove the quotes"),
     ({"zeroamp": {"shard_dim": "1"}}, "zeroamp.shard_dim", 'must be "auto" or 0, but is the string "1"', "Change the"),
     ({"zeroamp": {"shard_dim": False}}, "zeroamp.shard_dim", 'must be "auto" or 0, but is false', "Change the value"),
-    ({"zeroamp": {"autocast_ops": "grouped_mm"}}, "zeroamp.autocast_ops", 'is "grouped_mm"', "Put it in a list"),
     ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps", "is 0", "Change the value"),
     ({"gradient_accumulation_steps": True}, "gradient_accumulation_steps", "is true", "Change the value"),
     ({"gradient_clipping": True}, "gradient_clipping", "is true", "Change the value"),

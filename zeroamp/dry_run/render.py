@@ -18,7 +18,6 @@ _NOTE = (
     "communicated, counted as by zeroamp.traffic(model). NCCL: an estimate of its memory and the driver's context, "
     "allocated in the first step and not part of the peak. Fragmentation is not counted. 1 GiB is 1024³ bytes."
 )
-_ROUTING_NOTE = "Balanced routing is assumed: every expert of a layer gets equally many tokens."
 
 
 def render_run(run: RunPlan, style: TableStyle = "simple") -> str:
@@ -32,7 +31,7 @@ def render_run(run: RunPlan, style: TableStyle = "simple") -> str:
         Table("Memory of one rank at the peak", _kind_rows(run)),
         Table("Communicated per step", _traffic_rows(run)),
         Table(f"Units and groups at stage {shown.stage}, on one rank", fold(_group_rows(run, shown))),
-        _NOTE + (f" {_ROUTING_NOTE}" if run.has_experts else ""),
+        _NOTE,
     ]
     return document(parts, style)
 
@@ -72,7 +71,6 @@ def run_to_dict(run: RunPlan) -> dict[str, Any]:
         "activation_bytes": {
             unit or "root": {"kept": kept, "checkpointed": less} for unit, (kept, less) in run.activations.items()
         },
-        "routing": "balanced" if run.has_experts else None,
         "low_share": run.stages[0].plan.low_share,
         "stages": [_stage_dict(run, stage) for stage in run.stages],
         "remedies": None if run.remedies is None else [asdict(remedy) for remedy in run.remedies],

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroamp.discovery.experts import experts_implementation
 from zeroamp.discovery.extension import needs_run
 from zeroamp.dry_run.checks import STAGES, check_axes, check_counts, check_mesh_and_stages, possible_stages
 from zeroamp.dry_run.equal_layers import trace_few_layers
@@ -82,9 +81,6 @@ class RunPlan:
     """Stage that the config's other keys or the mesh do not allow -> the reason."""
     remedies: tuple[Remedy, ...] | None = None
     """If no stage fits: changes of the run, each with which it would fit. Empty: none of those tried fits."""
-    has_experts: bool = False
-    """Whether the model has transformers' MoE experts. The plan assumes equally many tokens for all experts of a layer.
-    """
 
     def __str__(self) -> str:
         """Return tables of the stages, of the peaks by kind, of the traffic, and of units and groups."""
@@ -202,7 +198,6 @@ def plan_run(
         stages=tuple(planned),
         refused=refused,
         remedies=None if any(map(planner.fits, planned)) else planner.remedies(planned, world_size, auto_wrap_policy),
-        has_experts=any(experts_implementation(module) is not None for module in model.modules()),
     )
 
 

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
 from zeroamp.hooks._torch.fsdp import parameter_pairs
-from zeroamp.hooks.precision.autocast import config_autocast
 from zeroamp.integrations.accelerate.arguments import (
     OpenConfig,
     asked_precision,
@@ -558,7 +557,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         is_enabled = policy.mode == "autocast" and (handler is None or handler.enabled)
         if not is_enabled:
             return torch.autocast(device, enabled=False)
-        return config_autocast(device, policy.param_dtype, policy.autocast_ops)
+        return torch.autocast(device, dtype=policy.param_dtype)
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Release models, optimizers and the `TrainStep`, for another training with the same accelerator."""

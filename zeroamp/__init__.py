@@ -29,7 +29,6 @@ EXTENSIONS = {
     "model._keep_in_fp32_modules_strict": "zeroamp.module_dtypes.extension:ModuleDtypes",
     "zeroamp.reproducible": "zeroamp.reproducible.extension:Reproducible",
     "zeroamp.param_gather_dtype": "zeroamp.float8.extension:Float8",
-    "torchao.WeightWithDynamicFloat8CastTensor": "zeroamp.float8.extension:Float8",
     "torch_autocast.lower_precision_safe_modules=auto": "zeroamp.discovery.extension:Discovery",
     "zeroamp.find_nonfinite": "zeroamp.reporting.nonfinite:FindNonfinite",
     "tensorboard": "zeroamp.reporting.monitors:Monitors",

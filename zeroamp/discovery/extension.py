@@ -48,7 +48,7 @@ class Discovery(Extension):
             wrong = f"; the default class list would {otherwise}" if is_low != would_be_low else ""
             reason = f"{found.reasons[name]}{wrong}"
             precisions.append(Precision(is_low=is_low, compute="low" if is_low else "per op", reason=reason))
-        if not found.needs_values and not found.safe:
+        if not (found.needs_values or any(precision.is_low for precision in precisions)):
             _refuse_none_safe(model, uses, precisions)
         return precisions
 

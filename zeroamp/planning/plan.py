@@ -158,7 +158,7 @@ def build_plan(
     extensions = extensions_of(policy, model)
     regions = Fp32Regions()
     for extension in extensions:
-        regions = extension.fp32_regions(model, policy, ignored_params) or regions
+        regions = extension.fp32_regions(model, policy) or regions
     uses, ignored = _without_ignored(find_uses(model, units), ignored_params)
     for use in uses:
         refuse_unusable(use)

@@ -113,7 +113,7 @@ def test_the_plan_says_so():
 
 def test_a_pattern_that_cuts_through_a_tied_weight_is_refused_where_each_weight_has_one_dtype():
     cfg = config("bf16", keep=["head"])
-    with pytest.raises(zeroamp.ConfigError, match="keep_in_fp32_modules.* embed.weight"):
+    with pytest.raises(zeroamp.ConfigError, match="keeps head.weight in fp32 but not embed.weight, which is the same"):
         zeroamp.build_plan(Llama(tied=True), zeroamp.policy_from_config(cfg))
     plan = zeroamp.build_plan(Llama(tied=True), zeroamp.policy_from_config(config("autocast", keep=["head"])))
     assert next(p for p in plan.params if p.fqn == "embed.weight").dtypes.compute == "per op"
@@ -270,11 +270,3 @@ def test_no_mode_casts_buffers_unless_asked(ranks2, mode):
     assert ranks2.run(_buffers, mode, "auto", None)[0] == (torch.float32, True)
     assert ranks2.run(_buffers, mode, "auto", "bf16")[0] == (torch.bfloat16, True)
     assert ranks2.run(_buffers, mode, ["offset"], "bf16")[0] == (torch.float32, True)
-
-
-@pytest.mark.parametrize("pattern", ["embed", "head"])
-def test_a_pattern_that_cuts_through_a_tied_parameter_names_both_of_its_fqns(pattern):
-    policy = zeroamp.policy_from_config({"bf16": {"enabled": True}, "data_types": {"keep_in_fp32_modules": [pattern]}})
-    other = {"embed": "head", "head": "embed"}[pattern]
-    with pytest.raises(zeroamp.ConfigError, match=f"keeps {pattern}.weight in fp32 but not {other}.weight, which is"):
-        zeroamp.build_plan(Llama(tied=True), policy)

@@ -169,8 +169,8 @@ class ShardedMuon:
             self._listeners,
         )
         return [
-            [flat.view(shape) for flat, shape in zip(of_rank.split(lengths), of_shapes, strict=True)]
-            for of_rank, lengths, of_shapes in zip(received.split(totals), sizes, shapes, strict=True)
+            [flat.view(shape) for flat, shape in zip(torch.split(of_rank, lengths), of_shapes, strict=True)]
+            for of_rank, lengths, of_shapes in zip(torch.split(received, totals), sizes, shapes, strict=True)
         ]
 
     def _new(self, numel: int) -> torch.Tensor:

@@ -41,7 +41,7 @@ BAD = [
     ),
     ({"fp16": {"dtype": "fp16"}}, "fp16.dtype", "is a key of neither", "Remove it: torch_autocast, bf16 or fp16"),
     ({"foo": 1}, "foo", "is a key of neither", "listed by `zeroamp check --all`"),
-    ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type", 'is "OneBitAdam"', 'Write "AdamW"'),
+    ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type", 'is "OneBitAdam"', "Build the optimizer yourself"),
     ({"accumulation_steps": 2}, "accumulation_steps", "is a key", "Did you mean 'gradient_accumulation_steps'?"),
     ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype", "is left out", "Write one of them"),
     ({"torch_autocast": {"enabled": True, "dtype": "int8"}}, "torch_autocast.dtype", 'is "int8"', "Change the value"),

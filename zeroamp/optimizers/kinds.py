@@ -5,7 +5,7 @@ docs/optimizers.md has a table of optimizers.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -42,20 +42,10 @@ def resolve_overrides(optimizer: torch.optim.Optimizer) -> None:
     In its first step it would search its param groups for them by identity, but the groups then hold shards. So call
     this while the groups hold the model's parameters. bitsandbytes stores the settings by position in the groups.
     """
-    if isinstance(optimizer, _Overridable) and not optimizer.initialized:
-        optimizer.check_overrides()
-        optimizer.mng.register_parameters(optimizer.param_groups)
-
-
-@runtime_checkable
-class _Overridable(Protocol):
-    """The interface of bitsandbytes' optimizers that `resolve_overrides` uses."""
-
-    initialized: bool
-    mng: Any
-    param_groups: list[dict[str, Any]]
-
-    def check_overrides(self) -> None: ...
+    found: Any = optimizer
+    if is_of_bitsandbytes(optimizer) and not found.initialized:
+        found.check_overrides()
+        found.mng.register_parameters(found.param_groups)
 
 
 def refuse_other(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> None:

@@ -289,32 +289,6 @@ def test_a_second_derivative_is_an_error(ranks2):
         ranks2.run(_twice, float8(2, **BF16))
 
 
-class Sometimes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.always, self.sometimes, self.never = (nn.Linear(8, 8, bias=False) for _ in range(3))
-
-    def forward(self, x, uses):
-        x = self.always(x)
-        return self.sometimes(x) if uses else x
-
-
-def _unused(cfg):
-    torch.manual_seed(0)
-    model = zeroamp.wrap_model(Sometimes(), policy(cfg))
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    before = full_parameters(model)
-    step.backward(model(torch.ones(2, 8), dist.get_rank() == 0).float().sum())
-    step.step()
-    after = full_parameters(model)
-    return {fqn: not torch.equal(value, after[fqn]) for fqn, value in before.items()}
-
-
-def test_weights_that_only_some_ranks_use_are_trained(ranks2):
-    changed = {"always.weight": True, "sometimes.weight": True, "never.weight": False}
-    assert ranks2.run(_unused, float8(2)) == [changed, changed]
-
-
 def _saved_shapes(cfg):
     model, seen = wrapped(NAME, cfg), []
 

@@ -59,9 +59,7 @@ class Extension:
     def check_config(self, policy: "Policy") -> None:
         """Raise ConfigError if other keys of the config contradict this one."""
 
-    def fp32_regions(
-        self, model: "nn.Module", policy: "Policy", ignored_params: "Sequence[nn.Parameter]"
-    ) -> "Fp32Regions | None":
+    def fp32_regions(self, model: "nn.Module", policy: "Policy") -> "Fp32Regions | None":
         """Return the modules and tensors that stay in fp32 in every mode; None for none."""
 
     def safe_precisions(

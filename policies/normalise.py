@@ -107,8 +107,6 @@ def unread(path: str, config: Config) -> str | None:
     block, _, name = path.rpartition(".")
     if name == "enabled":
         return None
-    if path == "zeroamp.autocast_ops" and not config.torch_autocast.enabled:
-        return "torch_autocast is not enabled"
     if block in ("torch_autocast", "bf16") and not getattr(config, block).enabled:
         return f"{block} is not enabled"
     if block == "fp16" and low_dtype_of(config) != torch.float16:

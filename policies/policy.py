@@ -188,7 +188,6 @@ class Policy:
     seed = _Key(lambda config: config.zeroamp.seed or 0)
     sync_module_states = _Key(lambda config: config.zeroamp.sync_module_states)
     shard_dim = _Key(lambda config: config.zeroamp.shard_dim)
-    autocast_ops = _Key(lambda config: frozenset(config.zeroamp.autocast_ops))
     own_units = _Key(lambda config: config.zeroamp.own_units)
     steps_per_print = _Key(lambda config: config.steps_per_print or 0)
     optimizer = _Key(lambda config: config.optimizer)

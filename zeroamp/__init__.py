@@ -29,9 +29,7 @@ EXTENSIONS = {
     "model._keep_in_fp32_modules_strict": "zeroamp.module_dtypes.extension:ModuleDtypes",
     "zeroamp.reproducible": "zeroamp.reproducible.extension:Reproducible",
     "zeroamp.param_gather_dtype": "zeroamp.float8.extension:Float8",
-    "torchao.WeightWithDynamicFloat8CastTensor": "zeroamp.float8.extension:Float8",
     "torch_autocast.lower_precision_safe_modules=auto": "zeroamp.discovery.extension:Discovery",
-    "zeroamp.autocast_ops": "zeroamp.discovery.extension:Discovery",
     "Ledger.plan_traffic": "zeroamp.dry_run.planned_traffic:plan_traffic",
     "Ledger.bytes_per_step": "zeroamp.dry_run.planned_traffic:bytes_per_step",
     "Ledger.text": "zeroamp.reporting.ledger_tables:ledger_text",
@@ -53,7 +51,7 @@ EXTENSIONS = {
     "TrainStep.shard_state": "zeroamp.optimizers.loaded_state:shard_state",
     "TrainStep.shard_state_dict": "zeroamp.optimizers.loaded_state:shard_state_dict",
     "TrainStep.resolve_overrides": "zeroamp.optimizers.kinds:resolve_overrides",
-    "TrainStep.replicated_apart": "zeroamp.optimizers.on_dtensors:replicated_apart",
+    "TrainStep.replicated_apart": "zeroamp.optimizers.kinds:replicated_apart",
     "TrainStep.refuse_on_two_axes": "zeroamp.meshes.refused_optimizers:refuse_on_two_axes",
     "torch.optim.Muon": "zeroamp.optimizers.muon:updating_matrices",
 }

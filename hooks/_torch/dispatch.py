@@ -25,7 +25,6 @@ __all__ = [
     "backward_id",
     "is_in_backward",
     "is_profiling",
-    "is_view",
     "is_view_op",
     "needs_values",
     "run_op",
@@ -63,11 +62,6 @@ def storage_of(tensor: torch.Tensor) -> StorageWeakRef | None:
 def is_view_op(func: Any) -> bool:
     """Return whether an op returns a view of its input. `_unsafe_view` does, though its schema declares none."""
     return bool(func.is_view) or func.overloadpacket.__name__ == "_unsafe_view"
-
-
-def is_view(tensor: torch.Tensor) -> bool:
-    """Return whether autograd tracks a tensor as a view of another one."""
-    return tensor._base is not None
 
 
 def without_base(tensor: torch.Tensor) -> torch.Tensor:

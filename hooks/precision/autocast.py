@@ -17,8 +17,8 @@ without gradients caches nothing: otherwise the next one would give no gradient 
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -30,34 +30,10 @@ logger = logging.getLogger("zeroamp")
 
 _OTHER_DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
 
-further_casts: list[Callable[[frozenset[str]], AbstractContextManager[None]]] = []
-"""Return the context in which autocast casts the arguments of these ops too. Empty until a model of this process sets
-`zeroamp.autocast_ops`, which loads `zeroamp/discovery/autocast_ops.py`."""
 
-
-def config_autocast(
-    device_type: str, dtype: torch.dtype, ops: frozenset[str] = frozenset()
-) -> AbstractContextManager[object]:
-    """Return the context manager of a config's autocast: `torch.autocast`, which also casts the arguments of `ops`.
-
-    `ops` are names of `zeroamp.autocast_ops`, and must be registered. If no model of the process has registered any,
-    the result is `torch.autocast` itself.
-    """
-    autocast = torch.autocast(device_type, dtype=dtype)
-    return _with_casts(autocast, ops) if further_casts else autocast
-
-
-@contextmanager
-def _with_casts(autocast: torch.autocast, ops: frozenset[str]) -> Iterator[None]:
-    with autocast, ExitStack() as stack:
-        for casting in further_casts:
-            stack.enter_context(casting(ops))
-        yield
-
-
-def enter_autocast(device_type: str, dtype: torch.dtype, ops: frozenset[str] = frozenset()) -> ForwardContext:
-    """Return a `ForwardContext` that runs a forward under `config_autocast`: place "autocast" of `RootForward`."""
-    return lambda _call: config_autocast(device_type, dtype, ops)
+def enter_autocast(device_type: str, dtype: torch.dtype) -> ForwardContext:
+    """Return a `ForwardContext` that runs a forward under the config's autocast: place "autocast" of `RootForward`."""
+    return lambda _call: torch.autocast(device_type, dtype=dtype)
 
 
 def cache_with_gradients(_call: ForwardCall) -> AbstractContextManager[None] | None:

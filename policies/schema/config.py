@@ -137,14 +137,6 @@ class ZeroampBlock(Block):
             "dimension that needs no padding (docs/precision.md); `0`: always dimension 0"
         ),
     ] = "auto"
-    autocast_ops: Annotated[
-        tuple[Literal["grouped_mm"], ...],
-        BeforeValidator(as_tuple),
-        Honoured(
-            "ops that torch's autocast does not cast and zeroamp's does: `grouped_mm` (`torch._grouped_mm`, fused MoE "
-            "experts). Parameters that only these ops read are all-gathered and reduced in `dtype`, see docs/moe.md"
-        ),
-    ] = ()
     own_units: Annotated[
         bool,
         Honoured(

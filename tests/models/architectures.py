@@ -70,10 +70,6 @@ def mixtral(implementation="grouped_mm"):
     return _model("MixtralForCausalLM", config), (), {"input_ids": IDS}
 
 
-def mixtral_eager():
-    return mixtral("eager")
-
-
 def mixtral_batched():
     return mixtral("batched_mm")
 
@@ -185,7 +181,7 @@ def _noise(*shape):
 
 
 TRANSFORMERS = {f.__name__: f for f in (
-    llama, llama_checkpointed, gpt2, bert, t5, vit, mixtral, mixtral_eager, mixtral_batched, whisper, mamba, gpt_oss
+    llama, llama_checkpointed, gpt2, bert, t5, vit, mixtral, mixtral_batched, whisper, mamba, gpt_oss
 )}  # fmt: skip
 PLAIN = {f.__name__: f for f in (conv_net, recurrent, attention, encoder, encoder_eval)}
 ARCHITECTURES = {**TRANSFORMERS, **PLAIN}

@@ -5,7 +5,6 @@ import dataclasses
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from tests.models.families import _DECODER as DECODER
 from tests.models.families import FAMILIES, NUM_RANKS, Family
@@ -64,48 +63,6 @@ def _offered(index: int) -> dict:
     return {"x": noise, "offered": [0, 1 + 2 * rank, 2 + 2 * rank]}
 
 
-class GroupedExperts(nn.Module):
-    """One fp32 input and one weight for a grouped product, which casts neither of them itself."""
-
-    def __init__(self, num_reads: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, WIDTH, WIDTH) * 0.1)
-        self.num_reads = num_reads
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        ends = torch.tensor([3, 5, 9, 12], dtype=torch.int32)
-        y = F.grouped_mm(x, self.weight.mT, offs=ends).float()
-        # A second read, which keeps the weight in fp32.
-        return y * (1 + self.weight.mean()) if self.num_reads > 1 else y
-
-
-class GroupedBlock(nn.Module):
-    def __init__(self, num_reads: int) -> None:
-        super().__init__()
-        self.norm, self.experts = nn.LayerNorm(WIDTH), GroupedExperts(num_reads)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.out(self.experts(self.norm(x)))
-
-
-class GroupedModel(nn.Module):
-    def __init__(self, num_reads: int = 1) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(GroupedBlock(num_reads) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 4)
-        self.is_checkpointed = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
-        return F.cross_entropy(self.head(x).float(), torch.arange(len(x)) % 4)
-
-
-def _noise(index: int) -> dict:
-    return {"x": torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(700 + index))}
-
-
 def _with(implementation: str, family: Family) -> Family:
     def build() -> nn.Module:
         model = family.build()
@@ -129,7 +86,5 @@ EXPERTS: dict[str, Family] = {
     "DeepSeek-V3": FAMILIES["DeepSeek-V3"],
     "gpt-oss": GPT_OSS,
     "modules": Family(build=ListModel, batch=_offered),
-    "grouped": Family(build=GroupedModel, batch=_noise),
-    "grouped, read twice": Family(build=lambda: GroupedModel(num_reads=2), batch=_noise),
 }
 """Of transformers' models the routers choose by the tokens, which are others on each rank."""

@@ -195,7 +195,7 @@ USES = {
     "checkpointed twice, reentrant": (trainable(checkpointed_twice(True)), {"lin.weight"}),
     "Function with cast_inputs": (
         trainable(lambda m, x: CastsInputs.apply(F.linear(m.lin(x), m.b.view(1, 8)), m.w[:, :1])),
-        ALL,
+        {"b", "lin.weight"},
     ),
     "Function, all low": (trainable(by_hand_whole(BF16, BF16)), ALL),
     "Function whose backward reads fp32": (trainable(by_hand_whole(torch.float32, BF16)), REST),
@@ -206,7 +206,7 @@ USES = {
     "Function that casts once, beside a checkpoint": (trainable(cast_once_beside_a_checkpoint), REST),
     "asks for a dtype, to no effect": (
         trainable(lambda m, x: F.linear((x * 1.7).to(m.w.dtype), m.w, m.b) + m.lin(x.clone())),
-        ALL,
+        {"b", "lin.weight"},
     ),
     "asks for a dtype: fewer casts of the input": (trainable(asks_for_dtype_before_three), REST),
     "asks for a dtype: a round trip": (trainable(round_trip_after_asking), REST),

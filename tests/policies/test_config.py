@@ -273,7 +273,6 @@ OTHER_VALUES = {
     "zeroamp.reduce_accumulate_dtype": "native",
     "zeroamp.external_autocast": "allow",
     "zeroamp.overrides": [{"modules": ["head"], "communication": "fp32"}],
-    "zeroamp.autocast_ops": ["grouped_mm"],
     "zeroamp.reduce": "sum",
     "zeroamp.shard_dim": 0,
     "zeroamp.ranks_per_node": 4,
@@ -282,7 +281,6 @@ OTHER_VALUES = {
 }
 ENABLED_BY = {
     "torch_autocast": {"fp16.enabled": False, "torch_autocast.enabled": True, "torch_autocast.dtype": "half"},
-    "zeroamp.autocast_ops": {"fp16.enabled": False, "torch_autocast.enabled": True, "torch_autocast.dtype": "half"},
     "zeroamp.seed": {"zeroamp.reproducible": True},
     "zeroamp.param_gather_dtype": {"fp16.enabled": False, "bf16.enabled": True},
     "bf16": {"fp16.enabled": False, "bf16.enabled": True},

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from torch import nn
 
 import zeroamp
@@ -61,16 +60,6 @@ def test_a_key_that_is_on_has_its_extension(key):
 def test_keys_of_one_extension_make_it_once():
     config = PLAIN | KEYS["zeroamp.overrides"][0] | KEYS["data_types.keep_in_fp32_modules"][0]
     assert len(extensions_of(policy_from_config(config))) == 1
-
-
-def test_a_class_of_parameters_has_its_extension_without_a_key():
-    class WeightWithDynamicFloat8CastTensor(nn.Parameter):
-        pass
-
-    model = nn.Linear(2, 2)
-    model.weight = WeightWithDynamicFloat8CastTensor(torch.zeros(2, 2))
-    (extension,) = extensions_of(policy_from_config(PLAIN), model)
-    assert type(extension).__module__ == "zeroamp.float8.extension"
 
 
 @pytest.mark.parametrize("name", ["_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"])

@@ -30,12 +30,15 @@ class Run:
     """FQNs of the parameters that are all-gathered in the low dtype."""
 
 
-def config(stage, ops=("grouped_mm",), **autocast):
-    """bf16 autocast that casts `ops` too; `autocast` are more keys of `torch_autocast`."""
+IN_BF16 = [{"modules": ["*.experts.gate_up_proj", "*.experts.down_proj"], "param": "bf16"}]
+
+
+def config(stage, *, is_low=True, **autocast):
+    """bf16 autocast; `is_low`: with the override of docs/moe.md. `autocast` are more keys of `torch_autocast`."""
     return {
         "torch_autocast": {"enabled": True, "dtype": "bfloat16", **autocast},
         "zero_optimization": {"stage": stage},
-        "zeroamp": {"autocast_ops": list(ops)},
+        "zeroamp": {"overrides": IN_BF16 if is_low else []},
     }
 
 

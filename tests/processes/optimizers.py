@@ -75,16 +75,12 @@ CASES = {
     "`torchao.optim.AdamW8bit`": _other("torchao.optim.AdamW8bit"),
     "`torchao.optim.AdamW4bit`": _other("torchao.optim.AdamW4bit"),
     "`torchao.optim.AdamWFp8`": _other("torchao.optim.AdamWFp8"),
-    "`torchao.optim._AdamW(bf16_stochastic_round=True)`": _other(
-        "torchao.optim._AdamW", arguments={"bf16_stochastic_round": True}
-    ),
     "`transformers.Adafactor`": _other(
         "transformers.Adafactor", arguments={"relative_step": False, "scale_parameter": False}
     ),
     "`schedulefree.AdamWScheduleFree`": _other("schedulefree.AdamWScheduleFree"),
     "`schedulefree.SGDScheduleFree`": _other("schedulefree.SGDScheduleFree"),
     "`optimi.AdamW`": _other("optimi.AdamW"),
-    "`optimi.AdamW(kahan_sum=True)`": _other("optimi.AdamW", arguments={"kahan_sum": True}),
     "`optimi.Lion`": _other("optimi.Lion"),
     "`bitsandbytes.optim.AdamW8bit`": _other("bitsandbytes.optim.AdamW8bit", on_shards=True),
     "`bitsandbytes.optim.Lion8bit`": _other("bitsandbytes.optim.Lion8bit", on_shards=True),

@@ -12,6 +12,37 @@ from tests.processes.training import config, full_parameters, same_bits, wrapped
 NAME = "llama_untied"
 
 
+def _average():
+    model = wrapped(NAME, config(3))
+    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    parameters = list(model.parameters())
+    average = [parameter.detach().clone() for parameter in parameters]
+    expected = full_parameters(model)
+    for index in range(2):
+        train.backward(loss_of(model, batch(NAME, 2 * index + dist.get_rank())))
+        train.step()
+        torch._foreach_lerp_(average, [parameter.detach() for parameter in parameters], 0.25)
+        full = full_parameters(model)
+        expected = {fqn: value.lerp(full[fqn], 0.25) for fqn, value in expected.items()}
+    trained = [parameter.detach().clone() for parameter in parameters]
+    with torch.no_grad():
+        for parameter, mean in zip(parameters, average, strict=True):
+            parameter.copy_(mean)
+        averaged, loss = full_parameters(model), float(loss_of(model, batch(NAME, 9)))
+        for parameter, value in zip(parameters, trained, strict=True):
+            parameter.copy_(value)
+    assert same_bits(full_parameters(model), full) == []
+    plain = build(NAME)
+    plain.load_state_dict(averaged)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert loss == float(loss_of(plain, batch(NAME, 9)))
+    return same_bits(averaged, expected)
+
+
+def test_an_average_of_shards_is_the_shard_of_the_average(ranks2):
+    assert ranks2.run(_average) == [[], []]
+
+
 def _checkpointed(is_checkpointed):
     model = build(NAME)
     block = type(model.blocks[0])

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zeroamp.discovery.experts import route_evenly
 from zeroamp.hooks._torch.dispatch import FakeTensorMode
 from zeroamp.hooks._torch.dtensor import without_wrapper
 from zeroamp.hooks.random_state import preserved_random_state
@@ -65,8 +64,8 @@ def fake_run(
 ) -> Iterator[Replacements]:
     """Replace the tensors of `model` by fake ones inside the context, and make new tensors fake.
 
-    Yields the replacements, with which the caller replaces the inputs. Gradients are on, compiled modules run eagerly,
-    and transformers' fused experts get a balanced routing. At the end the model and all random states are restored.
+    Yields the replacements, with which the caller replaces the inputs. Gradients are on, and compiled modules run
+    eagerly. At the end the model and all random states are restored.
 
     Args:
         model: on any device.
@@ -83,7 +82,6 @@ def fake_run(
         FakeTensorMode(allow_non_fake_inputs=True),
         _tensors_replaced(model, replacements),
     ):
-        route_evenly(model)
         yield replacements
 
 

@@ -3,10 +3,8 @@
 import logging
 import os
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.discovery.autocast_ops import casting, register
 from zeroamp.discovery.fake_run import example_arguments, fake_run
-from zeroamp.discovery.use_recorder import UseRecorder
+from zeroamp.discovery.use_recorder import ParameterRecord, UseRecorder
 from zeroamp.hooks._torch.dispatch import needs_values
 from zeroamp.hooks.tensors import tensors_in
-from zeroamp.policies.dtypes import LOW_DTYPES, stored_dtype
-from zeroamp.policies.errors import ConfigError, WrapError, describe
+from zeroamp.policies.dtypes import stored_dtype
+from zeroamp.policies.errors import ConfigError, WrapError
 from zeroamp.policies.safe_modules import KEY
 
 logger = logging.getLogger("zeroamp")
@@ -34,10 +31,6 @@ class SafeParameters:
     """Parameters that are only ever cast to the low dtype. A tied weight has its first name here."""
     reasons: Mapping[str, str]
     """For every parameter, safe or not: the op and the module that decide, and the other names of a tied weight."""
-    by_ops: frozenset[str] = frozenset()
-    """The safe parameters that are only cast for ops of `autocast_ops`."""
-    cast_modules: frozenset[str] = frozenset()
-    """FQNs of the modules whose own forward ran an op of `autocast_ops` that had an argument to cast."""
     needs_values: str = ""
     """Where the model needs the value of a tensor, which fake tensors do not have. No parameter is decided then."""
 
@@ -53,7 +46,6 @@ def discover_safe_parameters(
     kwargs: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     device_type: str = "cpu",
-    autocast_ops: Collection[str] = (),
 ) -> SafeParameters:
     """Run the model's forward and backward once under autocast, and find the parameters that it only casts to `dtype`.
 
@@ -68,138 +60,62 @@ def discover_safe_parameters(
         kwargs: Keyword inputs. With no inputs at all, those of a transformers model's `dummy_inputs` are used.
         dtype: torch.bfloat16 or torch.float16.
         device_type: Where the model will run. Autocast has a different list of ops for each device type.
-        autocast_ops: Further ops whose arguments autocast will cast: names of `zeroamp.autocast_ops`.
 
     Raises:
-        ConfigError: the dtype or device type cannot be used here; there are no inputs; this torch's autocast casts
-            one of `autocast_ops` itself; or the forward or backward raises on fake tensors. If it raises because it
+        ConfigError: there are no inputs, or the forward or backward raises on fake tensors. If it raises because it
             needs the value of a tensor, a warning is logged, and no parameter is safe.
         WrapError: the model is wrapped already.
     """
-    _check_target(model, dtype, device_type)
-    if not args and not kwargs:
-        args, kwargs = example_arguments(model)
-    register_ops(autocast_ops, device_type)
-    run = partial(_run, model, args, kwargs or {}, dtype, device_type, frozenset(autocast_ops))
-    try:
-        recorder = run()
-    except ConfigError as error:
-        if error.__cause__ is None or not needs_values(error.__cause__):
-            raise
-        return _undecided(model, _last_line(error.__cause__))
-    records = recorder.records
-    found = {name: record.safety(dtype) for name, record in records.items()}
-    _decide_readers(recorder, found, dtype, run)
-    aliases = _aliases(model)
-    return SafeParameters(
-        safe=frozenset(name for name, (is_safe, _) in found.items() if is_safe),
-        reasons={name: reason + aliases[name] for name, (_, reason) in found.items()},
-        by_ops=frozenset(name for name, (is_safe, _) in found.items() if is_safe and records[name].is_cast_by_ops_only),
-        cast_modules=frozenset(recorder.cast_modules),
-    )
-
-
-def register_ops(names: Collection[str], device_type: str) -> None:
-    """Register the autocast kernels of these ops in this process, for a device type.
-
-    Raises:
-        ConfigError: this torch's autocast casts one of them by itself.
-    """
-    if casts := register(names, device_type):
-        raise ConfigError(
-            f"zeroamp.autocast_ops must not name {', '.join(casts)} with torch {torch.__version__}, whose autocast "
-            'casts it without the key. Remove it, and write "lower_precision_safe_modules": "auto" in torch_autocast.'
-        )
-
-
-def _check_target(model: nn.Module, dtype: torch.dtype, device_type: str) -> None:
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise WrapError(
             f"FSDP2 has sharded {type(model).__name__} already. Call discover_safe_parameters before wrap_model or "
             "fully_shard."
         )
-    if dtype not in LOW_DTYPES:
-        remedy = "Pass the dtype in which parameters are to be all-gathered."
-        raise ConfigError(describe("dtype", dtype, "torch.bfloat16 or torch.float16", remedy))
+    if not args and not kwargs:
+        args, kwargs = example_arguments(model)
     try:
-        is_usable = device_type == "cpu" or bool(torch.get_device_module(device_type).is_available())
-    except (RuntimeError, AttributeError):
-        is_usable = False
-    if not is_usable:
-        raise ConfigError(
-            describe(
-                "device_type",
-                f"{device_type!r}, of which there is no device here",
-                '"cpu", or the type of an accelerator that is here',
-                "Autocast casts other ops on other device types. Trace where the model will run, or name classes.",
-            )
-        )
+        records = _run(model, args, kwargs or {}, dtype, device_type)
+    # Any exception: fake tensors have no single class of error for "this needs a value".
+    except Exception as error:
+        if needs_values(error):
+            return _undecided(model, _last_line(error))
+        raise _not_traced(model, error) from error
+    found = {name: record.safety(dtype) for name, record in records.items()}
+    aliases = _aliases(model)
+    return SafeParameters(
+        safe=frozenset(name for name, (is_safe, _) in found.items() if is_safe),
+        reasons={name: reason + aliases[name] for name, (_, reason) in found.items()},
+    )
 
 
 def _run(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    dtype: torch.dtype,
-    device_type: str,
-    ops: frozenset[str],
-    low: Collection[str] = (),
-) -> UseRecorder:
-    """Run forward and backward once on fake tensors.
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype, device_type: str
+) -> dict[str, ParameterRecord]:
+    """Run forward and backward once on fake tensors. Parameters have the dtypes in which `wrap_model` stores them.
 
-    Parameters have the dtypes in which `wrap_model` stores them. Those whose FQNs are in `low` have `dtype`.
+    Returns:
+        FQN -> the uses of the parameter.
     """
-    parameters = dict(model.named_parameters())
-    low_ids = {id(parameters[name]) for name in low}
-
-    def dtype_of(tensor: torch.Tensor) -> torch.dtype:
-        stored = stored_dtype(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
-        return dtype if id(tensor) in low_ids else stored
-
-    recorder = UseRecorder(dtype, model)
-    with fake_run(model, device_type, dtype_of) as fakes:
+    recorder, parameters = UseRecorder(dtype, model), dict(model.named_parameters())
+    with fake_run(model, device_type, _stored) as fakes:
         for name, parameter in parameters.items():
             recorder.add(name, parameter, fakes.of(parameter))
         args, kwargs = fakes.of(tuple(args)), fakes.of(dict(kwargs))
         try:
-            with recorder.attached(), casting(ops):  # in recomputation, too
+            with recorder.attached():
                 with torch.autocast(device_type, dtype=dtype):
                     outputs = model(*args, **kwargs)
                 recorder.note_outputs(outputs)
                 roots = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
                 if roots:
                     torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        # Any exception: fake tensors have no single class of error for "this needs a value".
-        except Exception as error:
-            raise _not_traced(model, error) from error
         finally:
             torch.clear_autocast_cache()  # autocast itself clears it when the outermost context ends: the caller's
-    return recorder
+    return recorder.records
 
 
-def _decide_readers(
-    recorder: UseRecorder, found: dict[str, tuple[bool, str]], dtype: torch.dtype, run: Callable[..., UseRecorder]
-) -> None:
-    """Mark parameters as not safe if the model reads their dtype, and runs other ops with the low dtype.
-
-    The model is run once more with these parameters in the low dtype. It must run the same program.
-    """
-    readers = {
-        name: record.dtype_read_in
-        for name, record in recorder.records.items()
-        if found[name][0] and record.dtype_read_in is not None and stored_dtype(record.parameter) != dtype
-    }
-    if not readers:
-        return
-    try:
-        program = run(low=readers.keys()).program
-    except ConfigError:
-        program = []
-    pairs = zip_longest(recorder.program, program, fillvalue="nothing")
-    change = next((f"{old} into {new}" for old, new in pairs if old != new), None)
-    if change is not None:
-        for name, place in readers.items():
-            found[name] = False, f"not safe: its dtype is read in {place}, and another dtype changes {change}"
+def _stored(tensor: torch.Tensor) -> torch.dtype:
+    return stored_dtype(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
 
 
 def _undecided(model: nn.Module, place: str) -> SafeParameters:
@@ -218,8 +134,7 @@ def _not_traced(model: nn.Module, error: Exception) -> ConfigError:
     message = (str(error).splitlines() or [""])[0]
     return ConfigError(
         f"{type(model).__name__} cannot be run on fake tensors{_last_line(error)}: {type(error).__name__}: {message}. "
-        f'Check that the example inputs fit the forward, or list classes of modules in {KEY} instead of "auto", and '
-        "leave zeroamp.autocast_ops out."
+        f'Check that the example inputs fit the forward, or list classes of modules in {KEY} instead of "auto".'
     )
 
 

@@ -6,7 +6,7 @@ if only such casts, of the parameter or of its views, read its values. All-gathe
 bits. Every other use is undecided, and the parameter stays in fp32:
 
 * any other op, a copy of the parameter included;
-* a read of its dtype, unless a run in which it has the low dtype runs the same program;
+* a read of its dtype, because the model may then run other ops with the low dtype;
 * a gradient that is not one cast from the low dtype. If the parameter was cast several times, autograd adds the
   gradients in fp32. All-gathered in the low dtype, it would add them in that dtype.
 """
@@ -22,7 +22,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from zeroamp.discovery.autocast_ops import running_cast
 from zeroamp.hooks._torch.dispatch import (
     StorageWeakRef,
     TorchDispatchMode,
@@ -46,14 +45,12 @@ class ParameterRecord:
     parameter: torch.Tensor
     reads: list[str] = field(default_factory=list)
     """"op in module" for each op that reads the parameter's values and is not a cast to the low dtype."""
-    casts: list[str] = field(default_factory=list)
-    """The FQN of the module, for each cast to the low dtype."""
-    cast_by: set[str] = field(default_factory=set)
-    """Ops of `autocast_ops` for which the parameter was cast. "" stands for casts by torch's own autocast."""
-    gradients: list[bool] = field(default_factory=list)
-    """For each gradient: whether its last op was a cast from the low dtype. Its values then fit into the low dtype."""
     dtype_read_in: str | None = None
     """The FQN of a module that read the parameter's dtype; None if no module did."""
+    casts: list[str] = field(default_factory=list)
+    """The FQN of the module, for each cast to the low dtype."""
+    gradients: list[bool] = field(default_factory=list)
+    """For each gradient: whether its last op was a cast from the low dtype. Its values then fit into the low dtype."""
 
     def safety(self, dtype: torch.dtype) -> tuple[bool, str]:
         """Return whether a run has the same bits if the parameter is all-gathered in `dtype`, and the reason."""
@@ -64,18 +61,14 @@ class ParameterRecord:
             return False, f"not safe: {short_name(storage)} is not a floating-point dtype"
         if self.reads:
             return False, f"not safe: read in {short_name(storage)} by {some_of(self.reads, 1)}"
+        if self.dtype_read_in is not None:
+            return False, f"not decided, so not safe: its dtype is read in {self.dtype_read_in}"
         if not self.casts:
             return False, "not safe: never used in the traced run"
-        ops = ", ".join(sorted(self.cast_by - {""}))
-        cast = f"cast to {low}{ops and f' for {ops}'} in {', '.join(dict.fromkeys(self.casts))}"
+        cast = f"cast to {low} in {', '.join(dict.fromkeys(self.casts))}"
         if self.parameter.requires_grad and self.gradients != [True]:
             return False, f"not decided, so not safe: {cast}, but its gradient is not one cast from {low}"
         return True, f"safe: {cast}"
-
-    @property
-    def is_cast_by_ops_only(self) -> bool:
-        """Whether all casts of the parameter were for ops of `autocast_ops`. False if there were none."""
-        return bool(self.cast_by) and "" not in self.cast_by
 
 
 class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -84,16 +77,11 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, dtype: torch.dtype, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.records: dict[str, ParameterRecord] = {}
-        self.program: list[str] = []
-        """The ops, each with the dtypes of its inputs. Runs with equal programs compute the same values."""
-        self.cast_modules: set[str] = set()
-        """FQNs of the modules in whose forward an argument of an op of `autocast_ops` was cast."""
         self._dtype = dtype
         self._fqns = {id(module): fqn for fqn, module in model.named_modules()}
         self._calls: list[str] = []  # FQNs of the modules that are in their forward, outermost first
         self._by_storage: dict[StorageWeakRef, list[ParameterRecord]] = {}
         self._widened: set[StorageWeakRef] = set()  # tensors that were cast from the low dtype
-        self._rounded: set[StorageWeakRef] = set()  # tensors that were cast to a dtype of fewer bits
 
     def add(self, name: str, parameter: torch.Tensor, replacement: torch.Tensor) -> None:
         """Record the uses of a parameter: of its replacement in the run, and of itself (in a closure, for example)."""
@@ -112,7 +100,7 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             register_module_forward_hook(self._leave_module, always_call=True),
         ]
         try:
-            with self, DtypeReads(self._note_dtype_read):
+            with self, _DtypeReads(self._note_dtype_read):
                 yield
         finally:
             for handle in handles:
@@ -136,31 +124,12 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if is_view_op(func):
             return  # a view has the storage of its base
-        if name == "_to_copy":
-            if running_cast() is not None and self._calls:
-                self.cast_modules.add(self._calls[-1])
-            if out.dtype == self._dtype and (records := self._records_of(inputs[0])):
-                for record in records:
-                    record.casts.append(self._here())
-                    record.cast_by.add(running_cast() or "")
-                return
-            self._note_cast(inputs[0], out)
-        elif name not in _MOVES or not is_in_backward():  # a gradient may be moved before or after its cast
-            self.program.append(f"{func} of {', '.join(str(tensor.dtype) for tensor in inputs)}")
+        if name == "_to_copy" and out.dtype == self._dtype and (records := self._records_of(inputs[0])):
+            for record in records:
+                record.casts.append(self._here())
+            return
         self._note_widened(name, inputs, out)
         self._note_reads(inputs, f"{func.namespace}.{name}")
-
-    def _note_cast(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        """Record casts after which values have fewer bits than their dtype. Other casts are not part of a program.
-
-        Those of the backward mirror those of the forward.
-        """
-        if is_in_backward():
-            return
-        if (storage := storage_of(out)) is not None and out.dtype.itemsize < source.dtype.itemsize:
-            self._rounded.add(storage)
-        elif out.dtype.itemsize > source.dtype.itemsize and storage_of(source) in self._rounded:
-            self.program.append("a round trip through fewer bits")
 
     def _note_widened(self, name: str, inputs: list[torch.Tensor], out: Any) -> None:
         if name == "_to_copy":
@@ -179,7 +148,7 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_dtype_read(self, tensor: torch.Tensor) -> None:
         for record in self._records_of(tensor):
-            record.dtype_read_in = record.dtype_read_in or self._here()
+            record.dtype_read_in = self._here()
 
     def _note_gradient(self, record: ParameterRecord, gradient: torch.Tensor) -> None:
         record.gradients.append(storage_of(gradient) in self._widened)
@@ -208,8 +177,8 @@ _READ_DTYPE_OF_SECOND = frozenset({"to", "type_as"})
 """`x.to(weight)` reads the dtype of `weight`, not of `x`."""
 
 
-class DtypeReads(TorchFunctionMode):
-    """Calls `note` with every tensor whose dtype is read. Such reads do not reach the dispatcher.
+class _DtypeReads(TorchFunctionMode):
+    """Calls `note` with each tensor whose dtype a function reads. Such reads do not reach the dispatcher.
 
     The results of the functions are not changed.
     """

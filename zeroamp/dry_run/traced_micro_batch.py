@@ -23,7 +23,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from zeroamp.discovery.autocast_ops import casting
 from zeroamp.discovery.fake_run import fake_run
 from zeroamp.dry_run.inputs import Arguments, sequences_are_not_packed
 from zeroamp.hooks._torch.dispatch import TorchDispatchMode, run_op, storage_key
@@ -182,7 +181,7 @@ def trace_micro_batch(
         handles = _mark_units(model, plan, recorder, device_type, checkpointing)
         handles += _record_gradients(fake_parameters, recorder)
         try:
-            with recorder, casting(plan.policy.autocast_ops):  # in recomputation, too
+            with recorder:
                 with ExitStack() as autocast:
                     if plan.policy.mode == "autocast":
                         autocast.enter_context(torch.autocast(device_type, dtype=plan.policy.param_dtype))

@@ -8,9 +8,6 @@ exact in bf16: the weight is rounded once, from fp32 to float8. It has 4 signifi
 2^-4. Values that are less than about 2^-14 of the weight's largest magnitude have an absolute error of at most 2^-17 of
 it. The gradient of the weight is that of the rounded weight, in bf16: the rounding is left out of the backward.
 
-A weight that the caller converted by torchao's `convert_to_float8_training` has torchao's scale: 448 divided by the
-largest magnitude. torchao's `Float8Linear` computes with it, and rounds inputs and output gradients, too.
-
 [Note: One scale per weight]
 The scale is the largest at which the weight's largest magnitude, over all ranks, stays within float8. The largest
 magnitudes of all weights are reduced over the ranks in one all-reduce, before the first forward of each optimizer step
@@ -51,17 +48,13 @@ class Float8Weight:
     """The all-gather of one weight, as FSDP2's `AllGatherExtension`."""
 
     shard: ShardOf
-    mm_config: LinearMMConfig | None = None
-    """How torchao's `Float8Linear` multiplies; None for other Linears."""
     scale: Callable[[], torch.Tensor]
     """Returns the scale of the weight: 0-D, fp32."""
     _sent: Any = None
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
         """Return this rank's shard in float8, and its scale."""
-        self._sent = WeightWithDynamicFloat8CastTensor(
-            self.shard.padded, self.mm_config or LinearMMConfig(), DTYPE, self.scale()
-        )
+        self._sent = WeightWithDynamicFloat8CastTensor(self.shard.padded, LinearMMConfig(), DTYPE, self.scale())
         sent: tuple[tuple[torch.Tensor, ...], Any] = self._sent.fsdp_pre_all_gather(mesh)
         return sent
 
@@ -83,7 +76,6 @@ class Float8Scales:
     def __init__(
         self,
         shards: Sequence[ShardOf],
-        have_power_of_two: Sequence[bool],
         process_group: dist.ProcessGroup,
         listeners: Sequence[CollectiveListener],
         runs_forward: Callable[[], bool],
@@ -92,13 +84,11 @@ class Float8Scales:
 
         Args:
             shards: of the weights.
-            have_power_of_two: for each weight, whether its scale is a power of two.
             process_group: the ranks that shard.
             listeners: called after each all-reduce.
             runs_forward: whether a forward of the model is running.
         """
         self._shards, self._process_group, self._listeners = shards, process_group, listeners
-        self._have_power_of_two = have_power_of_two
         self._runs_forward = runs_forward
         self._scales: Sequence[torch.Tensor] = ()
         self._versions: list[tuple[int, ...]] = []
@@ -124,9 +114,7 @@ class Float8Scales:
         issue(dist.all_reduce, issued, self._listeners, largest, op, self._process_group)
         scales: torch.Tensor = amax_to_scale(largest, DTYPE)
         powers = (scales.view(torch.int32) & _EXPONENT).view(torch.float32)  # at most the scale, and above half of it
-        powers = torch.where(scales.isfinite(), powers, scales)
-        pairs = zip(self._have_power_of_two, powers.unbind(), scales.unbind(), strict=True)
-        self._scales = [power if is_power else scale for is_power, power, scale in pairs]
+        self._scales = torch.where(scales.isfinite(), powers, scales).unbind()
 
     def of(self, index: int) -> torch.Tensor:
         """Return the scale of the weight at this place: 0-D, fp32."""

@@ -27,14 +27,14 @@ class ModuleDtypes(Extension):
         """The policy's overrides, by the modules and parameters to which they apply."""
         self._regions = Fp32Regions()
 
-    def fp32_regions(self, model: nn.Module, policy: Policy, ignored_params: Sequence[nn.Parameter]) -> Fp32Regions:
+    def fp32_regions(self, model: nn.Module, policy: Policy) -> Fp32Regions:
         """Return the modules and tensors that stay in fp32.
 
         Raises:
-            ConfigError: a pattern matches nothing, only `ignored_params`, or the same as earlier ones.
+            ConfigError: a pattern matches nothing, or the same as earlier ones.
         """
-        self.overrides = find_overrides(model, policy, ignored_params)
-        self._regions = find_fp32_regions(model, policy, self.overrides, ignored_params)
+        self.overrides = find_overrides(model, policy)
+        self._regions = find_fp32_regions(model, policy, self.overrides)
         return self._regions
 
     def precisions(

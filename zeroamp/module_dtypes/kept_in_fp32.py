@@ -3,7 +3,7 @@
 Reads only names, classes, and `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` of transformers models.
 """
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 
 import torch
 from torch import nn
@@ -12,24 +12,22 @@ from zeroamp.module_dtypes.overrides import Overrides
 from zeroamp.module_dtypes.patterns import find_matches, has_forward
 from zeroamp.planning.fp32_regions import Fp32Regions
 from zeroamp.planning.parameter_uses import modules_around
-from zeroamp.policies.errors import ConfigError, some_of
+from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Policy
 
 KEY = "data_types.keep_in_fp32_modules"
 
 
-def find_fp32_regions(
-    model: nn.Module, policy: Policy, overrides: Overrides, ignored_params: Iterable[nn.Parameter] = ()
-) -> Fp32Regions:
+def find_fp32_regions(model: nn.Module, policy: Policy, overrides: Overrides) -> Fp32Regions:
     """Return the modules and tensors of `model` that `keep_in_fp32_modules` or `overrides` keep in fp32.
 
     See `zeroamp.module_dtypes.patterns` for patterns. "auto" takes the patterns from transformers models:
     `_keep_in_fp32_modules_strict`, and in mode "fp16" also `_keep_in_fp32_modules`, as `from_pretrained` does.
 
     Raises:
-        ConfigError: a pattern of the config matches nothing, or only `ignored_params`.
+        ConfigError: a pattern of the config matches nothing.
     """
-    modules, tensors = ({}, {}) if policy.mode == "fp32" else _kept(model, policy, ignored_params)
+    modules, tensors = ({}, {}) if policy.mode == "fp32" else _kept(model, policy)
     for fqn in overrides.modules:
         first = overrides.of(fqn)
         if first is not None and first.asked.compute == torch.float32:
@@ -64,12 +62,9 @@ def _with_forward(model: nn.Module, modules: dict[str, str], tensors: dict[str, 
     return called
 
 
-def _kept(
-    model: nn.Module, policy: Policy, ignored_params: Iterable[nn.Parameter]
-) -> tuple[dict[str, str], dict[str, str]]:
+def _kept(model: nn.Module, policy: Policy) -> tuple[dict[str, str], dict[str, str]]:
     """Return the modules and the tensors that `keep_in_fp32_modules` matches, each with its key and pattern."""
     asked = policy.keep_in_fp32_modules
-    ignored = {id(parameter) for parameter in ignored_params}
     patterns = list(_patterns_of_model(model, policy)) if asked == "auto" else list(asked)
     modules: dict[str, str] = {}
     tensors: dict[str, str] = {}
@@ -82,11 +77,6 @@ def _kept(
             raise ConfigError(
                 f"{KEY}: {pattern!r} matches nothing of {type(model).__name__}. Use names, parts of names or class "
                 "names of its modules, parameters and buffers; print model.named_modules() to see them."
-            )
-        if asked != "auto" and not found and all(id(tensor) in ignored for tensor in named.values()):
-            raise ConfigError(
-                f"{KEY}: {pattern!r} matches nothing but {some_of(list(named), 3)}, in ignored_params, which are not "
-                "cast. Remove the pattern, or name a module: it then computes in fp32."
             )
     return modules, tensors
 

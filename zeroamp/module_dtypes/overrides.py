@@ -1,6 +1,6 @@
 """Finds the parameters and modules to which the items of `zeroamp.overrides` apply. Reads names and classes only."""
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -9,8 +9,7 @@ from torch import nn
 
 from zeroamp.module_dtypes.patterns import Matches, classes_of, find_matches, has_forward
 from zeroamp.planning.parameter_uses import modules_around
-from zeroamp.policies.dtypes import stored_dtype
-from zeroamp.policies.errors import ConfigError, some_of
+from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.schema import OverrideBlock
 from zeroamp.policies.schema.keys import nearest
@@ -55,14 +54,12 @@ class Overrides:
         return min((each for each in found if each is not None), key=lambda each: each.index, default=None)
 
 
-def find_overrides(model: nn.Module, policy: Policy, ignored_params: Iterable[nn.Parameter] = ()) -> Overrides:
+def find_overrides(model: nn.Module, policy: Policy) -> Overrides:
     """Return the overrides of the policy by modules and parameters of `model`. See `zeroamp.module_dtypes.patterns`.
 
-    Overrides do not apply to `ignored_params`.
-
     Raises:
-        ConfigError: a pattern matches nothing, or has no effect because earlier items match the same; or
-            an item sets `compute` of a parameter, or `compute` fp32 of the root.
+        ConfigError: a pattern matches nothing, or nothing that earlier items do not match; or an item sets `compute` of
+            a parameter, or `compute` fp32 of the root.
     """
     modules: dict[str, Override] = {}
     parameters: dict[str, Override] = {}
@@ -74,10 +71,14 @@ def find_overrides(model: nn.Module, policy: Policy, ignored_params: Iterable[nn
             modules |= {fqn: override for fqn in sorted(match.modules) if fqn not in modules}
             parameters |= {fqn: override for fqn in sorted(match.tensors) if fqn not in parameters}
     overrides = Overrides(modules=modules, parameters=parameters)
-    ignored = {id(parameter) for parameter in ignored_params}
     for override, match in matches.items():
         _refuse_impossible(override, match, model)
-        _refuse_unused(override, match, overrides, model, ignored)
+        firsts = [overrides.of(fqn) for fqn in sorted((*match.modules, *match.tensors))]
+        if all(first is not None and first.index < override.index for first in firsts):
+            raise ConfigError(
+                f"{override} applies to nothing, because {firsts[0]} is earlier in the list and matches the same. Move "
+                "the narrower pattern to the front of the list, or remove one."
+            )
     return overrides
 
 
@@ -120,37 +121,3 @@ def _refuse_impossible(override: Override, match: Matches, model: nn.Module) -> 
             f"{override} sets compute fp32 for the root, {type(model).__name__}. Name modules inside it, or leave "
             "torch_autocast, bf16 and fp16 out of the config."
         )
-
-
-def _refuse_unused(
-    override: Override, match: Matches, overrides: Overrides, model: nn.Module, ignored: Container[int]
-) -> None:
-    """Raise for an override without effect: earlier items match the same, or it matches no parameter with a dtype."""
-    firsts = [overrides.of(fqn) for fqn in sorted((*match.modules, *match.tensors))]
-    if all(first is not None and first.index < override.index for first in firsts):
-        raise ConfigError(
-            f"{override} applies to nothing, because {firsts[0]} is earlier in the list and matches the same. Move the "
-            "narrower pattern to the front of the list, or remove one."
-        )
-    if override.asked.compute != torch.float32 and not any(_applied_to(override, match, overrides, model, ignored)):
-        names = [fqn or "the root" for fqn in sorted((*match.modules, *match.tensors))]
-        raise ConfigError(
-            f"{override} sets {override.asked.settings()}, but applies to no parameter of {some_of(names, 3)}: each is "
-            "0-D, quantized, not stored in fp32, in ignored_params, or matched by an earlier override. Remove it."
-        )
-
-
-def _applied_to(
-    override: Override, match: Matches, overrides: Overrides, model: nn.Module, ignored: Container[int]
-) -> Iterator[str]:
-    """Yield the parameters whose dtypes the override changes, of those that it names or that are in its modules."""
-    gathers = override.asked.compute is not None or override.asked.param is not None
-    for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        if fqn not in match.tensors and match.modules.isdisjoint(("", *modules_around(fqn))):
-            continue
-        # Parameters of another dtype than fp32 are frozen, and have no gradient to communicate.
-        takes_dtype = stored_dtype(parameter) == torch.float32 or (gathers and parameter.is_floating_point())
-        is_plain = parameter.dim() > 0 and not hasattr(parameter, "quant_state") and id(parameter) not in ignored
-        first = overrides.of(fqn) if takes_dtype and is_plain else None
-        if first is not None and first.index == override.index:
-            yield fqn

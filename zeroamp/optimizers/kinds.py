@@ -3,10 +3,12 @@
 docs/optimizers.md has a table of optimizers.
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from zeroamp.planning.mesh import num_shards_of
 from zeroamp.policies.errors import StepError
@@ -40,27 +42,14 @@ def resolve_overrides(optimizer: torch.optim.Optimizer) -> None:
     In its first step it would search its param groups for them by identity, but the groups then hold shards. So call
     this while the groups hold the model's parameters. bitsandbytes stores the settings by position in the groups.
     """
-    if isinstance(optimizer, _Overridable) and not optimizer.initialized:
-        optimizer.check_overrides()
-        optimizer.mng.register_parameters(optimizer.param_groups)
-
-
-@runtime_checkable
-class _Overridable(Protocol):
-    """The interface of bitsandbytes' optimizers that `resolve_overrides` uses."""
-
-    initialized: bool
-    mng: Any
-    param_groups: list[dict[str, Any]]
-
-    def check_overrides(self) -> None: ...
+    found: Any = optimizer
+    if is_of_bitsandbytes(optimizer) and not found.initialized:
+        found.check_overrides()
+        found.mng.register_parameters(found.param_groups)
 
 
 def refuse_other(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> None:
-    """Raise StepError for an optimizer that would fail on sharded parameters, or update them wrongly.
-
-    Also for settings of an optimizer that have no effect on parameters stored in fp32.
-    """
+    """Raise StepError for an optimizer that would fail on sharded parameters, or update them wrongly."""
     name = f"TrainStep was given {full_name(optimizer)}"
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise StepError(
@@ -84,21 +73,6 @@ def refuse_other(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> None:
             f"{name}, which needs statistics of whole parameters, but each rank holds a shard only, one of {ranks}. "
             f"{_INSTEAD}"
         )
-    _refuse_low_storage(optimizer, name)
-
-
-def _refuse_low_storage(optimizer: torch.optim.Optimizer, name: str) -> None:
-    """Refuse settings for parameters stored in bf16: `TrainStep` trains parameters that are stored in fp32."""
-    if getattr(optimizer, "bf16_stochastic_round", False):
-        setting = "bf16_stochastic_round=True"
-    elif any(group.get("kahan_sum") is True for group in optimizer.param_groups):
-        setting = "kahan_sum=True"
-    else:
-        return
-    raise StepError(
-        f"{name} with {setting}, which is for parameters stored in bf16. Trainable parameters are stored in fp32 here, "
-        "where the setting has no effect. Leave it out."
-    )
 
 
 def is_of_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
@@ -119,3 +93,20 @@ def _most_shards(optimizer: torch.optim.Optimizer) -> int:
 
 def _is_one_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> bool:
     return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(optimizer).__mro__)
+
+
+@contextmanager
+def replicated_apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Move replicated parameters to param groups of their own: foreach kernels refuse a mixture with DTensors."""
+    own = [(group, group["params"]) for group in optimizer.param_groups]
+    try:
+        for group, params in own:
+            replicated = [parameter for parameter in params if not isinstance(parameter, DTensor)]
+            if 0 < len(replicated) < len(params):
+                optimizer.param_groups.append({**group, "params": replicated})
+                group["params"] = [parameter for parameter in params if isinstance(parameter, DTensor)]
+        yield
+    finally:
+        del optimizer.param_groups[len(own) :]
+        for group, params in own:
+            group["params"] = params

@@ -40,43 +40,24 @@ def _sharded_state(
 ) -> dict[str, Any]:
     """Return the state of one parameter, with whole tensors sharded like the parameter. Communicates nothing.
 
-    Only torch's element-wise optimizers are known to have state of the parameter's shape. Others may have plain tensors
-    of their shard, such as 8-bit values in blocks: these are returned as they are.
+    Only torch's element-wise optimizers are known to have state of the parameter's shape. That of others is returned as
+    it is: it may be plain tensors of their shard, such as 8-bit values in blocks.
     """
-    if not isinstance(parameter, DTensor):
+    if not isinstance(parameter, DTensor) or type(optimizer) not in ELEMENTWISE:
         return values
-    is_known, result = type(optimizer) in ELEMENTWISE, dict(values)
+    result = dict(values)
     for key, value in values.items():
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        if isinstance(value, DTensor) or not isinstance(value, torch.Tensor) or value.dim() == 0:
             continue
-        is_plain, is_whole = type(value) is torch.Tensor, value.shape == parameter.shape
-        if is_known and is_plain and is_whole:
-            result[key] = _shard_like(parameter, value)
-        elif (is_known and not _is_sharded_like(parameter, value)) or (
-            is_plain and is_whole and parameter.to_local().shape != parameter.shape
-        ):
+        if value.shape != parameter.shape:
             raise StepError(
                 f'{type(optimizer).__name__} was given the state "{key}" of {names.get(id(parameter), "a parameter")} '
-                f"as {_described(value)}, but the parameter is {_described(parameter)}. Load DTensors that are "
-                "sharded like the parameter, or a checkpoint by zeroamp.load_checkpoint; for torch's element-wise "
-                "optimizers, also whole tensors in the order of model.parameters(). Or leave the state out."
+                f"as a plain tensor of shape {tuple(value.shape)}, but the parameter has the shape "
+                f"{tuple(parameter.shape)}. Load whole tensors in the order of model.parameters(), or a checkpoint by "
+                "zeroamp.load_checkpoint."
             )
+        result[key] = _shard_like(parameter, value)
     return result
-
-
-def _is_sharded_like(parameter: DTensor, value: torch.Tensor) -> bool:
-    return (
-        isinstance(value, DTensor)
-        and value.shape == parameter.shape
-        and value.device_mesh == parameter.device_mesh
-        and value.placements == parameter.placements
-    )
-
-
-def _described(tensor: torch.Tensor) -> str:
-    if not isinstance(tensor, DTensor):
-        return f"a plain tensor of shape {tuple(tensor.shape)}"
-    return f"a DTensor of shape {tuple(tensor.shape)}, sharded as {', '.join(map(str, tensor.placements))}"
 
 
 def _shard_like(parameter: DTensor, whole: torch.Tensor) -> DTensor:

@@ -10,51 +10,27 @@
 The bits are those of `torch.optim.Muon` in one process: Newton-Schulz rounds its input to bf16 before anything else,
 and all other operations are element-wise. Each matrix is gathered once. DTensors would gather it for every product.
 
-The result is scattered, not broadcast, because a rank needs only the part that it holds. Per optimizer step a rank
-sends 2 bytes per element of its shards, and 2 bytes per element of the matrices it owns (for each replica). An fp32
-all-gather of all gradients would send 4 bytes per element of all matrices. With replicas (stage 0, HSDP), the owners
-are spread over the replicas too. Each replica gathers only the matrices it owns, and all ranks receive the results.
+Per optimizer step a rank sends 2 bytes per element of its shards, and 2 bytes per element of the matrices it owns. An
+fp32 all-gather of all gradients would send 4 bytes per element of all matrices. Each replica of HSDP does so by itself.
+At stage 0 every rank orthogonalizes all matrices, and sends nothing.
 
 A rank holds the bf16 shards it sends, the bf16 matrices it owns, and the bf16 parts it receives, until the update ends.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from zeroamp.hooks.collectives.collective_calls import issue
-from zeroamp.hooks.collectives.traffic import STEP, CollectiveListener, IssuedCollective
+from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
 from zeroamp.planning.mesh import device_of, local_part, shard_size
 from zeroamp.policies.errors import StepError
 from zeroamp.wrapping.state import WrapState
-
-Place = tuple[int, int]
-"""A rank's place in the mesh: the index of its replica, and its index among the ranks that shard."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Matrix:
-    shape: tuple[int, int]
-    dim: int
-    """The sharded dimension."""
-    owner: Place
-
-    def part(self, index: int, num_shards: int) -> tuple[int, int]:
-        """Return start and length of a shard in the sharded dimension. FSDP2's chunks have ceil(length / ranks)."""
-        length = self.shape[self.dim]
-        size = -(-length // num_shards)
-        start = min(index * size, length)
-        return start, min(size, length - start)
-
-    def numel_of_part(self, index: int, num_shards: int) -> int:
-        return self.part(index, num_shards)[1] * self.shape[1 - self.dim]
 
 
 @contextmanager
@@ -89,26 +65,13 @@ class ShardedMuon:
     """Updates the matrices of one optimizer step, one param group after the other: see [Note: One owner per matrix]."""
 
     def __init__(self, state: WrapState) -> None:
-        """Take the mesh, the process group of all its ranks, and the listeners to their collectives."""
-        self._mesh: DeviceMesh = state.mesh
-        self._group = state.world
-        self._listeners: Sequence[CollectiveListener] = state.listeners
-        self._device = device_of(state.mesh)
+        """Take the process group of the ranks that shard, and the listeners to its collectives."""
+        axis = state.mesh.ndim - 1
         self._num_shards = shard_size(state.mesh)
-        table = state.mesh.mesh.view(-1, self._num_shards)  # replicas x shards
-        group = dist.group.WORLD if state.world is None else state.world
-        if group is None:
-            raise AssertionError("expected a process group, as wrap_model initialises one")
-        ranks = {
-            dist.get_group_rank(group, int(table[replica, index])): (replica, index)
-            for replica in range(table.shape[0])
-            for index in range(self._num_shards)
-        }
-        self._places: list[Place] = [ranks[rank] for rank in sorted(ranks)]
-        """In the order of the process group's ranks."""
-        self._own: Place = ranks[dist.get_rank(group)]
-        self._work = dict.fromkeys(self._places, 0)
-        """Place -> multiplications of the matrices that it owns, over all param groups of this optimizer step."""
+        self._group, self._rank = state.mesh.get_group(axis), state.mesh.get_local_rank(axis)
+        self._listeners, self._device = state.listeners, device_of(state.mesh)
+        self._work = [0] * self._num_shards
+        """Rank -> multiplications of the matrices that it owns, over all param groups of this optimizer step."""
 
     def __call__(self, group: dict[str, Any], state: Mapping[Any, dict[str, Any]]) -> None:
         """Update the matrices of a param group that have gradients. `state` is that of the optimizer."""
@@ -133,109 +96,85 @@ class ShardedMuon:
             shard.add_(result.to(shard.device), alpha=-lr * _lr_factor(group["adjust_lr_fn"], parameter.shape))
         torch.autograd.graph.increment_version(params)
 
-    def _orthogonalized(self, params: list[torch.Tensor], low: list[torch.Tensor], function: Any) -> list[torch.Tensor]:
+    def _orthogonalized(
+        self,
+        params: list[torch.Tensor],
+        low: list[torch.Tensor],
+        function: Callable[[torch.Tensor], torch.Tensor],
+    ) -> list[torch.Tensor]:
         """Return this rank's parts of the orthogonalized matrices, bf16.
 
         A matrix that is not a DTensor is one of `ignored_params`: every rank orthogonalizes its own copy.
         """
         results = list(low)
-        sharded = [index for index, parameter in enumerate(params) if isinstance(parameter, DTensor)]
-        for index in set(range(len(params))).difference(sharded):
-            results[index] = function(low[index])
-        matrices = self._assigned([params[index] for index in sharded])
-        whole = self._gathered(matrices, [low[index] for index in sharded])
-        for number in whole:
-            whole[number] = function(whole[number])
-        for index, part in zip(sharded, self._scattered(matrices, whole), strict=True):
-            results[index] = part
+        dims = {index: _shard_dim_of(each) for index, each in enumerate(params) if isinstance(each, DTensor)}
+        for index, update in enumerate(low):
+            if index not in dims or self._num_shards == 1:
+                results[index] = function(update)
+        if not dims or self._num_shards == 1:
+            return results
+        shapes = {
+            index: [part.shape for part in self._parts(torch.empty(params[index].shape, device="meta"), dim)]
+            for index, dim in dims.items()
+        }
+        owned = self._owned({index: params[index].shape for index in dims})
+        mine = owned[self._rank]
+        gathered = self._exchanged(
+            [[low[index] for index in indices] for indices in owned],
+            [[shapes[index][rank] for index in mine] for rank in range(self._num_shards)],
+        )
+        whole = {
+            index: function(torch.cat([*parts], dims[index])) for index, *parts in zip(mine, *gathered, strict=True)
+        }
+        to_send = [self._parts(whole[index], dims[index]) for index in mine]
+        received = self._exchanged(
+            [[parts[rank] for parts in to_send] for rank in range(self._num_shards)],
+            [[shapes[index][self._rank] for index in indices] for indices in owned],
+        )
+        for indices, parts in zip(owned, received, strict=True):
+            for index, part in zip(indices, parts, strict=True):
+                results[index] = part
         return results
 
-    def _assigned(self, params: Sequence[torch.Tensor]) -> list[_Matrix]:
-        """Assign each matrix, largest first, to the rank with the least work so far. All ranks compute the same."""
-        work = [math.prod(parameter.shape) * min(parameter.shape) for parameter in params]
-        owners: dict[int, Place] = {}
-        for number in sorted(range(len(params)), key=lambda number: -work[number]):
-            place = min(self._places, key=lambda place: self._work[place])
-            self._work[place] += work[number]
-            owners[number] = place
-        return [self._matrix(parameter, owners[number]) for number, parameter in enumerate(params)]
+    def _parts(self, whole: torch.Tensor, dim: int) -> list[torch.Tensor]:
+        """Return the part of each rank, as FSDP2 shards a matrix: `chunk`, and empty parts for the other ranks."""
+        parts = list(whole.chunk(self._num_shards, dim))
+        return parts + [whole.narrow(dim, 0, 0)] * (self._num_shards - len(parts))
 
-    def _matrix(self, parameter: torch.Tensor, owner: Place) -> _Matrix:
-        if not isinstance(parameter, DTensor) or parameter.device_mesh != self._mesh:
-            raise AssertionError(f"expected a parameter sharded over {self._mesh}, got {type(parameter).__name__}")
-        rows, columns = parameter.shape
-        return _Matrix(shape=(rows, columns), dim=_shard_dim_of(parameter), owner=owner)
+    def _owned(self, shapes: Mapping[int, torch.Size]) -> list[list[int]]:
+        """Return the indices of the matrices that each rank owns. All ranks of a replica compute the same.
 
-    def _gathered(self, matrices: list[_Matrix], parts: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return the whole matrices that this rank owns, by number. The other ranks of its replica send their parts."""
-        replica = self._own[0]
-        mine = [number for number, matrix in enumerate(matrices) if matrix.owner == self._own]
-        if self._num_shards == 1:
-            return {number: parts[number] for number in mine}
-        to_send = {
-            place: [part for matrix, part in zip(matrices, parts, strict=True) if matrix.owner == place]
-            for place in self._places
-            if place[0] == replica
-        }
-        sizes = {
-            (replica, index): [matrices[number].numel_of_part(index, self._num_shards) for number in mine]
-            for index in range(self._num_shards)
-        }
-        received = self._exchanged(to_send, sizes)
-        whole = {number: self._new(*matrices[number].shape) for number in mine}
-        for (_, index), flat in received.items():
-            for number, part in zip(mine, flat, strict=True):
-                _slice(whole[number], matrices[number], index, self._num_shards).copy_(
-                    part.view(_shape_of_part(matrices[number], index, self._num_shards))
-                )
-        return whole
+        Each matrix, largest first, is assigned to the rank with the least work so far.
+        """
+        work = {index: math.prod(shape) * min(shape) for index, shape in shapes.items()}
+        owned: list[list[int]] = [[] for _ in range(self._num_shards)]
+        for index in sorted(work, key=lambda index: -work[index]):
+            rank = self._work.index(min(self._work))
+            self._work[rank] += work[index]
+            owned[rank].append(index)
+        return owned
 
-    def _scattered(self, matrices: list[_Matrix], whole: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Return this rank's part of every matrix, which the owners send to all replicas."""
-        if len(self._places) == 1:
-            return [whole[number] for number in range(len(matrices))]
-        to_send = {
-            place: [_slice(whole[number], matrices[number], place[1], self._num_shards) for number in whole]
-            for place in self._places
-        }
-        index = self._own[1]
-        numbers = {
-            place: [number for number, matrix in enumerate(matrices) if matrix.owner == place] for place in self._places
-        }
-        sizes = {
-            place: [matrices[number].numel_of_part(index, self._num_shards) for number in of_place]
-            for place, of_place in numbers.items()
-        }
-        received = self._exchanged(to_send, sizes)
-        parts = {
-            number: flat
-            for place, of_place in numbers.items()
-            for number, flat in zip(of_place, received[place], strict=True)
-        }
-        return [
-            parts[number].view(_shape_of_part(matrix, index, self._num_shards))
-            for number, matrix in enumerate(matrices)
-        ]
-
-    def _exchanged(
-        self, to_send: dict[Place, list[torch.Tensor]], sizes: dict[Place, list[int]]
-    ) -> dict[Place, list[torch.Tensor]]:
-        """Send tensors by one all-to-all. Return the received tensors, flat. `sizes`: their numbers of elements."""
-        parts = [[part.flatten() for part in to_send.get(place, [])] for place in self._places]
-        sent = torch.cat([self._new(0), *(part for of_place in parts for part in of_place)])
-        totals = [sum(sizes.get(place, [])) for place in self._places]
+    def _exchanged(self, to_send: list[list[torch.Tensor]], shapes: list[list[torch.Size]]) -> list[list[torch.Tensor]]:
+        """Send tensors to each rank by one all-to-all. Return those of each rank, which have these `shapes`."""
+        sent = torch.cat([self._new(0), *(each.flatten() for of_rank in to_send for each in of_rank)])
+        sizes = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
+        totals, splits = (
+            [sum(of_rank) for of_rank in sizes],
+            [sum(each.numel() for each in of_rank) for of_rank in to_send],
+        )
         received = self._new(sum(totals))
-        splits = [sum(part.numel() for part in of_place) for of_place in parts]
         issue(
             lambda: dist.all_to_all_single(received, sent, totals, splits, group=self._group),
             IssuedCollective("all_to_all", sent, STEP, self._group),
             self._listeners,
         )
-        by_place = zip(self._places, torch.split(received, totals), strict=True)
-        return {place: list(torch.split(flat, sizes[place])) for place, flat in by_place if place in sizes}
+        return [
+            [flat.view(shape) for flat, shape in zip(torch.split(of_rank, lengths), of_shapes, strict=True)]
+            for of_rank, lengths, of_shapes in zip(torch.split(received, totals), sizes, shapes, strict=True)
+        ]
 
-    def _new(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+    def _new(self, numel: int) -> torch.Tensor:
+        return torch.empty(numel, dtype=torch.bfloat16, device=self._device)
 
 
 def _shard_dim_of(parameter: DTensor) -> int:
@@ -244,15 +183,6 @@ def _shard_dim_of(parameter: DTensor) -> int:
     if not isinstance(placement, Shard):
         raise AssertionError(f"expected a parameter that FSDP2 sharded, got placements {parameter.placements}")
     return placement.dim
-
-
-def _shape_of_part(matrix: _Matrix, index: int, num_shards: int) -> tuple[int, int]:
-    length, other = matrix.part(index, num_shards)[1], matrix.shape[1 - matrix.dim]
-    return (length, other) if matrix.dim == 0 else (other, length)
-
-
-def _slice(whole: torch.Tensor, matrix: _Matrix, index: int, num_shards: int) -> torch.Tensor:
-    return whole.narrow(matrix.dim, *matrix.part(index, num_shards))
 
 
 def orthogonalized(

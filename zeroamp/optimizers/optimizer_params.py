@@ -2,14 +2,10 @@
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field
 
 from zeroamp.optimizers.typed_params import NotNegative, TypedParams
-from zeroamp.policies.schema.keys import Block, Honoured, Number, Unsupported, as_tuple, refused
-
-_BUILD_IT = "Build the optimizer yourself, after wrap_model, and pass it to TrainStep."
-_ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
-_FEWER_BYTES = 'Write "AdamW": gradients are reduced in the compute dtype, and "communication_data_type" sets another.'
+from zeroamp.policies.schema.keys import Block, Honoured, Number, Unsupported, as_tuple
 
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple)]
@@ -26,15 +22,7 @@ class _TorchParams(Block):
         bool | None, Honoured("torch's implementation in one kernel. Default: true on CUDA, unless `foreach` is set")
     ] = None
     maximize: Annotated[bool, Honoured("maximise the loss")] = False
-    differentiable: Annotated[bool, Unsupported(_BUILD_IT)] = False
     max_grad_norm: Annotated[object, Unsupported('Write "gradient_clipping" at the top level.', (None,))] = None
-
-    @field_validator("fused", mode="after")
-    @classmethod
-    def _one_implementation(cls, value: bool | None, info: ValidationInfo) -> bool | None:
-        if value and info.data.get("foreach"):
-            raise refused("must be false if foreach is true, but is true. Remove one of them.")
-        return value
 
 
 class AdamParams(_TorchParams):
@@ -57,11 +45,6 @@ class AdamParams(_TorchParams):
     bias_correction: Annotated[
         bool, Unsupported("Remove it: torch's Adam always corrects the bias of its means.", (True,))
     ] = True
-    set_grad_none: Annotated[bool, Unsupported("Remove it: gradients are None after a step.", (True,))] = True
-    fp32_optimizer_states: Annotated[
-        bool | None, Unsupported("Remove it: optimizer state has the dtype of the parameters, fp32.", (None, True))
-    ] = None
-    capturable: Annotated[bool, Unsupported(_BUILD_IT)] = False
 
     @property
     def weight_decay_or_default(self) -> float:
@@ -85,20 +68,11 @@ class SGDParams(_TorchParams):
     weight_decay: Annotated[NotNegative, Honoured("this times the weight is added to the gradient")] = 0.0
     nesterov: Annotated[bool, Honoured("Nesterov's momentum; needs momentum, and dampening 0")] = False
 
-    @field_validator("nesterov", mode="after")
-    @classmethod
-    def _nesterov_needs_momentum(cls, value: bool, info: ValidationInfo) -> bool:
-        momentum, dampening = info.data.get("momentum"), info.data.get("dampening")
-        if value and (momentum == 0 or dampening != 0):
-            raise refused(
-                f"must be false with momentum {momentum} and dampening {dampening}, but is true. Nesterov's momentum "
-                "needs momentum above 0 and dampening 0: set them, or remove nesterov."
-            )
-        return value
-
 
 OPTIMIZER_PARAMS: dict[str, type[Block]] = {"Adam": AdamParams, "AdamW": AdamWParams, "SGD": SGDParams}
 """The block of `optimizer.params`, by `optimizer.type`."""
 
-TYPES = TypedParams(blocks=OPTIMIZER_PARAMS, build_it=_BUILD_IT, hints=dict.fromkeys(_ONE_BIT, _FEWER_BYTES))
+TYPES = TypedParams(
+    blocks=OPTIMIZER_PARAMS, build_it="Build the optimizer yourself, after wrap_model, and pass it to TrainStep."
+)
 """Loaded by the schema for a config with an `optimizer`."""

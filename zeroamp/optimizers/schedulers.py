@@ -6,7 +6,7 @@ import torch
 
 from zeroamp.optimizers.from_config import PolicyLike, policy_of
 from zeroamp.optimizers.scheduler_params import Curve
-from zeroamp.policies.errors import ConfigError, StepError
+from zeroamp.policies.errors import ConfigError
 
 
 class CurveLR(torch.optim.lr_scheduler.LRScheduler):
@@ -39,17 +39,7 @@ class CurveLR(torch.optim.lr_scheduler.LRScheduler):
         return {"last_epoch": self.last_epoch, "base_lrs": [float(base_lr) for base_lr in self.base_lrs]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the step and set its learning rates. The optimizer's state may be loaded before or after.
-
-        Raises:
-            StepError: the state is not from `state_dict`, or has another number of param groups.
-        """
-        num_groups = len(self.optimizer.param_groups)
-        if set(state_dict) != {"last_epoch", "base_lrs"} or len(state_dict["base_lrs"]) != num_groups:
-            raise StepError(
-                f"scheduler.load_state_dict got {state_dict!r}, but needs last_epoch, and base_lrs for {num_groups} "
-                "param groups. Load what state_dict() of the same scheduler returned."
-            )
+        """Restore the step and set its learning rates. The optimizer's state may be loaded before or after."""
         self.last_epoch, self.base_lrs = state_dict["last_epoch"], list(state_dict["base_lrs"])
         self._apply()
 

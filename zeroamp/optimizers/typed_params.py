@@ -1,7 +1,7 @@
 """Checks that `optimizer` and `scheduler` share: the keys of their `params` depend on their `type`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidationError
@@ -23,8 +23,6 @@ class TypedParams:
     """Type that zeroamp builds -> its block of `params`."""
     build_it: str
     """What to do for other types, as a sentence."""
-    hints: Mapping[str, str] = field(default_factory=dict)
-    """A type in lower case -> what to do instead of that."""
 
     def known_type(self, value: object) -> str:
         """Return a `type` in the spelling of `blocks`. Upper and lower case are not distinguished.
@@ -38,9 +36,7 @@ class TypedParams:
             raise refused(f"{valid}. Name one of them.")
         if value.lower() in by_lower:
             return by_lower[value.lower()]
-        remedy = self.hints.get(value.lower(), self.build_it)
-        hint = "" if value.lower() in self.hints else nearest(value, self.blocks)
-        raise refused(f"{valid}. {hint} {remedy}" if hint else f"{valid}. {remedy}")
+        raise refused(" ".join(filter(None, (f"{valid}.", nearest(value, self.blocks), self.build_it))))
 
     def params_of(self, name: str, value: object) -> Block:
         """Return `value` as the block of the type `name`. None stands for an empty block.

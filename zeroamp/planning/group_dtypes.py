@@ -124,7 +124,7 @@ def param_dtypes(parameter: nn.Parameter, policy: Policy, precision: Precision) 
     is_low = precision.is_low and stored == torch.float32
     low = policy.param_dtype if is_low else stored
     param = precision.param if is_low else None
-    computes_in = {"low": policy.param_dtype, "fp32": torch.float32, "as stored": stored, "as param": param or low}
+    computes_in = {"low": policy.param_dtype, "fp32": torch.float32, "as stored": stored}
     compute = PER_OP if precision.compute == PER_OP else short_name(computes_in[precision.compute])
     communication = communication_dtype(policy, is_low=is_low)
     if precision.communication is not None and stored == torch.float32:

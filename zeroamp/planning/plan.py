@@ -134,11 +134,10 @@ def build_plan(
         model: a plain model, on any device, the meta device included.
         policy: see `wrap_model`.
         auto_wrap_policy: the modules that become units, see `zeroamp.policies.find_units`.
-        example_inputs: for `lower_precision_safe_modules` "auto" and `zeroamp.autocast_ops`: a tuple of positional
-            arguments, a mapping of keyword arguments, or a tensor. None stands for a transformers model's
-            `dummy_inputs`.
-        device_type: where the model will run, also for "auto" and `autocast_ops`. None: this machine's accelerator, or
-            the CPU without one.
+        example_inputs: for `lower_precision_safe_modules` "auto": a tuple of positional arguments, a mapping of keyword
+            arguments, or a tensor. None stands for a transformers model's `dummy_inputs`.
+        device_type: where the model will run, also for "auto". None: this machine's accelerator, or the CPU without
+            one.
         ignored_params: parameters of the model that are not sharded, see `wrap_model`.
 
     Raises:
@@ -159,7 +158,7 @@ def build_plan(
     extensions = extensions_of(policy, model)
     regions = Fp32Regions()
     for extension in extensions:
-        regions = extension.fp32_regions(model, policy, ignored_params) or regions
+        regions = extension.fp32_regions(model, policy) or regions
     uses, ignored = _without_ignored(find_uses(model, units), ignored_params)
     for use in uses:
         refuse_unusable(use)

@@ -14,7 +14,7 @@ from zeroamp.policies.extensions import Extension
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.safe_modules import KEY, resolve_safe_classes, unsafe_owner
 
-Compute = Literal["low", "per op", "fp32", "as stored", "as param"]
+Compute = Literal["low", "per op", "fp32", "as stored"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,7 @@ class Precision:
     """Whether it is all-gathered in the mode's low precision, if it is stored in fp32."""
     compute: Compute
     """ "low": in the mode's low precision; "per op": `torch.autocast` decides; "fp32": in an fp32 region; "as
-    stored": nothing casts it; "as param": in `param`."""
+    stored": nothing casts it."""
     reason: str
     communication: torch.dtype | None = None
     """Communication dtype of its gradient, if an override sets it. None: from the other keys of the config."""

@@ -56,7 +56,7 @@ def _status(path: str, value: Any, key: Key, policy: "Policy") -> tuple[str, str
     if reason := _idle(path, policy):
         return "no effect", reason
     note = key_class.note
-    if path == "train_batch_size" and (micro := policy.train_micro_batch_size_per_gpu) is not None:
+    if path == "train_batch_size" and value and (micro := policy.train_micro_batch_size_per_gpu) is not None:
         num_ranks = value // (micro * policy.gradient_accumulation_steps)
         note += f". The sizes imply {num_ranks} rank{'' if num_ranks == 1 else 's'}"
     return "default" if value is None else "honoured", note

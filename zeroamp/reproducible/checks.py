@@ -1,7 +1,5 @@
 """What `zeroamp.reproducible` refuses: in a config, a model, an optimizer, and in the division of losses."""
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,19 +19,17 @@ _WHY = "With zeroamp.reproducible, gradients are added as a binary tree over all
 
 def check_config(policy: Policy) -> None:
     """Raise ConfigError for values with which the bits of a run would depend on the number of ranks."""
-    order = "With zeroamp.reproducible, gradients are added in one order, in fp32."
-    if policy.reduce_accumulate_dtype != "fp32":
-        raise ConfigError(f'zeroamp.reduce_accumulate_dtype must be "fp32", but is "native". {order} Remove the key.')
-    if policy.partials_between_nodes != "fp32":
-        raise ConfigError(
-            f'zeroamp.partials_between_nodes must be "fp32", but is "{policy.partials_between_nodes}". {order} Remove '
-            "the key: it rounds the sums of each node."
-        )
-    if policy.grad_accum_dtype != torch.float32:
-        raise ConfigError(
-            f'data_types.grad_accum_dtype must be "fp32", but is "{short_name(policy.grad_accum_dtype)}". {order} '
-            "Remove the key."
-        )
+    fp32 = {
+        "zeroamp.reduce_accumulate_dtype": policy.reduce_accumulate_dtype,
+        "zeroamp.partials_between_nodes": policy.partials_between_nodes,
+        "data_types.grad_accum_dtype": short_name(policy.grad_accum_dtype),
+    }
+    for key, value in fp32.items():
+        if value != "fp32":
+            raise ConfigError(
+                f'{key} must be "fp32", but is "{value}". With zeroamp.reproducible, gradients are added in one order, '
+                "in fp32. Remove the key."
+            )
     if policy.stage == 1 and policy.communication_dtype != torch.float32:
         raise ConfigError(
             'communication_data_type must be "fp32" at stage 1 with zeroamp.reproducible, but is '
@@ -53,8 +49,7 @@ def check_reproducible(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 
     Raises:
         ConfigError: a number of ranks or micro-batches is not a power of two.
-        WrapError: the model computes statistics over a micro-batch of each rank, or trains parameters that zeroamp
-            does not reduce.
+        WrapError: the model computes statistics over a micro-batch of each rank.
     """
     per_rank = plan.policy.gradient_accumulation_steps
     for number, what in ((shard_size(mesh), "ranks that shard"), (replicate_size(mesh), "replicas")):
@@ -73,12 +68,6 @@ def check_reproducible(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
             raise WrapError(
                 f"{fqn or 'The model'} is a {type(module).__name__}, whose statistics depend on the "
                 "micro-batches that a rank sees. With zeroamp.reproducible, use nn.GroupNorm or nn.LayerNorm instead."
-            )
-    for fqn, parameter in model.named_parameters():
-        if fqn in plan.ignored_fqns and parameter.requires_grad:
-            raise WrapError(
-                f"{fqn} is in ignored_params and is trained. zeroamp does not reduce its gradient, which therefore "
-                "depends on the number of ranks. With zeroamp.reproducible, freeze it or remove it from ignored_params."
             )
 
 
@@ -116,7 +105,7 @@ def refuse_dependence_on_shards(optimizer: torch.optim.Optimizer, *, on_shards: 
             f"TrainStep was given bitsandbytes' {name} with zeroamp.reproducible. Its state is quantized in blocks of "
             "each rank's shard, so its updates depend on the number of ranks. Use torch.optim.AdamW."
         )
-    if any(group.get("fused") is True and _has_cpu(group["params"]) for group in optimizer.param_groups):
+    if any(group.get("fused") and any(each.is_cpu for each in group["params"]) for group in optimizer.param_groups):
         # Fused Adam rounds the elements after the last full vector of a shard differently.
         raise StepError(
             f"TrainStep was given {name} with fused=True and parameters on the CPU, with zeroamp.reproducible. The "
@@ -129,10 +118,6 @@ def refuse_dependence_on_shards(optimizer: torch.optim.Optimizer, *, on_shards: 
             "Use torch.optim.AdamW, another element-wise optimizer of torch, or torch.optim.Muon. "
             "If the optimizer is element-wise, pass on_shards=True."
         )
-
-
-def _has_cpu(parameters: Iterable[torch.Tensor]) -> bool:
-    return any(parameter.device.type == "cpu" for parameter in parameters)
 
 
 def _is_power_of_two(number: int) -> bool:

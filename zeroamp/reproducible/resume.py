@@ -9,7 +9,7 @@ from zeroamp.policies.policy import Policy, policy_from_config
 from zeroamp.policies.schema import known_part
 
 _KEYS = (
-    *("zeroamp.seed", "zeroamp.reduce", "zeroamp.overrides", "zeroamp.autocast_ops", "gradient_clipping"),
+    *("zeroamp.seed", "zeroamp.reduce", "zeroamp.overrides", "gradient_clipping"),
     *("torch_autocast", "bf16", "fp16", "data_types", "train_micro_batch_size_per_gpu"),
 )
 """Config keys and blocks on which the bits depend, besides the number of micro-batches."""

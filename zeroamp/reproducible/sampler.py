@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sized
 import torch
 from torch.utils.data import Sampler
 
-from zeroamp.policies.errors import StepError, describe
+from zeroamp.policies.errors import StepError
 from zeroamp.reproducible.order import micro_batch_indices
 from zeroamp.reproducible.seeds import seed_of
 from zeroamp.training.step import TrainStep
@@ -57,14 +57,7 @@ class MicroBatchSampler(Sampler[list[int]]):
                 'DistributedSampler(data, mesh["dp"].size(), mesh["dp"].get_local_rank()).'
             )
         if micro_batch_size < 1:
-            raise StepError(
-                describe(
-                    "MicroBatchSampler(micro_batch_size=)",
-                    micro_batch_size,
-                    "1 or more",
-                    "Pass the number of samples of one micro-batch.",
-                )
-            )
+            raise StepError(f"micro_batch_size of MicroBatchSampler must be 1 or more, but is {micro_batch_size}.")
         num_ranks, per_rank = axes.fsdp.size(), len(micro_batch_indices(train))
         self._train = train
         self._num_samples = len(data)

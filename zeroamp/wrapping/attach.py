@@ -91,7 +91,7 @@ def _add_root_forward(model: nn.Module, state: WrapState, hooks: UnitHooks) -> N
     forward.add("outer autocast", cache_with_gradients)
     if policy.mode == "autocast":
         forward.add("outer autocast", warn_of_other_autocast(device_type, policy.param_dtype))
-        forward.add("autocast", enter_autocast(device_type, policy.param_dtype, policy.autocast_ops))
+        forward.add("autocast", enter_autocast(device_type, policy.param_dtype))
     elif policy.external_autocast == "error":
         forward.add("outer autocast", refuse_autocast(device_type, policy.mode))
     if reasons := _needs_train_step(state.plan, state.extensions):

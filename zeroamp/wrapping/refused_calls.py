@@ -20,7 +20,7 @@ from zeroamp.policies.errors import WrapError
 _REFUSED = {
     "__deepcopy__": (
         "copy.deepcopy cannot copy a wrapped model, and torch.optim.swa_utils.AveragedModel calls it. For an average "
-        "of the weights, append zeroamp.EMA(model, decay) to TrainStep.callbacks. For a second model, wrap another one."
+        "of the weights, average the shards: docs/recipes.md has an example. For a second model, build and wrap one."
     ),
     "resize_token_embeddings": (
         "resize_token_embeddings was called on a wrapped model, whose embeddings are sharded. Call it before "

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,7 +16,6 @@ from zeroamp.hooks._torch.fsdp import release
 from zeroamp.hooks.collectives.collective_calls import IssuedInStep
 from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
 from zeroamp.hooks.group_gradients import GroupGradients
-from zeroamp.hooks.precision.autocast import config_autocast
 from zeroamp.hooks.root_forward import RootForward
 from zeroamp.planning.mesh_axes import MeshAxes
 from zeroamp.planning.plan import Plan
@@ -121,7 +121,7 @@ def autocast_of(state: WrapState) -> AbstractContextManager[object]:
     policy = state.plan.policy
     if policy.mode != "autocast":
         return nullcontext()
-    return config_autocast(state.mesh.device_type, policy.param_dtype, policy.autocast_ops)
+    return torch.autocast(state.mesh.device_type, dtype=policy.param_dtype)
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:

@@ -85,12 +85,12 @@ def describe_uncast_experts(plan: Plan) -> str | None:
     if plan.policy.mode != "autocast" or share <= UNCAST_FRACTION:
         return None
     largest = max(experts, key=lambda param: param.numel)
+    name, low = largest.fqn.rpartition(".")[2], short_name(plan.policy.param_dtype)
     return (
         f"{share:.0%} of the trainable elements are 3-D parameters that stay in fp32, such as {largest.fqn} "
         f"({largest.reason}): they are all-gathered and reduced in fp32. If torch._grouped_mm multiplies them, write "
-        '"zeroamp": {"autocast_ops": ["grouped_mm"]} in the config; for transformers\' batched_mm, also call '
-        'model.set_experts_implementation("grouped_mm"). If autocast casts them at each use, add '
-        f'"{largest.owner_classes[0]}" to torch_autocast.lower_precision_safe_modules, or set that to "auto".'
+        f'"zeroamp": {{"overrides": [{{"modules": ["*.{name}"], "param": "{low}"}}]}} in the config, with all of their '
+        "names: see docs/moe.md."
     )
 
 

@@ -84,9 +84,8 @@ def wrap_model(
             `zeroamp.dp_replicate_size`. With context, tensor or expert parallelism, the whole named mesh, such as
             ("dp", "cp", "tp"), or the slice of it over which FSDP2 shards: `mesh["dp"]`. See docs/meshes.md.
         auto_wrap_policy: the modules that become units, see `zeroamp.policies.find_units`.
-        example_inputs: for `lower_precision_safe_modules` "auto" and `zeroamp.autocast_ops`: a tuple of positional
-            arguments, a mapping of keyword arguments, or a tensor, on any device. None stands for a transformers
-            model's `dummy_inputs`.
+        example_inputs: for `lower_precision_safe_modules` "auto": a tuple of positional arguments, a mapping of keyword
+            arguments, or a tensor, on any device. None stands for a transformers model's `dummy_inputs`.
         ignored_params: parameters of the model that zeroamp and FSDP2 do not shard, cast or move to the device, and
             whose gradients they do not reduce. Their values may differ between ranks. If such a parameter is trained,
             its gradient is that of this rank's micro-batches. To train it alike on all ranks, average `grad` over the

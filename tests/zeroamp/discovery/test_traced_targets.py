@@ -1,4 +1,4 @@
-"""What `discover_safe_parameters` can be asked for: dtypes, devices, inputs."""
+"""What `discover_safe_parameters` can be asked for: models and inputs."""
 
 import pytest
 import torch
@@ -13,28 +13,9 @@ from zeroamp.discovery.fake_run import example_arguments
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(5)).requires_grad_()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dtype": torch.float32}, "dtype .*torch.bfloat16 or torch.float16.*torch.float32"),
-        ({"device_type": "meta"}, "device_type .*'meta'"),
-        ({"device_type": "nowhere"}, "device_type .*'nowhere'"),
-    ],
-)
-def test_targets_that_cannot_be(options, message):
-    with pytest.raises(zeroamp.ConfigError, match=message):
-        zeroamp.discover_safe_parameters(Layer(), (X,), **options)
-
-
 class Layer(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Linear(8, 8))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_needs_a_device():
-    with pytest.raises(zeroamp.ConfigError, match="device_type .*'cuda'"):
-        zeroamp.discover_safe_parameters(Layer(), (X,), device_type="cuda")
 
 
 def _discover_sharded():
@@ -73,17 +54,10 @@ def test_no_inputs_are_an_error_that_says_how_to_pass_them(model):
         zeroamp.discover_safe_parameters(model)
 
 
-@pytest.mark.parametrize(
-    ("block", "ops", "key"),
-    [
-        ({"lower_precision_safe_modules": "auto"}, [], 'torch_autocast.lower_precision_safe_modules "auto"'),
-        ({}, ["grouped_mm"], "zeroamp.autocast_ops"),
-    ],
-)
-def test_the_key_that_needs_inputs_is_named(block, ops, key):
-    autocast = {"enabled": True, "dtype": "bf16", **block}
-    policy = zeroamp.policy_from_config({"torch_autocast": autocast, "zeroamp": {"autocast_ops": ops}})
-    with pytest.raises(zeroamp.ConfigError, match=rf"^{key} needs inputs of the model's forward, but .*example_inputs"):
+def test_the_key_that_needs_inputs_is_named():
+    autocast = {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": "auto"}
+    policy = zeroamp.policy_from_config({"torch_autocast": autocast})
+    with pytest.raises(zeroamp.ConfigError, match=r"^torch_autocast\.lower_precision_safe_modules .*example_inputs"):
         zeroamp.build_plan(Layer(), policy)
 
 

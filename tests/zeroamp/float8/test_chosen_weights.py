@@ -67,17 +67,6 @@ def test_classes_with_a_forward_of_their_own_frozen_bf16_and_overridden_weights_
     assert float8(plan(model, zeroamp={**FLOAT8, "overrides": overrides})) == {"plain.weight", "sent.weight"}
 
 
-def test_after_a_conversion_by_torchao_its_weights_alone_are_float8():
-    torchao = pytest.importorskip("torchao.float8", reason="torchao converts the model")
-    model = nn.ModuleDict({name: nn.Linear(16, 16) for name in ("body", "head")})
-    torchao.convert_to_float8_training(
-        model,
-        config=torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True),
-        module_filter_fn=lambda _module, fqn: fqn != "head",
-    )
-    assert float8(plan(model, **BF16)) == {"body.weight"}
-
-
 def test_a_model_without_such_a_weight_is_refused():
     for model, options in ((nn.Conv2d(3, 3, 3), {}), (build("llama_tied").embed, BF16)):
         with pytest.raises(zeroamp.ConfigError, match="has no Linear whose fp32 weight would be all-gathered in bf16"):

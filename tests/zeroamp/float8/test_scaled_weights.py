@@ -26,7 +26,7 @@ def _scales():
     shards = [SimpleNamespace(padded=shard, tensors=(shard,)) for shard in _shards(dist.get_rank())]
     seen = []
     listener = SimpleNamespace(on_collective=seen.append)
-    scales = Float8Scales(shards, [True] * len(shards), dist.group.WORLD, [listener], lambda: False)
+    scales = Float8Scales(shards, dist.group.WORLD, [listener], lambda: False)
     scales.compute()
     first = [scales.of(index) for index in range(len(shards))]
     weights = [Float8Weight(shard=shard, scale=lambda index=index: first[index]) for index, shard in enumerate(shards)]

@@ -32,17 +32,6 @@ def test_bitsandbytes():
     assert optimizer.args.max_unorm == 0, f"args.max_unorm is 0 where no norms are used: {KINDS}"
 
 
-def test_torchao():
-    adam = pytest.importorskip("torchao.optim.adam", reason="the optimizers are torchao's")
-    optimizer = adam._AdamW([_parameter()], bf16_stochastic_round=True)
-    assert optimizer.bf16_stochastic_round is True, f"the attribute is read: {KINDS}, _refuse_low_storage"
-
-
-def test_optimi():
-    optimi = pytest.importorskip("optimi", reason="the optimizers are optimi's")
-    assert "kahan_sum" in optimi.AdamW([_parameter()], lr=1e-3).param_groups[0], f"read from the group: {KINDS}"
-
-
 def test_transformers():
     transformers = pytest.importorskip("transformers", reason="Adafactor is transformers'")
     name = f"{transformers.Adafactor.__module__}.{transformers.Adafactor.__qualname__}"

@@ -10,7 +10,6 @@ import zeroamp
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, full_parameters, same_bits, wrapped
 from zeroamp import ConfigError, optimizer_from_config, policy_from_config
-from zeroamp.optimizers import from_config
 
 ADAM = {"lr": 0.1, "betas": [0.8, 0.95], "eps": 1e-3, "weight_decay": 0.3}
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}
@@ -31,8 +30,6 @@ CASES = [
     ({"type": "SGD", "params": {**SGD, "dampening": 0.5}}, torch.optim.SGD, {**SGD, "dampening": 0.5}),
     ({"type": "SGD", "params": {**SGD, "nesterov": True}}, torch.optim.SGD, {**SGD, "nesterov": True}),
     ({"type": "SGD", "params": {**SGD, "fused": True}}, torch.optim.SGD, {**SGD, "fused": True}),
-    ({"type": "SGD", "params": {**SGD, "foreach": True}}, torch.optim.SGD, {**SGD, "foreach": True}),
-    ({"type": "SGD", "params": {**SGD, "maximize": True}}, torch.optim.SGD, {**SGD, "maximize": True}),
 ]
 
 
@@ -77,14 +74,14 @@ def test_a_config_without_an_optimizer_says_what_to_add():
         optimizer_from_config({}, [nn.Parameter(torch.zeros(1))])
 
 
-def test_values_beside_a_config_go_to_its_reader_and_beside_a_policy_are_refused(monkeypatch):
+def test_auto_values_are_filled_by_arguments_and_refused_beside_a_policy():
+    cfg = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}
+    parameters = [nn.Parameter(torch.zeros(1))]
+    optimizer = optimizer_from_config(cfg, parameters, lr=0.25, weight_decay=0.5)
+    assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.25, 0.5)
     policy = policy_from_config({"optimizer": {"type": "SGD"}})
-    asked = []
-    monkeypatch.setattr(from_config, "policy_from_config", lambda cfg, **auto: asked.append((cfg, auto)) or policy)
-    optimizer_from_config({"optimizer": "…"}, [nn.Parameter(torch.zeros(1))], lr=0.1)
-    assert asked == [({"optimizer": "…"}, {"lr": 0.1})]
     with pytest.raises(ConfigError, match=r"lr\b.* total_num_steps .*Policy.* policy_from_config"):
-        optimizer_from_config(policy, [nn.Parameter(torch.zeros(1))], total_num_steps=10, lr=0.1)
+        optimizer_from_config(policy, parameters, total_num_steps=10, lr=0.1)
 
 
 def _train(by_hand):
@@ -104,12 +101,6 @@ def _train(by_hand):
 def test_a_sharded_model_trains_with_it_as_with_one_built_by_hand(ranks2):
     ours, by_hand = (ranks2.run(_train, how)[0] for how in (False, True))
     assert same_bits(ours, by_hand) == []
-
-
-def test_auto_values_are_filled_by_arguments():
-    cfg = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}
-    optimizer = zeroamp.optimizer_from_config(cfg, [torch.nn.Parameter(torch.zeros(1))], lr=0.25, weight_decay=0.5)
-    assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.25, 0.5)
 
 
 class _OnCuda(torch.Tensor):

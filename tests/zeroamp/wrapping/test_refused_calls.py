@@ -39,8 +39,8 @@ def _raised(error, call):
 def _calls(name, model):
     """Name -> (a call that a wrapped model cannot do, what its error says)."""
     calls = {
-        "deepcopy": (lambda: copy.deepcopy(model), "zeroamp.EMA(model, decay)"),
-        "AveragedModel": (lambda: AveragedModel(model), "zeroamp.EMA(model, decay)"),
+        "deepcopy": (lambda: copy.deepcopy(model), "average the shards"),
+        "AveragedModel": (lambda: AveragedModel(model), "average the shards"),
         "load": (lambda: model.load_state_dict(build(name).state_dict()), "set_model_state_dict"),
         "cast": (lambda: model.to(torch.bfloat16), "is stored in fp32 and cannot be cast to bf16"),
         "half": (model.half, "cast to fp16 after wrap_model"),

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
-from zeroamp.hooks.precision.autocast import config_autocast
 from zeroamp.integrations.accelerate.arguments import (
     asked_precision,
     bound_arguments,
@@ -527,7 +526,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         """
         policy, device = self.policy, self.device.type
         if policy.mode == "autocast" and (autocast_handler is None or autocast_handler.enabled):
-            context = config_autocast(device, policy.param_dtype, policy.autocast_ops)
+            context = torch.autocast(device, dtype=policy.param_dtype)
         else:
             context = torch.autocast(device, enabled=False)
         with context:

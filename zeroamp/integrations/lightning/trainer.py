@@ -292,7 +292,7 @@ def _refuse_unsupported(module: "pl.LightningModule", trainer: "pl.Trainer") -> 
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise ConfigError(
                 f"The callback {type(callback).__name__} averages a copy of {name} that was made before sharding. "
-                "Remove it, and append zeroamp.EMA(module, decay) to strategy.train_step.callbacks in on_fit_start."
+                "Remove it, and average the shards, module.parameters(), in a callback of your own."
             )
     if is_overridden("backward", module):
         raise ConfigError(

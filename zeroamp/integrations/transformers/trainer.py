@@ -147,7 +147,7 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
         # fully_shard changes the class. The Trainer selects the loss by its name (label smoothing).
         model._get_name = partial(str, type(model).__name__)  # type: ignore[method-assign]
         # Only a config with a traced run needs example inputs.
-        is_traced = policy.lower_precision_safe_modules == "auto" or policy.autocast_ops
+        is_traced = policy.lower_precision_safe_modules == "auto"
         return {"example_inputs": self.example_inputs() if is_traced else None}
 
     def _num_training_steps(self) -> int:

@@ -1,0 +1,168 @@
+"""Mixtures of experts: as plain autocast leaves them, and in bf16 by an override, bit for bit as one process."""
+
+import warnings
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroamp
+from tests.models.experts import EXPERTS
+from tests.models.families import NUM_RANKS, loss_of
+from tests.oracles import families as oracle
+from tests.processes.experts import LR, NUM_STEPS, config, train
+from tests.processes.training import full_parameters, same_bits
+from tests.selection import slow_but
+
+pytest.importorskip("transformers", reason="most of the models are transformers'")
+
+AUTO = {"lower_precision_safe_modules": "auto"}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What one process computes, with grouped products in bf16 or as plain autocast leaves them."""
+    found = {}
+
+    def of(name, is_low):
+        if (name, is_low) not in found:
+            with oracle.grouped_products_in(torch.bfloat16) if is_low else nullcontext():
+                found[name, is_low] = oracle.train(EXPERTS[name], num_steps=NUM_STEPS, lr=LR)
+        return found[name, is_low]
+
+    return of
+
+
+def _check(runs, expected):
+    for rank, run in enumerate(runs):
+        assert run.losses == expected.losses[rank]
+        assert same_bits(run.parameters, expected.parameters) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "safe", "is_low"),
+    [
+        ("Mixtral", 0, {}, True),
+        ("Mixtral", 3, {}, True),
+        ("Qwen3-MoE", 3, AUTO, True),
+        ("DeepSeek-V3", 3, AUTO, True),
+        ("gpt-oss", 3, AUTO, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("Mixtral", 1, {}, True),
+                ("Mixtral", 2, AUTO, True),
+                ("Mixtral", 3, {}, False),
+                ("Qwen3-MoE", 3, AUTO, False),
+                ("DeepSeek-V3", 3, {}, False),
+                ("gpt-oss", 3, {}, True),
+                ("gpt-oss", 3, {}, False),
+            ]
+        ),
+    ],
+)
+def test_fused_experts_train_as_in_one_process(ranks2, expected, name, stage, safe, is_low):
+    runs = ranks2.run(train, name, config(stage, is_low=is_low, **safe))
+    _check(runs, expected(name, is_low))
+    assert any(".mlp.experts." in fqn for fqn in runs[0].low) == is_low
+
+
+def test_the_two_numerics_differ(expected):
+    assert expected("Mixtral", False).losses != expected("Mixtral", True).losses
+
+
+# Routers that choose other experts on each rank
+
+
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
+@pytest.mark.parametrize("safe", slow_but([{}, AUTO], AUTO), ids=["default", "auto"])
+def test_eager_experts_train_as_in_one_process(ranks2, expected, safe, stage):
+    _check(ranks2.run(train, "Mixtral eager", config(stage, is_low=False, **safe)), expected("Mixtral eager", False))
+
+
+def _chosen():
+    """The experts that the tokens of this rank's first batch choose in the first layer."""
+    family = EXPERTS["Mixtral eager"]
+    model = family.seeded()
+    found = []
+    model.model.layers[0].mlp.experts.register_forward_pre_hook(lambda _module, args: found.append(args[1]))
+    model(**family.batch(dist.get_rank()))
+    return found[0].flatten().bincount(minlength=4).tolist()
+
+
+def test_the_ranks_of_these_tests_choose_other_experts(ranks2):
+    first, second = ranks2.run(_chosen)
+    assert first != second
+
+
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
+@pytest.mark.parametrize("leaf", slow_but([None, ["ListBlock"]], None), ids=["default units", "leaf modules"])
+def test_experts_that_no_rank_chose_keep_no_gradient(ranks2, expected, leaf, stage):
+    cfg = config(stage, is_low=False)
+    cfg["zero_optimization"] |= {"leaf_module": {"classes": leaf}} if leaf else {}
+    runs = ranks2.run(train, "modules", cfg)
+    _check(runs, expected("modules", False))
+    for run in runs:
+        assert {fqn.partition("experts.")[2][0] for fqn in run.without_gradient} == {"5"}
+        assert len(run.without_gradient) == 2 * 3
+
+
+# Recomputed and compiled
+
+
+def _checkpoint(model, *, use_reentrant):
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+
+
+@pytest.mark.parametrize("use_reentrant", slow_but([False, True], False))
+def test_experts_that_are_computed_again_have_the_same_bits(ranks2, expected, use_reentrant):
+    runs = ranks2.run(train, "Mixtral", config(3), prepare=partial(_checkpoint, use_reentrant=use_reentrant))
+    _check(runs, expected("Mixtral", True))
+
+
+def _compiled_and_eager():
+    warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")  # transformers' own
+    results = []
+    for is_compiled in (False, True):
+        family = EXPERTS["Mixtral"]
+        model = family.seeded()
+        zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)))
+        for block in model.model.layers if is_compiled else ():
+            block.compile(fullgraph=True, backend="aot_eager")
+        train_step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=LR))
+        losses = []
+        for index in range(2):
+            loss = loss_of(model, family.batch(index * NUM_RANKS + dist.get_rank()))
+            losses.append(float(loss.detach()))
+            train_step.backward(loss)
+            train_step.step()
+        results.append((losses, full_parameters(model)))
+    return results
+
+
+@pytest.mark.slow
+def test_a_compiled_block_has_the_bits_of_an_eager_one(ranks2):
+    for eager, compiled in ranks2.run(_compiled_and_eager):
+        assert compiled[0] == eager[0]
+        assert same_bits(compiled[1], eager[1]) == []
+
+
+# DeepSeek-V3's router
+
+
+def _dtype_of_router(keep):
+    family = EXPERTS["DeepSeek-V3"]
+    model = family.seeded()
+    cfg = config(3) | {"data_types": {"keep_in_fp32_modules": keep}}
+    zeroamp.wrap_model(model, zeroamp.policy_from_config(cfg))
+    found = []
+    model.model.layers[1].mlp.gate.register_forward_hook(lambda _module, _args, output: found.append(output[0].dtype))
+    model(**family.batch(0))
+    return found
+
+
+def test_the_router_of_deepseek_v3_runs_in_bf16_unless_it_is_kept_in_fp32(ranks2):
+    assert ranks2.run(_dtype_of_router, []) == [[torch.bfloat16]] * 2
+    assert ranks2.run(_dtype_of_router, ["DeepseekV3TopkRouter"]) == [[torch.float32]] * 2

@@ -18,16 +18,8 @@ from zeroamp.checkpoint.reader import CheckpointReader
 from zeroamp.policies.errors import CheckpointError, error_text
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.schema import known_part, validate
-from zeroamp.weights.export import (
-    OneProcess,
-    Source,
-    export_dtype,
-    export_tensors,
-    find_adapter,
-    overflow,
-    refuse_overflows,
-    save_config,
-)
+from zeroamp.weights.export import export_dtype, find_adapter, overflow, refuse_overflows, save_config
+from zeroamp.weights.files import write_weights
 from zeroamp.weights.model_weights import find_weights
 from zeroamp.weights.untrusted_files import read_json
 
@@ -73,8 +65,7 @@ def export_checkpoint(
 ) -> Path:
     """Write the weights of a checkpoint to `folder` as `export_hf` does. Needs no model, no other ranks and no GPU.
 
-    Memory holds at most the tensors of one file, and one tensor in the checkpoint's dtype. Every file of the checkpoint
-    is first checked against its digest.
+    Memory holds all weights in `dtype`. Every file of the checkpoint is first checked against its digest.
 
     Args:
         checkpoint: a checkpoint of `save_checkpoint`, or a folder of checkpoints, whose newest is exported.
@@ -100,14 +91,10 @@ def export_checkpoint(
         check_file(path / name, record)
     try:
         saved = _Saved(path, manifest)
-        export_tensors(
-            saved.sources,
-            folder,
-            lambda: export_dtype(dtype, Policy(validate(known_part(manifest.config))).export_dtype),
-            max_shard_bytes,
-            saved.write_config,
-            OneProcess(),
-        )
+        written = export_dtype(dtype, Policy(validate(known_part(manifest.config))).export_dtype)
+        tensors, write_config = saved.tensors(written), partial(saved.write_config, dtype=written)
+        for _ in write_weights(tensors, Path(folder), write_config, max_shard_bytes):
+            pass
     except CheckpointError:
         raise
     except OSError as error:
@@ -136,23 +123,17 @@ class _Saved:
         # Of buffers that differ between ranks, the first rank's are exported, as `load_checkpoint` loads them.
         self._own: dict[str, torch.Tensor] = self._reader.read_values(rank_file(0), mmap=True)["tensors"]
 
-    def sources(self) -> list[Source]:
-        saved, sources = self._reader.read_metadata().state_dict_metadata, []
+    def tensors(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        saved, found = self._reader.read_metadata().state_dict_metadata, {}
         for entry in read_json(self._path / WEIGHTS):
             name = MODEL + entry["saved"]
             form = saved[name]
             if not isinstance(form, TensorStorageMetadata):
                 raise AssertionError(f"expected a tensor under {name}, got {form}")
+            is_cast = entry["is_parameter"] and form.properties.dtype.is_floating_point
             for written in entry["written"]:
-                source = Source(
-                    name=written,
-                    shape=tuple(form.size),
-                    dtype=form.properties.dtype,
-                    is_parameter=entry["is_parameter"],
-                    read=partial(self._read, name, written, form),
-                )
-                sources.append(source)
-        return sources
+                found[written] = self._read(name, written, form, dtype if is_cast else form.properties.dtype)
+        return found
 
     def _read(self, name: str, written: str, saved: TensorStorageMetadata, dtype: torch.dtype) -> torch.Tensor:
         if name in self._own:

@@ -108,8 +108,8 @@ def set_full_optimizer_state(
 def _refuse_open_step(state: WrapState, method: str) -> None:
     if state.step.phase is Phase.OPEN:
         raise StepError(
-            f"{method} was called between the micro-batches of an optimizer step. Gradients are complete after the last "
-            "backward. Parameters can be set between two optimizer steps."
+            f"{method} was called before the last micro-batch of an optimizer step. Gradients are complete after its "
+            "backward, and parameters can be set between two optimizer steps."
         )
 
 

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import zeroamp
-from tests.measuring.storage_peak import StoragePeak
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, wrapped
 from tests.selection import slow_but
@@ -57,20 +56,9 @@ def test_the_files_are_those_of_the_ranks(ranks2, tmp_path, name, options):
     assert not [path for path in os.listdir(tmp_path) if "draft" in path]
 
 
-def test_no_more_than_a_file_and_a_tensor_is_in_memory(ranks2, tmp_path):
-    ranks2.run(_save_and_export, tmp_path, "llama_untied", [], {}, None)
-    with StoragePeak(limit=2**40) as peak:
-        zeroamp.export_checkpoint(tmp_path / "checkpoints", tmp_path / "out", "bf16", max_shard_bytes=9000)
-    sizes = [os.path.getsize(path) for path in (tmp_path / "out").glob("*.safetensors")]
-    largest = 4 * 32 * 96  # qkv, in the checkpoint's fp32
-    assert len(sizes) > 3
-    # A tensor is read by shards of half its size, and cast.
-    assert largest < peak.num_bytes <= max(sizes) + largest * 2
-
-
 def test_values_that_fp16_does_not_hold_and_damaged_files_are_refused(ranks2, tmp_path):
     ranks2.run(_save_and_export, tmp_path, "llama_tied", [], {}, 1e6)
-    with pytest.raises(zeroamp.CheckpointError, match=r"magnitude 1e\+06.* 65504.*dtype=\"bf16\""):
+    with pytest.raises(zeroamp.CheckpointError, match=r"magnitude 1e\+06.* 65504.*Export in fp32"):
         zeroamp.export_checkpoint(tmp_path / "checkpoints", tmp_path / "out", "fp16")
     assert os.listdir(tmp_path) == ["checkpoints"]
     with (tmp_path / "checkpoints" / "step_00000001" / "__1_0.distcp").open("r+b") as file:

@@ -187,7 +187,7 @@ def test_gradients_are_refused_before_the_last_micro_batch(ranks2, stage, accumu
     cfg = config(stage, accumulation=3, data_types={"grad_accum_dtype": accumulate})
     for texts in ranks2.run(_accumulated, cfg):
         assert texts[2] is None
-        assert all("full_gradient was called between the micro-batches" in text for text in texts[:2])
+        assert all("full_gradient was called before the last micro-batch" in text for text in texts[:2])
 
 
 def _refused():

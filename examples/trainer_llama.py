@@ -1,6 +1,6 @@
 """transformers' Trainer on zeroamp: torchrun --nproc-per-node 2 examples/trainer_llama.py --zeroamp config.json
 
-Without --model it trains a tiny random LLaMA, on any machine. With --model FOLDER or a hub name, each rank reads its
+Without --model it trains a tiny random LLaMA, on any machine. With --model FOLDER of safetensors, each rank reads its
 own part of the weights. All arguments of `TrainingArguments` work, such as --num_train_epochs, --bf16,
 --gradient_accumulation_steps or --resume_from_checkpoint.
 """
@@ -8,9 +8,10 @@ own part of the weights. All arguments of `TrainingArguments` work, such as --nu
 from dataclasses import dataclass, field
 
 import torch
-from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, LlamaForCausalLM, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, LlamaConfig, LlamaForCausalLM, set_seed
 
-from zeroamp.integrations.transformers import ZeroampTrainer, ZeroampTrainingArguments, from_pretrained
+import zeroamp
+from zeroamp.integrations.transformers import ZeroampTrainer, ZeroampTrainingArguments
 
 CONFIG = {  # for a run without --zeroamp; "auto" values come from the arguments
     "zero_optimization": {"stage": 3},
@@ -26,7 +27,7 @@ VOCABULARY, LENGTH = 256, 32
 class ModelArguments:
     """The model and its training text."""
 
-    model: str = field(default="tiny", metadata={"help": "tiny, or a folder or a hub's name of safetensors."})
+    model: str = field(default="tiny", metadata={"help": "tiny, or a folder of safetensors."})
     text: str = field(default="", metadata={"help": "A text file, read as bytes; a counting sequence without it."})
 
 
@@ -53,9 +54,10 @@ def read(path: str) -> bytes:
 
 
 def build(name: str) -> torch.nn.Module:
-    """Return the model: a tiny one, or one on the meta device that the Trainer fills."""
+    """Return the model: a tiny one, or one on the meta device."""
     if name != "tiny":
-        return from_pretrained(AutoModelForCausalLM, name)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 512}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads))
@@ -71,6 +73,9 @@ def main() -> None:
     set_seed(args.seed)  # the same weights on every rank
     pieces = Pieces(read(own.text))
     trainer = ZeroampTrainer(build(own.model), args, train_dataset=pieces, eval_dataset=pieces)
+    if own.model != "tiny":
+        trainer.wrap()
+        zeroamp.load_hf(trainer.model, own.model)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     metrics = trainer.evaluate()
     trainer.log_metrics("eval", metrics)

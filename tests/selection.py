@@ -1,7 +1,6 @@
 """Which tests run: in which tier, and with which torch."""
 
 import pytest
-from packaging.version import Version
 
 from zeroamp.hooks._torch.fsdp import has_reduction_options
 
@@ -18,13 +17,3 @@ def needs_bitsandbytes(storage="uint8"):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: it quantizes the base")
     if storage == "uint8" and not has_reduction_options():
         pytest.skip("FSDP2 shards integers from torch 2.13 on; they are refused by name")
-
-
-def needs_add_adapter():
-    """Skip the running test where the installed transformers asks for a newer peft than the installed one."""
-    integration = pytest.importorskip("transformers.integrations.peft", reason="transformers is not installed")
-    peft = pytest.importorskip("peft", reason="peft is not installed: it makes the adapters")
-    if Version(peft.__version__) < Version(integration.MIN_PEFT_VERSION):
-        pytest.skip(
-            f"transformers' add_adapter asks for peft {integration.MIN_PEFT_VERSION}, {peft.__version__} is installed"
-        )

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zeroamp.integrations.continued_steps import reopen, update_part
 from zeroamp.optimizers.kinds import is_of_bitsandbytes
 from zeroamp.planning.mesh import local_part
-from zeroamp.policies.errors import StepError
+from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.errors import StepError, WrapError
 from zeroamp.training.norm_and_clip import clip_factor, multiply_gradients
 from zeroamp.training.step import TrainStep, driver_of
 from zeroamp.training.step_driver import Clipped, StepDriver
@@ -142,10 +142,8 @@ class LoopDriver:
             multiply_gradients(self._step.micro_batches.with_gradient(), clip_factor(norm, max_norm))
         return norm
 
-    def clip_value(
-        self, limit: float, optimizer: Optimizer | None = None, parameters: Iterable[torch.Tensor] | None = None
-    ) -> None:
-        """Clamp each element of the gradients, of some or all parameters, to [-limit, limit]."""
+    def clip_value(self, limit: float, optimizer: Optimizer | None = None) -> None:
+        """Clamp each element of the gradients to [-limit, limit]. `optimizer`: only it may have gradients."""
         self._refuse_clipping(optimizer)
         if (own := self._policy.gradient_clipping) > 0:
             raise StepError(
@@ -154,7 +152,7 @@ class LoopDriver:
             )
         self.norm()
         self._is_clipped = True
-        for parameter in self._step.micro_batches.with_gradient() if parameters is None else parameters:
+        for parameter in self._step.micro_batches.with_gradient():
             if parameter.grad is not None:
                 local_part(parameter.grad).clamp_(-limit, limit)
 
@@ -224,3 +222,66 @@ class LoopDriver:
 
 def _has_gradient(optimizer: Optimizer) -> bool:
     return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
+def reopen(driver: StepDriver) -> None:
+    """Continue an optimizer step whose last micro-batch has run: the next backward adds to its gradients.
+
+    For loops that learn only after a backward whether it was the last one. Such a loop passes `is_last=True` to every
+    backward, so every backward reduces its gradients. Nothing happens if the last micro-batch has not run.
+
+    Raises:
+        StepError: `data_types.grad_accum_dtype` is not fp32, or with `zeroamp.reproducible` the order of additions
+            depends on the number of micro-batches (stages 0 and 1, replicas).
+    """
+    if not driver.is_reduced:
+        return
+    driver.micro_batches.arithmetic.refuse_reopen()
+    dtype = driver.state.plan.policy.grad_accum_dtype
+    if dtype != torch.float32:
+        raise StepError(
+            "A backward after the last one of an optimizer step needs sums of micro-batches in fp32, but "
+            f"data_types.grad_accum_dtype is {short_name(dtype)}. Leave it out, or mark the backwards before the last "
+            "one."
+        )
+    driver.step_state.phase = Phase.OPEN
+    driver.micro_batches.note_gradients(are_reduced=True)
+
+
+def update_part(driver: StepDriver, optimizer: Optimizer) -> None:
+    """Step one of several optimizers after `clip`, and leave the optimizer step open.
+
+    `StepDriver.update(others)` ends the optimizer step: it steps the optimizers that are left, and discards all
+    gradients. The scheduler of `optimizer` is not stepped.
+    """
+    driver.refuse_update("update", [optimizer])
+    with driver.callbacks.phase("optimizer"), driver.micro_batches.noting("optimizer.step"):
+        driver.step_optimizers([optimizer])
+
+
+def refuse_shared_samples(model: nn.Module, library: str, num_ranks: int) -> None:
+    """Raise WrapError for a wrapped model if a library deals the batches to other ranks than those that need them.
+
+    The ranks of a tensor or context axis need the same samples. A library that gives each rank a batch of its own is
+    right on data and expert axes only. accelerate counts one rank if it finds no accelerator and was not told to use
+    the CPU.
+
+    Args:
+        model: that `wrap_model` returned.
+        library: who deals the batches, as the subject of a sentence.
+        num_ranks: the ranks to which it deals them.
+    """
+    axes = wrap_state(model).axes
+    if axes.num_data < axes.whole.size():
+        raise WrapError(
+            f"{library} gives each of {axes.whole.size()} ranks samples of its own, but on the mesh of this model "
+            f"({axes.describe()}) only {axes.num_data} ranks get different samples: those of a tensor or context axis "
+            "need the same ones. Train it by zeroamp.TrainStep in a loop of your own, with "
+            f"DistributedSampler(data, {axes.num_data}, the rank's number in the data axis)."
+        )
+    if num_ranks < axes.num_data:
+        raise WrapError(
+            f"{library} deals samples to {num_ranks} of the {axes.num_data} ranks of this model, so each of them would "
+            "train on all data. Start the script with torchrun. Without a GPU, pass cpu=True to ZeroampAccelerator, or "
+            "use_cpu=True to TrainingArguments."
+        )

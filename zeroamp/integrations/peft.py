@@ -22,9 +22,6 @@ from zeroamp.weights.load import fill_from_file
 from zeroamp.weights.model_weights import Weight, find_weights
 from zeroamp.wrapping.state import wrap_state
 
-_PREFIX = "base_model.model."
-"""Prefix of the tensor names of a `PeftModel`."""
-
 
 def export_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: str | None = None) -> Path:
     """Write one adapter of a wrapped model, for `PeftModel.from_pretrained`. All ranks call it.
@@ -35,8 +32,7 @@ def export_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: st
     complete.
 
     Args:
-        model: from `wrap_model`, with adapters that were added before: a `PeftModel`, or a model after
-            `add_adapter` or `inject_adapter_in_model`. Call this between two optimizer steps.
+        model: a `PeftModel` that `wrap_model` returned. Call this between two optimizer steps.
         folder: a folder that all ranks see.
         adapter: name of the adapter. None: the active one.
 
@@ -72,7 +68,7 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: str 
     keeps the config that it has in the model.
 
     Args:
-        model: from `wrap_model`, with the adapter to fill.
+        model: a `PeftModel` that `wrap_model` returned, with the adapter to fill.
         folder: a folder with `adapter_model.safetensors`, such as `export_adapter` returned.
         adapter: name of the adapter in the model. None: the active one.
 
@@ -84,11 +80,6 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: str 
     path = Path(folder).absolute() / f"{ADAPTER_STEM}.safetensors"
 
     def weights_of() -> dict[str, Weight]:
-        if not path.exists():
-            raise CheckpointError(
-                f"{folder} must be a folder with {path.name}, but has none. Pass the folder that export_adapter "
-                "returned."
-            )
         names = _adapter_names(state.root, _adapter_of(state.root, adapter))
         by_name = {each: weight for weight in find_weights(state.root) for each in weight.names}
         return {name: by_name[own] for name, own in names.items()}
@@ -97,34 +88,18 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: str 
 
 
 def _adapter_of(root: nn.Module, asked: str | None) -> str:
-    """Return the name of the adapter: the one asked for, or the one active adapter."""
-    configs = getattr(root, "peft_config", None)
-    if not isinstance(configs, dict) or not configs:
+    """Return the name of the adapter: the one asked for, or the active one."""
+    if not isinstance(root, import_module("peft").PeftModel):
         raise CheckpointError(
-            f"{type(root).__name__} has no adapters of peft. Call peft.get_peft_model before zeroamp.wrap_model; "
+            f"{type(root).__name__} is not a PeftModel. Call peft.get_peft_model before zeroamp.wrap_model; "
             "zeroamp.export_hf writes a model without adapters."
         )
-    if asked is None:
-        active = getattr(root, "active_adapter", None)
-        active = active() if callable(active) else active
-        names = [active] if isinstance(active, str) else list(active or configs)
-        if len(names) != 1:
-            raise CheckpointError(
-                f"{len(names)} adapters are active ({some_of(names)}), but one call takes one. Pass its name: adapter=."
-            )
-        asked = names[0]
-    if asked not in configs:
-        raise CheckpointError(f"The model has no adapter {asked!r}. It has {some_of(list(configs))}: pass one of them.")
-    return asked
-
-
-def _base_of(root: Any) -> nn.Module:
-    base: nn.Module = root.get_base_model() if _is_peft_model(root) else root
-    return base
-
-
-def _is_peft_model(root: Any) -> bool:
-    return isinstance(root, import_module("peft").PeftModel)
+    name: Any = root.active_adapter if asked is None else asked
+    if name not in root.peft_config:
+        raise CheckpointError(
+            f"The model has no adapter {name!r}. It has {some_of(list(root.peft_config))}: pass one of them."
+        )
+    return str(name)
 
 
 def _adapter_names(root: Any, adapter: str) -> dict[str, str]:
@@ -142,19 +117,17 @@ def _adapter_names(root: Any, adapter: str) -> dict[str, str]:
             "the whole model. Build the model again, load the whole state dict into it (docs/recipes.md), and call its "
             "save_pretrained."
         )
-    # A model after `add_adapter` is not inside a PeftModel, but its files must load into one.
-    prefix = "" if _is_peft_model(root) else _PREFIX
-    return {prefix + name: own[id(tensor)] for name, tensor in chosen.items()}
+    return {name: own[id(tensor)] for name, tensor in chosen.items()}
 
 
 def _save_adapter_config(root: Any, adapter: str, folder: Path) -> None:
     """Write `adapter_config.json` as peft's `save_pretrained` does. The model's own config is not changed."""
     config = copy.copy(root.peft_config[adapter])
-    base = _base_of(root)
+    base = root.get_base_model()
     config.inference_mode = True
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = vars(base).get("name_or_path") or None
-    classes = type(base).__mro__
-    name = next(cls for cls in classes if not issubclass(cls, FSDPModule))  # fully_shard has made a subclass
+    # fully_shard has made a subclass.
+    name = next(cls for cls in type(base).__mro__ if not issubclass(cls, FSDPModule))
     mapping = {"base_model_class": name.__name__, "parent_library": name.__module__}
     config.save_pretrained(folder, auto_mapping_dict=mapping if config.task_type is None else None)

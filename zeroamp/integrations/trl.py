@@ -8,7 +8,7 @@ of the call in `compute_loss` detects this, so `"lower_precision_safe_modules": 
 must be unsharded during the whole forward, so `"own_units": false` is the default too.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -19,11 +19,11 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.integrations.transformers import ZeroampArguments
 from zeroamp.integrations.transformers import ZeroampMixin as ZeroampTrainerMixin
+from zeroamp.integrations.transformers.arguments import REFUSED
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Policy
 
-_WORKING = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer")
-_REASONS = {
+_REFUSED = {
     "activation_offloading": (
         "It would copy the unsharded weights that autograd saves to the CPU too, like activations. Leave it out; "
         "gradient_checkpointing saves more memory, and offload_optimizer in the config moves the shards."
@@ -44,28 +44,10 @@ class ZeroampMixin(ZeroampTrainerMixin):
     batch. A `ref_model` is frozen, sharded like the model, and evaluated under the same autocast.
     """
 
-    def refuse_trainer(self) -> None:
-        """Raise ConfigError for trainers of TRL that generate text, or that were not tested."""
-        of_trl = next((cls for cls in type(self).__mro__ if cls.__module__.startswith("trl.")), None)
-        if of_trl is None:
-            raise ConfigError(
-                f"{type(self).__name__} must be a trainer of TRL, but is not. Put "
-                "zeroamp.integrations.transformers.ZeroampMixin before a Trainer of transformers."
-            )
-        if of_trl.__name__ not in _WORKING or not of_trl.__module__.startswith("trl.trainer."):
-            raise ConfigError(
-                f"{type(self).__name__} is a {of_trl.__name__}, but zeroamp works with {', '.join(_WORKING)}. Trainers "
-                "that generate, or that have a teacher, read the model's weights with code for FSDP or DeepSpeed."
-            )
+    refused_arguments: Mapping[str, str] = {**REFUSED, **_REFUSED}
+    is_for_trl = True
 
-    def create_accelerator_and_postprocess(self) -> None:
-        """Raise ConfigError for arguments that a wrapped model cannot honour, then build the accelerator."""
-        if refused := [(name, reason) for name, reason in _REASONS.items() if getattr(self.args, name, None)]:
-            lines = "".join(f"\n- {name}: {reason}" for name, reason in refused)
-            raise ConfigError(f"zeroamp does not support these arguments of {type(self.args).__name__}:{lines}")
-        super().create_accelerator_and_postprocess()
-
-    def filled_config(self, model: nn.Module) -> dict[str, Any]:
+    def filled_config(self, model: nn.Module | None) -> dict[str, Any]:
         """Return the config with its "auto" values filled. See [Note: The head outside of its module]."""
         filled = super().filled_config(model)
         filled["zeroamp"] = {"own_units": False} | filled.get("zeroamp", {})

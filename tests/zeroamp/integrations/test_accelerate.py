@@ -336,42 +336,32 @@ def test_training_goes_on_exactly_from_a_state(ranks2, tmp_path, stage, dtype):
         assert found == (["checkpoint_1", "checkpoint_2"], 1, 6, [], True, True)
 
 
-def _evaluated_models(folder):
-    """Models and an optimizer that are prepared one by one, and a state that is loaded before a training step."""
+def _not_stepped(folder):
+    """A teacher and a student that are prepared one by one, and a state that is loaded before a training step."""
 
     def start(seed):
         torch.manual_seed(seed)
         accelerator = accelerator_of(3)
-        averaged, trained = Classifier().requires_grad_(False), Classifier()
-        averaged, trained = accelerator.prepare_model(averaged), accelerator.prepare_model(trained)
+        accelerator.prepare_model(Classifier().requires_grad_(False))
+        trained = accelerator.prepare_model(Classifier())
         accelerator.prepare_optimizer(torch.optim.AdamW(trained.parameters()))
-        return accelerator, full_parameters(averaged) | {f"trained.{k}": v for k, v in full_parameters(trained).items()}
+        return accelerator, trained, full_parameters(trained)
 
-    def alone(seed):
-        torch.manual_seed(seed)
-        accelerator = accelerator_of(3)
-        return accelerator, full_parameters(accelerator.prepare(Classifier()))
-
-    found = []
-    for name, begin in {"several": start, "alone": alone}.items():
-        accelerator, expected = begin(0)
-        accelerator.save_state(f"{folder}/{name}")
-        accelerator.wait_for_everyone()
-        accelerator, others = begin(1)
-        accelerator.load_state(f"{folder}/{name}")
-        loaded = [full_parameters(model) for model in accelerator._models]
-        both = loaded[0] | {f"trained.{k}": v for k, v in loaded[-1].items()} if len(loaded) > 1 else loaded[0]
-        found.append((same_bits(both, expected), len(same_bits(others, expected)) > 0))
-    return found
+    accelerator, _, expected = start(0)
+    accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    accelerator, trained, others = start(1)
+    accelerator.load_state(folder)
+    return same_bits(full_parameters(trained), expected), len(same_bits(others, expected)) > 0
 
 
-def test_a_state_holds_models_that_are_only_evaluated_or_have_not_stepped(ranks2, tmp_path):
-    assert ranks2.run(_evaluated_models, str(tmp_path)) == [[([], True)] * 2] * 2
+def test_a_state_holds_a_model_that_has_not_stepped(ranks2, tmp_path):
+    assert ranks2.run(_not_stepped, str(tmp_path)) == [([], True)] * 2
 
 
 def _saved_model(folder):
     script = run(3, epochs=1)
-    accelerator, model = script.accelerator, script.model
+    accelerator, model, parameters = script.accelerator, script.model, script.parameters()
     accelerator.save_model(model, f"{folder}/model", max_shard_size="6KB")
     state = accelerator.get_state_dict(model)
     assert accelerator.unwrap_model(model) is model
@@ -382,25 +372,14 @@ def _saved_model(folder):
 
     plain = Classifier()
     load_checkpoint_in_model(plain, f"{folder}/model")
-    return same_bits(dict(plain.state_dict()), state), len(os.listdir(f"{folder}/model"))
+    different = same_bits(dict(plain.state_dict()), state) + same_bits(state, parameters)
+    return different, len(os.listdir(f"{folder}/model"))
 
 
-def test_a_saved_model_loads_into_a_plain_one(ranks2, tmp_path):
+def test_a_saved_model_and_a_whole_state_dict_are_those_of_the_trained_model(ranks2, tmp_path):
     (different, num_files), _ = ranks2.run(_saved_model, str(tmp_path))
     assert different == []
     assert num_files > 2  # several files and an index
-
-
-def test_a_whole_state_dict_is_that_of_the_trained_model(ranks2):
-    for differences in ranks2.run(_state_dict):
-        assert differences == []
-
-
-def _state_dict():
-    script = run(3, epochs=1)
-    full = script.parameters()
-    state = script.accelerator.get_state_dict(script.model)
-    return same_bits(state, full) if script.accelerator.is_main_process else list(state)
 
 
 def _overflowed():
@@ -518,11 +497,9 @@ def _misused():
     assert driver_of(accelerator.train_step).state.step.num_micro_batches == 1
     with accelerator.accumulate(model):
         loss = model(**batch)["loss"]
-        raises("kwargs", accelerator.backward, loss, retain_graph=True)
         accelerator.backward(loss)
         raises("part", accelerator.clip_grad_norm_, model.head.parameters(), 1.0)
         raises("norm_type", accelerator.clip_grad_norm_, model.parameters(), 1.0, 1)
-        raises("closure", script.optimizer.step, lambda: 0)
         before = script.parameters()
         script.optimizer.zero_grad()  # instead of a step: the optimizer step is discarded
     assert driver_of(accelerator.train_step).is_between_steps
@@ -548,10 +525,8 @@ def test_what_a_script_may_not_call(ranks2):
     expected = {
         "early": "accelerator.sync_gradients",
         "mid": "1 micro-batch",
-        "kwargs": "retain_graph",
         "part": "model.parameters()",
         "norm_type": "2-norm",
-        "closure": "accelerator.backward",
         "local": "LocalSGD",
         "two": "2 models",
     }
@@ -660,22 +635,17 @@ def _plugins():
         "parallelism_config": {"parallelism_config": object()},
         "fp8": {"mixed_precision": "fp8"},
         "torch_autocast.dtype": {"mixed_precision": "fp16"},
-        "torch_autocast, bf16": {"mixed_precision": "no"},
+        'precision "no"': {"mixed_precision": "no"},
         "fp16.initial_scale_power": {"kwargs_handlers": [utils.GradScalerKwargs()]},
         "accelerator.autocast": {"kwargs_handlers": [utils.AutocastKwargs()]},
-        "communication_data_type": {
-            "kwargs_handlers": [utils.DistributedDataParallelKwargs(comm_hook=utils.DDPCommunicationHookType.BF16)]
-        },
         "block.compile()": {"dynamo_backend": "eager"},
-        "sync_each_batch": {"gradient_accumulation_plugin": utils.GradientAccumulationPlugin(2, sync_each_batch=True)},
     }
 
 
 @pytest.mark.usefixtures("_fresh")
 @pytest.mark.parametrize("name", [
     "fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config", "fp8", "torch_autocast.dtype",
-    "torch_autocast, bf16", "fp16.initial_scale_power", "accelerator.autocast", "communication_data_type",
-    "block.compile()", "sync_each_batch",
+    'precision "no"', "fp16.initial_scale_power", "accelerator.autocast", "block.compile()",
 ])  # fmt: skip
 def test_an_argument_that_cannot_be_honoured_is_refused(name):
     with pytest.raises(zeroamp.ConfigError) as error:
@@ -723,7 +693,7 @@ def test_the_environment_of_accelerate_launch_counts_as_an_argument(monkeypatch,
 def test_accumulation_steps_of_the_config_and_the_arguments_agree(monkeypatch):
     accelerator = accelerator_of(3, {"gradient_accumulation_steps": 4})
     assert accelerator.gradient_accumulation_steps == 4
-    with pytest.raises(zeroamp.ConfigError, match=r"gradient_accumulation_steps is 4 .* 2"):
+    with pytest.raises(zeroamp.ConfigError, match="gradient_accumulation_steps is 4, but .* is 2"):
         accelerator_of(3, {"gradient_accumulation_steps": 4}, gradient_accumulation_steps=2)
 
 

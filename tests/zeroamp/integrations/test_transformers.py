@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import zeroamp
 from tests.processes.trainer import (
     DDP,
     REDUCES_EACH,
@@ -306,6 +307,26 @@ def test_an_optimizer_of_bitsandbytes(ranks2, tmp_path):
     for found, dtypes in ranks2.run(_of_8_bits, tmp_path):
         assert found == []
         assert dtypes == {torch.uint8, torch.float32}  # float32: norms, and embeddings, as the Trainer asks for
+
+
+def _from_meta(folder):
+    """Large models of docs/transformers.md: the model is built on the meta device, and filled when it is wrapped."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    trainer = trainer_of(3, folder / "out", model=model)
+    trainer.wrap()
+    zeroamp.load_hf(trainer.model, folder)
+    trainer.train()
+    stock = trainer_of(DDP, folder / "out", model=AutoModelForCausalLM.from_pretrained(folder))
+    stock.train()
+    return outcome(trainer).differences(outcome(stock), norms=False)
+
+
+def test_a_model_that_is_built_on_the_meta_device(ranks2, tmp_path):
+    llama(seed=4).save_pretrained(tmp_path)
+    assert ranks2.run(_from_meta, tmp_path) == [[], []]
 
 
 def _of_config(folder):

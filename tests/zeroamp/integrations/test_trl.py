@@ -217,23 +217,13 @@ def test_arguments_that_are_refused(ranks2, tmp_path, name):
         assert "Leave it out" in text
 
 
-def _class_of(name, module):
-    return type(name, (), {"__module__": module})
+def test_the_mixin_of_a_trainer_of_transformers_is_refused():
+    from trl import SFTTrainer
 
+    from zeroamp.integrations.transformers import ZeroampMixin
 
-def test_trainers_that_were_not_tried_are_refused():
-    from zeroamp.integrations.transformers import ZeroampMixin as PlainMixin
-    from zeroamp.integrations.trl import ZeroampMixin
-
-    cases = {
-        "works with SFTTrainer, DPOTrainer": (ZeroampMixin, "GRPOTrainer", "trl.trainer.grpo_trainer"),
-        "is a GKDTrainer": (ZeroampMixin, "GKDTrainer", "trl.experimental.gkd.gkd_trainer"),
-        "must be a trainer of TRL": (ZeroampMixin, "Trainer", "transformers.trainer"),
-        "zeroamp.integrations.trl.ZeroampMixin": (PlainMixin, "SFTTrainer", "trl.trainer.sft_trainer"),
-    }
-    for says, (mixin, name, module) in cases.items():
-        with pytest.raises(zeroamp.ConfigError, match=says):
-            type("Mine", (mixin, _class_of(name, module)), {})(zeroamp={})
+    with pytest.raises(zeroamp.ConfigError, match="zeroamp.integrations.trl.ZeroampMixin"):
+        type("Mine", (ZeroampMixin, SFTTrainer), {})(zeroamp={})
 
 
 def test_a_loss_that_does_not_call_the_model_is_refused():

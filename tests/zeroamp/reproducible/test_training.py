@@ -10,7 +10,7 @@ from tests.processes import reproducible
 from tests.processes.ranks import Ranks
 from tests.processes.reproducible import SEED
 from tests.processes.training import config, full_parameters, same_bits
-from zeroamp.integrations.continued_steps import reopen
+from zeroamp.integrations.loop_driver import reopen
 from zeroamp.training.step import driver_of
 
 NUM_STEPS = 20

@@ -11,7 +11,7 @@ from tests.models.small import batch, build, loss_of
 from tests.processes.launch import ROOT
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, same_bits
-from zeroamp.integrations.continued_steps import reopen
+from zeroamp.integrations.loop_driver import reopen
 from zeroamp.training.step import driver_of
 
 NAME = "encoder"

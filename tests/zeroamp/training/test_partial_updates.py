@@ -6,7 +6,7 @@ import torch
 import zeroamp
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, full_parameters, same_bits, wrapped
-from zeroamp.integrations.continued_steps import update_part
+from zeroamp.integrations.loop_driver import update_part
 from zeroamp.training.step import driver_of
 
 

@@ -6,24 +6,23 @@ gathering and launching. zeroamp handles the model, the optimizer step, clipping
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import AutocastKwargs, DynamoBackend, convert_file_size_to_int, convert_to_fp32
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
-from zeroamp.hooks._torch.fsdp import parameter_pairs
 from zeroamp.hooks.precision.autocast import config_autocast
 from zeroamp.integrations.accelerate.arguments import (
-    OpenConfig,
     asked_precision,
     bound_arguments,
     config_or_environment,
@@ -32,32 +31,68 @@ from zeroamp.integrations.accelerate.arguments import (
     refuse_other_optimizers,
     refuse_other_scheduler,
 )
-from zeroamp.integrations.accelerate.optimizer import ZeroampOptimizer
-from zeroamp.integrations.config_values import PRECISIONS, ConfigOrPolicy
-from zeroamp.integrations.data_ranks import refuse_shared_samples
-from zeroamp.integrations.loop_driver import LoopDriver
+from zeroamp.integrations.config_values import (
+    PRECISIONS,
+    STEPS,
+    ConfigOrPolicy,
+    KnownValues,
+    fill_config,
+    flat_config,
+    refuse_other_precision,
+    without_open_keys,
+)
+from zeroamp.integrations.loop_driver import LoopDriver, refuse_shared_samples
 from zeroamp.optimizers.parameters_before import ParametersBefore
 from zeroamp.optimizers.schedulers import CurveLR
-from zeroamp.policies.errors import CheckpointError, ConfigError, StepError
-from zeroamp.policies.policy import Policy
+from zeroamp.policies.errors import ConfigError, StepError
+from zeroamp.policies.policy import Policy, policy_from_config
 from zeroamp.training.step import TrainStep, driver_of
 from zeroamp.training.step_report import StepReport
 from zeroamp.weights.export import export_hf
-from zeroamp.weights.load import load_hf
 from zeroamp.wrapping.state import is_wrapped, wrap_state
 from zeroamp.wrapping.wrap import register_forward_method, wrap_model
 
 _CHECKPOINT = "zeroamp"
 """Folder of the model's and the optimizers' state, inside the folder of `save_state`."""
-_EVALUATED = "evaluated_model"
-"""Name, before its number, of the folder with the weights of a model that is only evaluated."""
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 """Options for a whole state dict on the first rank."""
-_KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _HOW_TO_ACCUMULATE = (
     "every backward but the last inside accelerator.accumulate(model) or no_sync, and clip and step after the last, "
     "under `if accelerator.sync_gradients:`. LocalSGD, which steps inside no_sync, is not supported."
 )
+
+
+class ZeroampOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """accelerate's wrapper of an optimizer. Its `step` updates the parameters by the `TrainStep`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, loop: Callable[[], LoopDriver]) -> None:
+        """`loop`: returns the driver of the trained model and all its optimizers."""
+        # device_placement=False: True would load the state again, which is sharded already.
+        super().__init__(optimizer, device_placement=False, scaler=None)
+        self._loop = loop
+
+    def step(self) -> None:
+        """Update the parameters, if this is the end of an optimizer step (`accelerator.sync_gradients`).
+
+        Raises:
+            StepError: no last backward has run, or `zeroamp.TrainStep` raises it.
+        """
+        if self.gradient_state.sync_gradients:
+            loop = self._loop()
+            loop.step(self.optimizer)
+            self._is_overflow = loop.was_skipped
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Discard gradients that no update has used. An update releases its gradients itself.
+
+        Inside of an optimizer step (not `accelerator.sync_gradients`) this does nothing, as in accelerate.
+
+        Args:
+            set_to_none: no effect: gradients are always released.
+        """
+        del set_to_none
+        if self.gradient_state.sync_gradients:
+            self._loop().zero_grad(self.optimizer)
 
 
 class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
@@ -106,78 +141,62 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         """
         given = bound_arguments(args, kwargs)
         refuse_arguments(given)
-        self._config = OpenConfig(config_or_environment(zeroamp), asked_precision(given))
-        self._early_policy = self._config.early_policy()
-        self._policy: Policy | None = None
+        self._config = config_or_environment(zeroamp)
+        self._precision = asked_precision(given.get("mixed_precision"))
+        self._known: KnownValues = {}
+        self._policy = self.policy_for(None)  # `Accelerator.__init__` reads `mixed_precision`
         self.wrap_arguments = dict(wrap_arguments or {})
         """More arguments of `zeroamp.wrap_model`, for `wrap`."""
         self._before: list[ParametersBefore] = []
         self._loop: LoopDriver | None = None
         self._is_in_no_sync = self._is_saving = False
         self._save_arguments: dict[str, Any] = {}
-        self._load_arguments: dict[str, Any] = {}
         self._models: list[nn.Module]
         self._optimizers: list[ZeroampOptimizer]
-        steps = self._config.accumulation_steps
-        if steps is not None and given.get("gradient_accumulation_plugin") is None:
-            given.setdefault("gradient_accumulation_steps", steps)
+        steps = flat_config(self._config).get(STEPS)
+        if isinstance(steps, int) and given.get("gradient_accumulation_plugin") is None:
+            given.setdefault(STEPS, steps)
         super().__init__(**{**given, "mixed_precision": "no"})
-        self.fill_accumulation_steps()
-        self._refuse_state()
+        self._known = {STEPS: ("gradient_accumulation_steps of accelerate", self.gradient_accumulation_steps)}
+        self._policy = self.policy_for(None)
+        if (backend := self.state.dynamo_plugin.backend) != DynamoBackend.NO:
+            raise ConfigError(
+                f"accelerate's dynamo_backend must be left out, but is {backend.value}: it would compile the sharded "
+                "model as a whole. Call block.compile() on each block of the model before prepare() instead."
+            )
         # Registered first: the user's hooks get the models without weights, as with other sharded models.
         self.register_save_state_pre_hook(self._save_checkpoint)
         self.register_load_state_pre_hook(self._load_checkpoint)
-
-    def _refuse_state(self) -> None:
-        """Raise ConfigError for settings from arguments and environment that zeroamp cannot honour."""
-        if self.distributed_type not in _KINDS:
-            raise ConfigError(
-                f"accelerate's distributed_type must be NO, MULTI_CPU or MULTI_GPU, but is "
-                f"{self.distributed_type.value}. Launch with accelerate launch --multi_gpu, or --cpu, or with torchrun."
-            )
-        if self.gradient_state.plugin_kwargs.get("sync_each_batch") and self.policy.stage < 2:
-            raise ConfigError(
-                f"sync_each_batch is true in accelerate's arguments, but at stage {self.policy.stage} gradients are "
-                "reduced once per optimizer step. Leave it out, or set zero_optimization.stage to 2 or 3, which reduce "
-                "every micro-batch."
-            )
-        plugin = self.state.dynamo_plugin
-        if plugin.backend != DynamoBackend.NO:
-            raise ConfigError(
-                f"accelerate's dynamo_backend must be left out, but is {plugin.backend.value}: it would compile the "
-                "sharded model as a whole. Call block.compile() on each block of the model before prepare() instead."
-            )
 
     # -- the policy ----------------------------------------------------------------------------------------------------
 
     @property
     def policy(self) -> Policy:
         """The config's policy. Before a model is prepared, it lacks the keys that `prepare` fills."""
-        return self._policy or self._early_policy
+        return self._policy
 
     @property
     def mixed_precision(self) -> str:
         """The config's precision by accelerate's names: "no", "bf16" or "fp16". Scripts choose dtypes by it."""
         return PRECISIONS[self.policy.low_dtype]
 
-    def fill_accumulation_steps(self) -> None:
-        """Fill `gradient_accumulation_steps` of the config with accelerate's number, or check that they agree.
+    def policy_for(self, model: nn.Module | None) -> Policy:
+        """Return the policy for a model. None: without the keys that depend on the model.
 
         Raises:
-            ConfigError: they differ.
+            ConfigError: the config is wrong, contradicts an argument, or has an "auto" that cannot be filled.
         """
-        self._config.fill_steps(self.gradient_accumulation_steps)
-
-    def fill_policy(self, model: nn.Module) -> Policy:
-        """Fill "auto" values from the first model, and return the policy.
-
-        Raises:
-            ConfigError: an "auto" cannot be filled.
-        """
-        if self._policy is None:
-            width = getattr(getattr(model, "config", None), "hidden_size", None)
-            self._policy = self._config.policy(world_size=self.num_processes, hidden_size=width)
-        return self._policy
+        config = fill_config(
+            self._config,
+            self._known,
+            precision=self._precision,
+            arguments="accelerate's arguments",
+            model=model,
+            is_complete=model is not None,
+        )
+        policy = policy_from_config(without_open_keys(config))
+        refuse_other_precision(policy, self._precision, "mixed_precision=")
+        return policy
 
     # -- prepare -------------------------------------------------------------------------------------------------------
 
@@ -219,7 +238,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         if any(model is known for known in self._models):
             return model
         if not is_wrapped(model):
-            self.fill_policy(model)
+            self._policy = self.policy_for(model)
             before = ParametersBefore(model)
             model = self.wrap(model)
             before.wrapped(model)
@@ -320,7 +339,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
 
     # -- the optimizer step --------------------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor) -> None:
         """Run the backward of one micro-batch, with the loss divided by `gradient_accumulation_steps`.
 
         It is the last backward of its optimizer step if `sync_gradients` is true, outside of `no_sync`. If a loop
@@ -328,12 +347,8 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         reduces.
 
         Raises:
-            StepError: an argument of `torch.Tensor.backward` is given, or `zeroamp.TrainStep.backward` raises it.
+            StepError: `zeroamp.TrainStep.backward` raises it.
         """
-        if named := [name for name, value in kwargs.items() if value not in (None, False)]:
-            raise StepError(
-                f"accelerator.backward was given {', '.join(named)}, which TrainStep does not have. Leave it out."
-            )
         loop, steps = self.loop_driver, self.gradient_accumulation_steps
         # Reproducible gradients are divided once, after the sum over all micro-batches.
         divide = self.policy.reproducible and self._divides_losses and steps == self.policy.gradient_accumulation_steps
@@ -376,45 +391,28 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         return self.loop_driver.clip_norm(max_norm)
 
     def _refuse_part(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> None:
-        train = self.train_step
-        given = {id(p) for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
-        # After a forward since the backward, parameters are unsharded, and model.parameters() yields these.
-        given |= {
-            id(sharded)
-            for sharded, unsharded in parameter_pairs(wrap_state(train.model).root)
-            if id(unsharded) in given
-        }
-        trained = [p for p in driver_of(train).micro_batches.parameters if p.requires_grad]
-        missing = sum(id(p) not in given for p in trained)
-        if missing:
+        trained = sum(p.requires_grad for p in driver_of(self.train_step).micro_batches.parameters)
+        # Counted, not compared: after a forward since the backward, a model yields its unsharded parameters.
+        given = sum(p.requires_grad for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters))
+        if given < trained:
             raise StepError(
-                f"clip_grad_norm_ must get all {len(trained)} trainable parameters, but {missing} of them are missing: "
-                "zeroamp computes one norm of all gradients. Pass model.parameters() of the prepared model."
+                f"clip_grad_norm_ must get all {trained} trainable parameters, but got {given}: zeroamp computes one "
+                "norm of all gradients. Pass model.parameters() of the prepared model."
             )
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clamp each element of the reduced gradients to [-clip_value, clip_value].
+        """Clamp each element of the averaged gradients to [-clip_value, clip_value].
+
+        Args:
+            parameters: no effect: all gradients are clamped.
+            clip_value: the largest absolute value.
 
         Raises:
             StepError: it is not the end of an optimizer step, gradients were clipped before, or the config has a
                 `gradient_clipping`, which is a norm.
         """
-        self.loop_driver.clip_value(
-            clip_value, parameters=[parameters] if isinstance(parameters, torch.Tensor) else parameters
-        )
-
-    def unscale_gradients(self, optimizer: object = None) -> None:
-        """Do nothing: `clip_grad_norm_` unscales gradients.
-
-        Raises:
-            StepError: the config has fp16: gradients still have the loss scale at this point.
-        """
-        del optimizer
-        if self.mixed_precision == "fp16":
-            raise StepError(
-                "unscale_gradients was called, but TrainStep unscales gradients when it clips them. Call "
-                "accelerator.clip_grad_norm_ and read gradients after it."
-            )
+        del parameters
+        self.loop_driver.clip_value(clip_value)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -425,8 +423,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
 
         `zeroamp.save_checkpoint` writes model, optimizers, loss scale and step counts into the folder `zeroamp` of the
         checkpoint. It is sharded, and any number of ranks can load it. accelerate writes schedulers, samplers, random
-        states and registered objects. `zeroamp.export_hf` writes each model that is only evaluated into a folder of its
-        own.
+        states and registered objects. Models that are only evaluated are not saved.
 
         Args:
             output_dir: see accelerate. Automatic naming and `total_limit` work.
@@ -450,8 +447,6 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         if self._loop is not None:
             train = self._loop.train
             save_checkpoint(Path(folder) / _CHECKPOINT, train.model, train, keep=1, **self._save_arguments)
-        for path, model in self._evaluated(folder):
-            export_hf(model, path, "fp32")  # even if the config exports in the low dtype
 
     def _begin_checkpoint(self) -> None:
         if self._models and self._optimizers:
@@ -459,28 +454,18 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             # optimizers were prepared one by one.
             self.train_step.state_dict()
 
-    def _evaluated(self, folder: str) -> list[tuple[Path, nn.Module]]:
-        """Return the models that are only evaluated, each with its path in a checkpoint."""
-        trained = None if self._loop is None else self._loop.root
-        models = [model for model in self._models if model is not trained]
-        return [(Path(folder) / f"{_EVALUATED}_{index}", model) for index, model in enumerate(models)]
-
-    def load_state(
-        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
-    ) -> None:
+    def load_state(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None) -> None:
         """Restore what `save_state` wrote. On the same number of ranks, training continues bit for bit.
 
         Args:
             input_dir: see accelerate.
             load_kwargs: see accelerate.
-            load_model_func_kwargs: `load_optimizer_states` of `zeroamp.load_checkpoint`.
 
         Raises:
             CheckpointError: on all ranks, if there is no checkpoint or it does not fit the model.
             StepError: called inside an optimizer step.
         """
         self._begin_checkpoint()
-        self._load_arguments = load_model_func_kwargs
         optimizers, self._optimizers = self._optimizers, []
         try:
             super().load_state(input_dir, load_kwargs)
@@ -491,9 +476,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         models.clear()
         if self._loop is not None:
             train = self._loop.train
-            load_checkpoint(Path(folder) / _CHECKPOINT, train.model, train, **self._load_arguments)
-        for path, model in self._evaluated(folder):
-            load_hf(model, path)
+            load_checkpoint(Path(folder) / _CHECKPOINT, train.model, train)
 
     def save_model(
         self,
@@ -505,41 +488,33 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         """Write the weights of a prepared model as safetensors, by `zeroamp.export_hf`. All ranks call it.
 
         Args:
-            model: a prepared model. Any other module is saved by accelerate.
+            model: a prepared model.
             save_directory: a folder that all ranks see.
             max_shard_size: most bytes of one file, or a string such as "5GB".
-            safe_serialization: must be True.
+            safe_serialization: no effect: the files are safetensors.
 
         Raises:
-            CheckpointError: `zeroamp.export_hf` raises it, or `safe_serialization` is False.
+            CheckpointError: `zeroamp.export_hf` raises it.
         """
-        if not is_wrapped(model):
-            super().save_model(model, save_directory, max_shard_size, safe_serialization)
-            return
-        if not safe_serialization:
-            raise CheckpointError(
-                "save_model was given safe_serialization=False, but a wrapped model is written as safetensors. Leave "
-                "it out, or save accelerator.get_state_dict(model) by torch.save."
-            )
+        del safe_serialization
         export_hf(model, save_directory, max_shard_bytes=convert_file_size_to_int(max_shard_size))
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the whole state dict of a prepared model in CPU memory on the first rank, and {} on other ranks.
 
         All ranks call it. Trainable parameters are in fp32, or in the config's low dtype if the config sets
-        `stage3_gather_16bit_weights_on_model_save`.
+        `stage3_gather_16bit_weights_on_model_save`. `unwrap` has no effect.
         """
-        if not is_wrapped(model):
-            full: dict[str, Any] = super().get_state_dict(model, unwrap)
-            return full
+        del unwrap
         if self._is_saving:  # in `save_state`, whose checkpoint has the weights
             return {}
-        state: dict[str, Any] = get_model_state_dict(model, options=_FULL)
         dtype = wrap_state(model).plan.policy.export_dtype
-        if dtype != torch.float32:
-            names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-            state = {name: _cast(value, dtype) if name in names else value for name, value in state.items()}
-        return state
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        state: dict[str, Any] = get_model_state_dict(model, options=_FULL)
+        return {
+            name: value.to(dtype) if name in parameters and value.dtype == torch.float32 else value
+            for name, value in state.items()
+        }
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 
@@ -550,26 +525,19 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         Args:
             autocast_handler: with `enabled=False`, the block runs in fp32.
         """
-        with self._autocast(autocast_handler):
-            yield
-
-    def _autocast(self, handler: AutocastKwargs | None) -> AbstractContextManager[object]:
         policy, device = self.policy, self.device.type
-        is_enabled = policy.mode == "autocast" and (handler is None or handler.enabled)
-        if not is_enabled:
-            return torch.autocast(device, enabled=False)
-        return config_autocast(device, policy.param_dtype, policy.autocast_ops)
+        if policy.mode == "autocast" and (autocast_handler is None or autocast_handler.enabled):
+            context = config_autocast(device, policy.param_dtype, policy.autocast_ops)
+        else:
+            context = torch.autocast(device, enabled=False)
+        with context:
+            yield
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Release models, optimizers and the `TrainStep`, for another training with the same accelerator."""
-        self._loop, self._policy, self._before = None, None, []
+        self._loop, self._before = None, []
         freed: list[Any] = super().free_memory(*objects)
         return freed
-
-
-def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a whole parameter in `dtype` if it is stored in fp32."""
-    return value.to(dtype) if value.dtype == torch.float32 else value
 
 
 def _outputs_to_fp32(_module: nn.Module, _inputs: Any, output: Any) -> Any:

@@ -12,6 +12,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,35 +22,25 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate
 from lightning.fabric.utilities.types import _Stateful
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim import Optimizer
 
-from zeroamp.integrations.lightning.checkpoint import (
-    is_sharded,
-    load_full_model,
-    load_sharded,
-    local_path,
-    model_state,
-    read_full,
-    save_sharded,
-    whole_tensors,
-    write_full,
-)
+from zeroamp.integrations.config_values import STEPS
 from zeroamp.integrations.lightning.strategy import (
+    ConfigPrecision,
     ForwardModule,
     SharedStrategy,
-    clip_norm,
-    driver_for,
-    mixed_precision_of,
+    load_sharded,
+    load_whole,
     raw_optimizer,
-    refuse_arguments,
-    refuse_storage_options,
     root_of,
     run_backward,
+    save_sharded,
     view_of,
 )
 from zeroamp.integrations.loop_driver import LoopDriver
 from zeroamp.optimizers.parameters_before import ParametersBefore
-from zeroamp.policies.errors import CheckpointError, ConfigError, StepError
+from zeroamp.policies.errors import CheckpointError, StepError
 from zeroamp.policies.policy import Policy
 from zeroamp.training.step import TrainStep
 from zeroamp.training.step_report import StepReport
@@ -77,14 +68,10 @@ class ZeroampStrategy(SharedStrategy, DDPStrategy):
         Raises:
             ConfigError: the config is invalid, or contradicts Fabric's arguments.
         """
-        policy = self.policy_of(world_size=self.num_nodes * self.num_processes if self.parallel_devices else None)
-        if policy.gradient_accumulation_steps > 1:
-            raise ConfigError(
-                f"gradient_accumulation_steps must be 1 or left out with Fabric, but is "
-                f"{policy.gradient_accumulation_steps}: a loop of Fabric counts its micro-batches and divides their "
-                f"losses. Remove the key, and run {_HOW_TO_ACCUMULATE}"
-            )
-        return policy
+        # The loop counts its micro-batches and divides their losses.
+        known = {STEPS: ("the number for Fabric, whose loop runs no_backward_sync,", 1)}
+        world_size = self.num_nodes * self.num_processes if self.parallel_devices else None
+        return self.policy_of(known, "Fabric", world_size=world_size)
 
     @property
     def precision(self) -> Precision:
@@ -93,9 +80,9 @@ class ZeroampStrategy(SharedStrategy, DDPStrategy):
 
     @precision.setter
     def precision(self, precision: Precision | None) -> None:
-        self._mixed = mixed_precision_of(precision)
-        self.__dict__.pop("policy", None)
         if precision is not None:
+            self.take_precision(precision)
+            self.__dict__.pop("policy", None)
             _ = self.policy  # raises its errors in the constructor of Fabric
 
     @property
@@ -118,8 +105,8 @@ class ZeroampStrategy(SharedStrategy, DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         """Wrap a model in place."""
-        wrap_model(module, self.policy, **self._wrap_arguments)
-        self._drivers.append(driver_for(module, _HOW_TO_ACCUMULATE))
+        wrap_model(module, self.policy, **self.wrap_arguments)
+        self._drivers.append(LoopDriver(module, _HOW_TO_ACCUMULATE))
         return ForwardModule(module)
 
     def setup_module_and_optimizers(
@@ -144,40 +131,33 @@ class ZeroampStrategy(SharedStrategy, DDPStrategy):
             "optimizer), or build the optimizer after model = fabric.setup_module(model)."
         )
 
-    def _driver(self, module: nn.Module | None) -> LoopDriver:
-        if module is None and len(self._drivers) == 1:
-            return self._drivers[0]
-        if module is None:
+    def driver(self, module: nn.Module | None) -> LoopDriver:
+        """Return the driver of a model that was set up. None: the only one.
+
+        Raises:
+            StepError: there is no such model, or there are several.
+        """
+        found = [driver for driver in self._drivers if module is None or driver.root is root_of(module)]
+        if len(found) != 1:
             raise StepError(
-                f"fabric.backward was called without a model, and {len(self._drivers)} were set up. Pass the model "
-                "whose optimizer steps next: fabric.backward(loss, model=model)."
+                f"{len(found)} of the {len(self._drivers)} models that fabric.setup was called with are meant. Set the "
+                "model up first. With several models, name the one whose optimizer steps next: "
+                "fabric.backward(loss, model=model)."
             )
-        for driver in self._drivers:
-            if driver.root is root_of(module):
-                return driver
-        raise StepError(f"A {type(module).__name__} was not set up by this Fabric. Call fabric.setup first.")
+        return found[0]
 
-    def _driver_of(self, optimizer: Any) -> LoopDriver:
-        raw = raw_optimizer(optimizer)
-        for driver in self._drivers:
-            if any(raw is own for own in driver.optimizers):
-                return driver
-        raise StepError(f"A {type(raw).__name__} was not set up by this Fabric. Call fabric.setup first.")
-
-    def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+    def backward(self, tensor: torch.Tensor, module: nn.Module | None) -> None:
         """Run `TrainStep.backward`."""
-        refuse_arguments("fabric.backward", [*kwargs, *("more arguments" for _ in args)])
-        run_backward(self._driver(module), tensor)
+        run_backward(self.driver(module), tensor)
 
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Run the closure if there is one, then `TrainStep.update`. Return the closure's result."""
-        closure: Callable[[], Any] | None = kwargs.pop("closure", None)
-        refuse_arguments("optimizer.step", kwargs)
         output = None
         if closure is not None:
             with torch.enable_grad():
                 output = closure()
-        self._driver_of(optimizer).step(raw_optimizer(optimizer))
+        raw = raw_optimizer(optimizer)
+        next(driver for driver in self._drivers if any(raw is own for own in driver.optimizers)).step(raw)
         return output
 
     def clip_gradients_norm(
@@ -191,7 +171,7 @@ class ZeroampStrategy(SharedStrategy, DDPStrategy):
         """Clip by the 2-norm over all parameters and ranks, and return the norm before clipping, 0-D fp32."""
         if float(norm_type) != 2.0:
             raise StepError(f"norm_type must be 2, but is {norm_type}: TrainStep computes the 2-norm. Leave it out.")
-        norm = clip_norm(self._driver(module), float(max_norm), raw_optimizer(optimizer))
+        norm = self.driver(module).clip_norm(float(max_norm), raw_optimizer(optimizer))
         skips = self.policy.low_dtype == torch.float16 or self.policy.skip_nonfinite_steps
         if error_if_nonfinite and not skips and not bool(norm.isfinite()):
             raise StepError(
@@ -202,19 +182,16 @@ class ZeroampStrategy(SharedStrategy, DDPStrategy):
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
         """Clamp each element of the gradients to [-clip_val, clip_val]."""
-        self._driver(module).clip_value(float(clip_val), raw_optimizer(optimizer))
+        self.driver(module).clip_value(float(clip_val), raw_optimizer(optimizer))
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the state dict with sharded parameters."""
-        return model_state(root_of(module))
+        """Return whole tensors in CPU memory on the first rank, and {} on other ranks. All ranks call it."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_model_state_dict(root_of(module), options=options)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load whole tensors, which every rank holds, into the shards."""
-        load_full_model(root_of(module), state_dict, strict=strict)
-
-    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state dict with sharded tensors."""
-        return raw_optimizer(optimizer).state_dict()
+        load_whole(root_of(module), state_dict, strict=strict)
 
     def save_checkpoint(
         self,
@@ -226,46 +203,22 @@ class ZeroampStrategy(SharedStrategy, DDPStrategy):
         """Write a sharded checkpoint if `state` has the optimizers of a model, else a file. All ranks call it.
 
         Raises:
-            CheckpointError: `state` has several models or only some of the optimizers, or storage options or, for a
-                sharded checkpoint, a filter are given.
+            CheckpointError: a sharded checkpoint would have several models, only some of the model's optimizers, or a
+                filter.
         """
-        refuse_storage_options(storage_options)
-        target = local_path(self.broadcast(path))
-        driver, rest = self._split(state)
         optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
-        if driver is None:
-            super().save_checkpoint(target, state, filter=filter)
+        driver = self._driver_in(state)
+        if driver is None or not optimizers:
+            super().save_checkpoint(path, state, storage_options, filter)
             return
-        if optimizers:
-            if filter:
-                raise CheckpointError(
-                    "A filter is for a file, but this checkpoint is sharded. Leave the optimizers out of the state."
-                )
-            if len(optimizers) != len(driver.optimizers):
-                raise CheckpointError(
-                    f"The state has {len(optimizers)} of the {len(driver.optimizers)} optimizers of the model. Add all "
-                    "of them, or none, to save the weights as a file."
-                )
-            names = {key: None for key, value in state.items() if isinstance(value, nn.Module | Optimizer)}
-            save_sharded(target, driver.root, driver.train, {**rest, **names})  # a strict load expects the names
-            return
-        whole = whole_tensors(self._convert_stateful_objects_in_state(state, filter or {}), driver.root)
-        write_full(target, whole, driver.root)
-
-    def _split(self, state: Mapping[str, Any]) -> tuple[LoopDriver | None, dict[str, Any]]:
-        """Return the driver of the wrapped model in a state, and the values that are not models or optimizers."""
-        modules = [value for value in state.values() if isinstance(value, nn.Module)]
-        wrapped = [module for module in modules if any(root_of(module) is driver.root for driver in self._drivers)]
-        if len(wrapped) > 1 or (wrapped and len(modules) > 1):
+        if filter or len(optimizers) != len(driver.optimizers):
             raise CheckpointError(
-                f"A checkpoint holds one model, but the state has {len(modules)}. Save each in a folder of its own."
+                f"A sharded checkpoint has all {len(driver.optimizers)} optimizers of its model and no filter, but "
+                f"fabric.save got {len(optimizers)}. Pass all of them, or none, to save the weights as a file."
             )
-        rest = {
-            key: value.state_dict() if isinstance(value, _Stateful) else value
-            for key, value in state.items()
-            if not isinstance(value, nn.Module | Optimizer)
-        }
-        return (self._driver(wrapped[0]) if wrapped else None), rest
+        rest = {key: value.state_dict() if _is_other(value) else value for key, value in state.items()}
+        names = {key: None for key, value in state.items() if isinstance(value, nn.Module | Optimizer)}
+        save_sharded(self.broadcast(path), driver.root, driver.train, {**rest, **names})  # a strict load needs names
 
     def load_checkpoint(
         self,
@@ -277,43 +230,41 @@ class ZeroampStrategy(SharedStrategy, DDPStrategy):
         """Load what `save_checkpoint` wrote, or a file with whole tensors, into the objects of `state`.
 
         Raises:
-            CheckpointError: there is no checkpoint at `path`, or it does not fit.
+            CheckpointError: the checkpoint does not fit.
             KeyError: `strict`, and the checkpoint lacks a key of `state`.
         """
-        source = local_path(self.broadcast(path))
-        if isinstance(state, nn.Module):  # Fabric.load_raw
-            root = self._driver(state).root
-            load_full_model(root, read_full(source, root, weights_only), strict=strict)
-            return {}
-        if isinstance(state, Optimizer):
-            own = self._driver_of(state)
-            _ = own.train  # makes the optimizer shard what it loads
-            raw_optimizer(state).load_state_dict(read_full(source, own.root, weights_only))
-            return {}
-        state = {} if state is None else state
-        driver, _ = self._split(state)
-        sharded = is_sharded(source)
-        if driver is None:
-            if sharded:
-                raise CheckpointError(f"{source} is sharded, and the state has no model. Load it with its model.")
-            return super().load_checkpoint(source, state, strict, weights_only)
-        train = driver.train if any(isinstance(value, Optimizer) for value in state.values()) else None
-        if sharded:
-            found = load_sharded(source, driver.root, train, weights_only)
-        else:
-            found = read_full(source, driver.root, weights_only)
-        _validate_keys_for_strict_loading(state.keys(), found.keys(), strict=strict)
-        for name in [name for name in state if name in found]:
-            value, saved = state[name], found.pop(name)
-            if isinstance(value, nn.Module | Optimizer) and sharded:
-                continue  # loaded already
-            if isinstance(value, nn.Module):
-                load_full_model(driver.root, saved, strict=strict)
-            elif isinstance(value, _Stateful):  # an optimizer shards what it loads
-                (raw_optimizer(value) if isinstance(value, Optimizer) else value).load_state_dict(saved)
-            else:
+        source, objects = Path(self.broadcast(path)), state if isinstance(state, Mapping) else {"": state}
+        driver = self._driver_in(objects)
+        has_optimizer = any(isinstance(value, Optimizer) for value in objects.values())
+        # A `TrainStep` makes its optimizers shard what they load.
+        train = driver.train if driver is not None and has_optimizer else None
+        if driver is None or not source.is_dir():
+            loaded: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
+            return loaded
+        found = load_sharded(source, driver.root, train, weights_only)
+        _validate_keys_for_strict_loading(objects.keys(), found.keys(), strict=strict)
+        for name in [name for name in objects if name in found]:
+            value, saved = objects[name], found.pop(name)
+            if _is_other(value):
+                value.load_state_dict(saved)
+            elif not isinstance(value, nn.Module | Optimizer):
                 state[name] = saved
         return found
+
+    def _driver_in(self, state: Mapping[str, Any]) -> LoopDriver | None:
+        """Return the driver of the one model of a state that was set up; None if there is none."""
+        modules = [value for value in state.values() if isinstance(value, nn.Module)]
+        found = [driver for driver in self._drivers if any(root_of(module) is driver.root for module in modules)]
+        if found and len(modules) > 1:
+            raise CheckpointError(
+                f"A checkpoint holds one model, but the state has {len(modules)}. Save each in a folder of its own."
+            )
+        return found[0] if found else None
+
+
+def _is_other(value: Any) -> bool:
+    """Return whether a value has a state, but is neither a model nor an optimizer."""
+    return isinstance(value, _Stateful) and not isinstance(value, nn.Module | Optimizer)
 
 
 class _SyncControl(_BackwardSyncControl):
@@ -322,32 +273,22 @@ class _SyncControl(_BackwardSyncControl):
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Make backwards of the model inside the context accumulate."""
-        return self._strategy._driver(module).accumulating(enabled)
+        return self._strategy.driver(module).accumulating(enabled)
 
 
-class _ZeroampPrecision(Precision):
-    """Enters the config's autocast. With "bf16-mixed" and "16-mixed", casts inputs and outputs as Fabric's own does."""
-
-    def __init__(self, strategy: ZeroampStrategy) -> None:
-        self._strategy = strategy
-        if strategy._mixed is not None:
-            self.precision = strategy._mixed
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the config's autocast, for `Fabric.autocast` and around forwards."""
-        return self._strategy.autocast(self._strategy.policy)
+class _ZeroampPrecision(ConfigPrecision):
+    """With "bf16-mixed" and "16-mixed", casts inputs and outputs as Fabric's own plugin does."""
 
     def convert_input(self, data: Any) -> Any:
         """Cast floating-point inputs as Fabric does for its mixed precision."""
-        return data if self._strategy._mixed is None else _cast(data, self._strategy.policy.param_dtype)
+        return self._cast(data, self.strategy.policy.param_dtype)
 
     def convert_output(self, data: Any) -> Any:
         """Cast floating-point outputs as Fabric does for its mixed precision."""
-        return data if self._strategy._mixed is None else _cast(data, torch.get_default_dtype())
+        return self._cast(data, torch.get_default_dtype())
 
+    def _cast(self, data: Any, dtype: torch.dtype) -> Any:
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-def _cast(data: Any, dtype: torch.dtype) -> Any:
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return apply_to_collection(data, dtype=torch.Tensor, function=cast)
+        return data if self.precision == "32-true" else apply_to_collection(data, dtype=torch.Tensor, function=cast)

@@ -1,68 +1,71 @@
-"""What the strategies for Fabric and for Trainer share: arguments, policy, checkpoints, views of optimizers.
+"""What the strategies for Fabric and for Trainer share: arguments, policy, sharded checkpoints, views of optimizers.
 
 | `precision=` | config without a precision block | config with one |
 |---|---|---|
 | none, "32-true" | fp32 | the config's |
-| "bf16-mixed", "16-mixed" | `torch_autocast` in bfloat16 or float16, with Lightning's loss scale | must be the same |
-| others, plugins | refused | refused |
+| "bf16-mixed", "16-mixed" | `torch_autocast` in bfloat16 or float16 | must have the same low dtype |
+| others | refused | refused |
 
 [Note: Views of optimizers]
 A loop of Lightning calls `optimizer.zero_grad()`. That would release sharded gradients without the `TrainStep`, and
 could not release unsharded ones. So Lightning gets a view of each optimizer: another object, of a subclass, that shares
 the optimizer's attributes and whose `zero_grad` calls the driver. The `TrainStep` and checkpoints use the optimizer
 itself.
+
+[Note: Checkpoints]
+A sharded checkpoint is a folder of `save_checkpoint`, which all ranks write. It holds Lightning's own values as
+`extra`. Weights alone are a file with whole tensors, as DDP's: Lightning writes and reads it.
 """
 
+import io
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
-from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
 from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision as PrecisionPlugin
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.optim import Optimizer
 
+from zeroamp.checkpoint.load import load_checkpoint
+from zeroamp.checkpoint.save import save_checkpoint
 from zeroamp.integrations.config_values import (
-    PRECISIONS,
     ConfigOrPolicy,
-    fill_precision,
-    flat_config,
-    mismatches_of,
-    refuse_mismatches,
+    KnownValues,
+    Precision,
+    fill_config,
+    refuse_other_precision,
 )
 from zeroamp.integrations.loop_driver import LoopDriver
-from zeroamp.policies.auto_values import AUTO, open_auto_keys
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
-from zeroamp.policies.dtypes import short_name
-from zeroamp.policies.errors import CheckpointError, ConfigError, StepError, describe
-from zeroamp.policies.json_values import nest
+from zeroamp.policies.errors import CheckpointError, ConfigError
 from zeroamp.policies.policy import Policy, policy_from_config
-from zeroamp.wrapping.state import wrap_state
+from zeroamp.training.step import TrainStep
+from zeroamp.wrapping.state import reshard
 
-# `_Shared` comes before the strategy of Fabric or of Trainer: DDP's processes, ranks, barriers and reductions are used.
+# `SharedStrategy` comes before the strategy of Fabric or of Trainer: DDP's processes, ranks and reductions are used.
 _DDP: Any = DDPStrategy if TYPE_CHECKING else object
 
-Mixed = Literal["bf16-mixed", "16-mixed"]
-
-_NAMES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
-_LOSS_SCALE = {"fp16.loss_scale_window": 2000, "fp16.hysteresis": 1}
-"""Keys of `fp16` whose defaults differ from Lightning's `torch.amp.GradScaler` -> the values of that."""
-_BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+_MIXED: Mapping[str, Precision | None] = {"32-true": None, "bf16-mixed": "bf16", "16-mixed": "fp16"}
+"""Lightning's name of a precision -> accelerate's; None: the config decides."""
 _STARTING = {
     "accelerator", "parallel_devices", "cluster_environment", "process_group_backend", "timeout", "start_method",
 }  # fmt: skip
 """Arguments of Lightning's `DDPStrategy` for starting processes."""
 _RAW = "_zeroamp_raw_optimizer"
+_EXTRA = "lightning"
 
 
 class SharedStrategy(_DDP):  # type: ignore[misc]
     """The parts of a strategy that do not depend on whether Fabric or Trainer calls it."""
 
-    _mixed: Mixed | None = None
+    mixed: str = "32-true"
+    """Lightning's name of the precision."""
 
     def __init__(
         self,
@@ -84,14 +87,14 @@ class SharedStrategy(_DDP):  # type: ignore[misc]
                 start_method of Lightning's `DDPStrategy`.
 
         Raises:
-            ConfigError: the config is invalid, or contradicts Lightning's arguments, or an argument is for DDP only.
+            ConfigError: a config and a stage are given, or an argument is for DDP only.
         """
         if unknown := sorted(starting.keys() - _STARTING):
             raise ConfigError(f"ZeroampStrategy has no argument {', '.join(unknown)}. Remove it.")
         if stage is not None and config is not None:
             raise ConfigError("ZeroampStrategy got a config and a stage. Set zero_optimization.stage in the config.")
-        self._config, self._stage = config, stage
-        self._wrap_arguments = {"auto_wrap_policy": auto_wrap_policy, "example_inputs": example_inputs}
+        self._config = {"zero_optimization": {"stage": 3 if stage is None else stage}} if config is None else config
+        self.wrap_arguments = {"auto_wrap_policy": auto_wrap_policy, "example_inputs": example_inputs}
         super().__init__(**starting)
 
     @classmethod
@@ -102,122 +105,62 @@ class SharedStrategy(_DDP):  # type: ignore[misc]
             text = f"zeroamp at ZeRO stage {stage}"
             strategy_registry.register(f"zeroamp_stage_{stage}", cls, description=text, override=True, stage=stage)
 
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """The plugin that removes checkpoints. zeroamp writes them."""
-        io: CheckpointIO = super().checkpoint_io
-        return io
+    def take_precision(self, plugin: FabricPrecision) -> None:
+        """Take the precision of a plugin of Lightning.
 
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        raise ConfigError(
-            f"The plugin {type(io).__name__} (CheckpointIO) is not used: zeroamp writes checkpoints from all ranks. "
-            "Remove it from plugins."
-        )
+        Raises:
+            ConfigError: it is neither "32-true" nor mixed precision.
+        """
+        self.mixed = str(getattr(plugin, "precision", "32-true"))
+        if self.mixed not in _MIXED:
+            raise ConfigError(
+                f"The precision of a zeroamp strategy must be 32-true (the config decides), bf16-mixed or 16-mixed, "
+                f"but is {self.mixed} ({type(plugin).__name__}). Parameters are stored as fp32 shards (master "
+                'weights). Leave precision out, and write "bf16": {"enabled": true} in the config: parameters are '
+                "then all-gathered and used in low precision."
+            )
 
-    def autocast(self, policy: Policy) -> AbstractContextManager[Any]:
-        """Return the config's autocast. It does not cache casts, since parameters may be updated inside it."""
-        if policy.mode != "autocast":
-            return nullcontext()
-        return torch.autocast(self.root_device.type, dtype=policy.param_dtype, cache_enabled=False)
-
-    def policy_of(
-        self, *, world_size: int | None, accumulation: int | None = None, clipping: float | None = None
-    ) -> Policy:
+    def policy_of(self, known: KnownValues, arguments: str, *, world_size: int | None) -> Policy:
         """Return the policy from the config and Lightning's arguments.
 
         `zeroamp.sync_module_states` is true by default: ranks get the first rank's parameters, as with DDP.
 
         Args:
-            world_size: the number of ranks, for batch sizes.
-            accumulation: micro-batches per optimizer step, if the Trainer counts them.
-            clipping: the largest gradient norm, if the Trainer has one.
+            known: values of config keys that Lightning's arguments set.
+            arguments: whose arguments these are, for errors.
+            world_size: the number of ranks, for batch sizes; None if unknown.
 
         Raises:
             ConfigError: the config is invalid, or contradicts the arguments.
         """
-        known = {
-            "gradient_accumulation_steps": ("accumulate_grad_batches", accumulation),
-            "gradient_clipping": ("gradient_clip_val", clipping),
-        }
-        known = {path: named for path, named in known.items() if named[1] is not None}
-        if isinstance(self._config, Policy):
-            refuse_mismatches(mismatches_of(dict(self._config.given), known), "the arguments of the Trainer")
-            return self._of_precision(self._config)
-        flat = flat_config({} if self._config is None else self._config)
-        if self._config is None:
-            flat["zero_optimization.stage"] = 3 if self._stage is None else self._stage
-        has_loss_scale = any(path.startswith("fp16.") for path in flat)
-        if self._mixed is not None:
-            fill_precision(flat, PRECISIONS[_dtype_of(self._mixed)])
-        if self._mixed == "16-mixed" and not has_loss_scale:
-            flat |= _LOSS_SCALE
-        refuse_mismatches(mismatches_of(flat, known), "the arguments of the Trainer")
-        for path, default in (("gradient_accumulation_steps", 1), ("gradient_clipping", 0.0)):
-            if path in known or flat.get(path) == AUTO:
-                flat[path] = known[path][1] if path in known else default
-        flat.setdefault("zeroamp.sync_module_states", True)  # as with DDP: Lightning's loops may not seed
-        for path in _BATCH_SIZES:  # Lightning's data loaders decide them; given values are only checked
-            if flat.get(path) == AUTO:
-                del flat[path]
-        if left := open_auto_keys(nest(flat)):
+        precision = _MIXED[self.mixed]
+        config = fill_config(self._config, known, precision=precision, arguments=arguments)
+        config["zeroamp"] = {"sync_module_states": True} | config.get("zeroamp", {})
+        policy = policy_from_config(config, world_size=world_size)
+        refuse_other_precision(policy, precision, f'precision="{self.mixed}"')
+        if policy.reproducible:
+            # The first forward would draw random numbers before there is a TrainStep that seeds them.
             raise ConfigError(
-                f'{next(iter(left))} is "auto", but Lightning has no value for it. Write the value, or pass the '
-                f"strategy zeroamp.policy_from_config(cfg, {next(iter(left.values()))[1]}=...)."
+                "zeroamp.reproducible must not be true with Lightning's Trainer and Fabric: they count micro-batches "
+                "and divide losses themselves. Remove the key, or train with zeroamp.TrainStep, accelerate or "
+                "transformers' Trainer."
             )
-        # Without a total batch size, the number of ranks is not needed.
-        return self._of_precision(
-            policy_from_config(nest(flat), world_size=world_size if "train_batch_size" in flat else None)
-        )
-
-    def _of_precision(self, policy: Policy) -> Policy:
-        """Return a policy that agrees with `precision=`. Raise ConfigError otherwise."""
-        if self._mixed is None or (policy.mode == "autocast" and policy.low_dtype == _dtype_of(self._mixed)):
-            return policy
-        found = "fp32" if policy.low_dtype is None else f"{policy.mode} in {short_name(policy.low_dtype)}"
-        hint = "" if self._mixed == "16-mixed" else ' (on CPUs, Lightning turns "16-mixed" into "bf16-mixed")'
-        raise ConfigError(
-            f'precision="{self._mixed}" is torch.autocast in {short_name(_dtype_of(self._mixed))}{hint}, but the '
-            f"config sets {found}. Leave precision out, so that the config decides, or set torch_autocast in the "
-            "config."
-        )
+        return policy
 
 
-def _dtype_of(mixed: Mixed) -> torch.dtype:
-    return torch.bfloat16 if mixed == "bf16-mixed" else torch.float16
+class ConfigPrecision(PrecisionPlugin):
+    """A precision plugin that enters the config's autocast around steps."""
 
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+        self.precision = strategy.mixed
 
-def mixed_precision_of(plugin: FabricPrecision | None) -> Mixed | None:
-    """Return the mixed precision of a precision plugin of Lightning, or None for "32-true".
-
-    Raises:
-        ConfigError: the plugin has another precision.
-    """
-    if plugin is None or type(plugin) in (FabricPrecision, Precision):
-        return None
-    if type(plugin) in (FabricMixedPrecision, MixedPrecision) and plugin.precision in _NAMES:
-        _refuse_own_scaler(plugin)
-        mixed: Mixed = "bf16-mixed" if plugin.precision == "bf16-mixed" else "16-mixed"
-        return mixed
-    raise ConfigError(
-        f"The precision of a zeroamp strategy must be 32-true (the config decides), bf16-mixed or 16-mixed, but is "
-        f"{getattr(plugin, 'precision', '?')} ({type(plugin).__name__}). Parameters are stored as fp32 shards (master "
-        'weights). Leave precision out, and write "bf16": {"enabled": true} in the config: parameters are then '
-        "all-gathered and used in low precision."
-    )
-
-
-def _refuse_own_scaler(plugin: Any) -> None:
-    """Refuse a plugin whose GradScaler has other values than Lightning's default."""
-    if plugin.scaler is None:
-        return
-    default = torch.amp.GradScaler(device=plugin.device, enabled=plugin.scaler.is_enabled())
-    own, usual = plugin.scaler.state_dict(), default.state_dict()
-    if differing := [name for name in usual if own[name] != usual[name]]:
-        raise ConfigError(
-            f"The precision plugin has a GradScaler with another {differing[0]} ({own[differing[0]]}), but zeroamp "
-            'scales the loss. Set "fp16" in the config: initial_scale_power, loss_scale_window, hysteresis.'
-        )
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the config's autocast. It does not cache casts, since parameters may be updated inside it."""
+        policy = self.strategy.policy
+        if policy.mode != "autocast":
+            return nullcontext()
+        return torch.autocast(self.strategy.root_device.type, dtype=policy.param_dtype, cache_enabled=False)
 
 
 class ForwardModule(nn.Module):
@@ -237,49 +180,10 @@ def root_of(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, ForwardModule) else module
 
 
-def driver_for(root: nn.Module, how_to_accumulate: str) -> LoopDriver:
-    """Return the driver of a wrapped model.
-
-    Raises:
-        StepError: the config has `zeroamp.reproducible`.
-    """
-    if wrap_state(root).plan.policy.reproducible:
-        # The first forward would draw random numbers before there is a TrainStep that seeds them.
-        raise StepError(
-            "zeroamp.reproducible must not be true with Lightning's Trainer and Fabric: they count micro-batches and "
-            "divide losses themselves. Remove the key, or train with zeroamp.TrainStep, accelerate or transformers' "
-            "Trainer."
-        )
-    return LoopDriver(root, how_to_accumulate)
-
-
 def run_backward(driver: LoopDriver, loss: torch.Tensor) -> None:
     """Run `LoopDriver.backward`. The loop has divided the loss by the number of micro-batches."""
     driver.backward(loss)
     torch.clear_autocast_cache()  # the graphs of casts in the loop's own autocast are released
-
-
-def clip_norm(driver: LoopDriver, max_norm: float, optimizer: Optimizer | None) -> torch.Tensor:
-    """Run `LoopDriver.clip_norm`. Raise StepError if the config clips to another norm."""
-    limit = wrap_state(driver.root).plan.policy.gradient_clipping
-    if limit not in (0, max_norm):
-        raise StepError(
-            f"Gradients cannot be clipped to a norm of {max_norm}, since gradient_clipping is {limit} in the config. "
-            "Set only one of the two."
-        )
-    return driver.clip_norm(max_norm, optimizer)
-
-
-def refuse_arguments(call: str, names: Any) -> None:
-    """Raise StepError for arguments of `call` that `TrainStep` does not have."""
-    if names:
-        raise StepError(f"{call} got {', '.join(map(str, names))}, which TrainStep does not have. Remove it.")
-
-
-def refuse_storage_options(options: Any) -> None:
-    """Raise CheckpointError for options of a CheckpointIO plugin."""
-    if options is not None:
-        raise CheckpointError("storage_options are for CheckpointIO plugins, which are not used. Remove them.")
 
 
 def raw_optimizer(optimizer: Any) -> Optimizer:
@@ -293,10 +197,7 @@ def view_of(optimizer: Optimizer, driver: LoopDriver) -> Optimizer:
     """Return a view of `optimizer` whose `zero_grad` calls the driver: see [Note: Views of optimizers]."""
 
     def zero_grad(_view: Any, set_to_none: bool = True) -> None:
-        if not set_to_none:
-            raise StepError(
-                describe("set_to_none of zero_grad", "False", "True", "Leave it out: TrainStep releases gradients.")
-            )
+        del set_to_none  # gradients are always released
         driver.zero_grad(optimizer)
 
     cls = type(optimizer)
@@ -304,3 +205,36 @@ def view_of(optimizer: Optimizer, driver: LoopDriver) -> Optimizer:
     vars(optimizer)[_RAW] = optimizer
     view.__dict__ = vars(optimizer)
     return view
+
+
+def save_sharded(path: Any, root: nn.Module, train: TrainStep, rest: Mapping[str, Any]) -> None:
+    """Write a checkpoint folder: see [Note: Checkpoints]. All ranks call it, with the same `rest` for `torch.save`.
+
+    Raises:
+        CheckpointError: the path is a URL, or a rank cannot write.
+    """
+    if "://" in str(path):
+        raise CheckpointError(f"{path} is a URL. zeroamp writes local files: pass a path that all ranks see.")
+    file = io.BytesIO()
+    torch.save(dict(rest), file)
+    packed = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    save_checkpoint(path, root, train, extra={_EXTRA: packed}, keep=1)
+
+
+def load_sharded(path: Path, root: nn.Module, train: TrainStep | None, weights_only: bool | None) -> dict[str, Any]:
+    """Load a checkpoint folder, and return the saved `rest`. `train` None: only the model is loaded."""
+    extra = load_checkpoint(path, root, train, load_lr_scheduler_states=False, extra_rank=0)
+    packed = extra.get(_EXTRA) if isinstance(extra, dict) else None
+    if not isinstance(packed, torch.Tensor):
+        raise CheckpointError(
+            f"{path} was not saved by a Lightning strategy. Load it with zeroamp.load_checkpoint(folder, model, train)."
+        )
+    file = io.BytesIO(packed.numpy().tobytes())
+    rest: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
+    return rest
+
+
+def load_whole(root: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+    """Load whole tensors into the shards. Every rank passes the complete `state`."""
+    reshard(root.modules())
+    set_model_state_dict(root, dict(state), options=StateDictOptions(full_state_dict=True, strict=strict))

@@ -14,8 +14,9 @@ The order of an optimizer step with automatic optimization is Lightning's:
 """
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -27,39 +28,28 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zeroamp.integrations.data_ranks import refuse_shared_samples
-from zeroamp.integrations.lightning.checkpoint import (
-    is_sharded,
-    load_full_model,
-    load_sharded,
-    local_path,
-    model_state,
-    read_full,
-    save_sharded,
-    whole_tensors,
-    write_full,
-)
+from zeroamp.integrations.config_values import CLIPPING, STEPS
 from zeroamp.integrations.lightning.child_calls import ChildCalls
 from zeroamp.integrations.lightning.strategy import (
+    ConfigPrecision,
     ForwardModule,
     SharedStrategy,
-    clip_norm,
-    driver_for,
-    mixed_precision_of,
+    load_sharded,
+    load_whole,
     raw_optimizer,
-    refuse_arguments,
-    refuse_storage_options,
     run_backward,
+    save_sharded,
     view_of,
 )
-from zeroamp.integrations.loop_driver import LoopDriver
+from zeroamp.integrations.loop_driver import LoopDriver, refuse_shared_samples
 from zeroamp.policies.errors import CheckpointError, ConfigError, StepError, WrapError
 from zeroamp.policies.policy import Policy
 from zeroamp.training.step import TrainStep, driver_of
 from zeroamp.training.step_report import StepReport
-from zeroamp.wrapping.state import wrap_state
+from zeroamp.wrapping.state import reshard, wrap_state
 from zeroamp.wrapping.wrap import wrap_model
 
 _HOW_TO_ACCUMULATE = (
@@ -76,7 +66,6 @@ class ZeroampStrategy(SharedStrategy, DDPStrategy):
         self._driver: LoopDriver | None = None
         self._policy: Policy | None = None
         self._child_calls: ChildCalls | None = None
-        self._dumped: dict[str, Any] = {}  # the last `lightning_module_state_dict`
         super().__init__(*args, **kwargs)
         self._forward_redirection = _ForwardRedirection()
 
@@ -89,9 +78,9 @@ class ZeroampStrategy(SharedStrategy, DDPStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._mixed = mixed_precision_of(precision_plugin)
         if precision_plugin is not None:
-            self.policy_of(world_size=None)  # raises in the Trainer's constructor
+            self.take_precision(precision_plugin)
+            self.policy_of({}, "the Trainer", world_size=None)  # raises in the Trainer's constructor
 
     # For users to read
 
@@ -128,35 +117,33 @@ class ZeroampStrategy(SharedStrategy, DDPStrategy):
                 "and call torch.nn.SyncBatchNorm.convert_sync_batchnorm in configure_model."
             )
         _refuse_unsupported(module, trainer)
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._policy = self._policy_for(trainer)
         if not isinstance(module, FSDPModule):
-            wrap_model(module, self._policy, **self._wrap_arguments)
+            wrap_model(module, self._policy, **self.wrap_arguments)
         refuse_shared_samples(module, "Lightning's Trainer", self.num_nodes * self.num_processes)
-        if self._driver is None or self._driver.root is not module:
-            self._driver = driver_for(module, _HOW_TO_ACCUMULATE)
-        if wrap_state(module).plan.policy != self._policy:
+        if is_fitting and wrap_state(module).plan.policy != self._policy:  # others evaluate it as it was wrapped
             raise WrapError(
                 f"{type(module).__name__} was wrapped with another config before. Build a new module, or use the "
                 "same config and Trainer arguments."
             )
         self.model = ForwardModule(module)
         self.barrier()
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._driver = driver_for(module, _HOW_TO_ACCUMULATE)
+        if is_fitting or self._driver is None or self._driver.root is not module:
+            self._driver = LoopDriver(module, _HOW_TO_ACCUMULATE)
+        if is_fitting:
             self.setup_optimizers(trainer)
             if not module.automatic_optimization and self._child_calls is None:
                 self._child_calls = ChildCalls(module)
 
     def _policy_for(self, trainer: "pl.Trainer") -> Policy:
-        fitting = trainer.state.fn == TrainerFn.FITTING or self._driver is not None
-        automatic = fitting and trainer.lightning_module.automatic_optimization
-        by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
-        clipping = trainer.gradient_clip_val if automatic and by_norm else None
-        return self.policy_of(
-            world_size=self.num_nodes * self.num_processes,
-            accumulation=trainer.accumulate_grad_batches if automatic else None,
-            clipping=None if clipping is None else float(clipping),
-        )
+        known: dict[str, tuple[str, Any]] = {}
+        if trainer.lightning_module.automatic_optimization:
+            known[STEPS] = "accumulate_grad_batches", trainer.accumulate_grad_batches
+            is_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
+            if is_norm and trainer.gradient_clip_val is not None:
+                known[CLIPPING] = "gradient_clip_val", float(trainer.gradient_clip_val)
+        return self.policy_of(known, "the arguments of the Trainer", world_size=self.num_nodes * self.num_processes)
 
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         """Build the optimizers of `configure_optimizers`."""
@@ -193,28 +180,16 @@ class ZeroampStrategy(SharedStrategy, DDPStrategy):
                 return self.lightning_module.training_step(*args, **kwargs)
         return super().training_step(*args, **kwargs)
 
-    def backward(
-        self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Run `TrainStep.backward`, between Lightning's hooks."""
-        refuse_arguments("backward", [*kwargs, *("more arguments" for _ in args)])
-        return super().backward(closure_loss, optimizer)
-
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Make backwards inside the context accumulate: none of them is the last of its optimizer step."""
         with self._fitting().accumulating():
             yield
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: Any = None,
-        **kwargs: Any,
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None
     ) -> Any:
         """Run the closure, Lightning's hooks, clipping, and the update."""
-        refuse_arguments("optimizer.step", kwargs)
         module: Any = model or self.lightning_module
         result = closure()
         driver = self._fitting()
@@ -237,60 +212,49 @@ class ZeroampStrategy(SharedStrategy, DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state dict with sharded parameters."""
-        self._dumped = model_state(self._fitting().root)
-        return dict(self._dumped)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state dict with sharded tensors."""
-        return raw_optimizer(optimizer).state_dict()
+        root = self._fitting().root
+        reshard(root.modules())
+        state: dict[str, Any] = root.state_dict()
+        return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a folder from all ranks, or a file: see `docs/lightning.md`. All ranks call it.
 
         Raises:
-            CheckpointError: called inside an optimizer step, a hook changed the weights in `checkpoint`, or a rank
-                cannot write.
+            CheckpointError: called inside an optimizer step, or a rank cannot write.
         """
-        refuse_storage_options(storage_options)
-        path = local_path(self.broadcast(filepath))
         driver = self._fitting()
-        train = driver.train if driver.optimizers else None
-        if train is None or not checkpoint.get("optimizer_states"):
-            write_full(path, whole_tensors(checkpoint, driver.root), driver.root)
+        if not driver.optimizers or not checkpoint.get("optimizer_states"):
+            whole = {name: self._whole(value) for name, value in checkpoint["state_dict"].items()}
+            super().save_checkpoint({**checkpoint, "state_dict": whole}, filepath, storage_options)
             return
-        if not driver_of(train).is_between_steps:
-            num_done = driver_of(train).state.step.num_micro_batches
+        if not driver_of(driver.train).is_between_steps:
             raise CheckpointError(
-                f"{path} cannot be saved inside an optimizer step, after {num_done} micro-batch(es): their gradients "
-                "would be lost. Save after an optimizer step: set val_check_interval to a multiple of "
-                "accumulate_grad_batches. For a ModelCheckpoint with every_n_train_steps, set "
-                "save_top_k=-1, or monitor a metric of the validation."
+                f"{filepath} cannot be saved inside an optimizer step: the gradients of its micro-batches would be "
+                "lost. Set val_check_interval to a multiple of accumulate_grad_batches. For a ModelCheckpoint with "
+                "every_n_train_steps, set save_top_k=-1, or monitor a metric of the validation."
             )
-        self._refuse_changed(checkpoint["state_dict"])
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        save_sharded(path, driver.root, train, rest)
+        save_sharded(self.broadcast(filepath), driver.root, driver.train, rest)
 
-    def _refuse_changed(self, state: Mapping[str, Any]) -> None:
-        dumped, self._dumped = self._dumped, {}
-        changed = [name for name in {**dumped, **state} if dumped.get(name) is not state.get(name)]
-        if changed:
-            raise CheckpointError(
-                f'A hook changed checkpoint["state_dict"] ({changed[0]}), but a sharded checkpoint saves the weights '
-                "of the model itself. Change a checkpoint of save_weights_only=True instead."
-            )
+    def _whole(self, value: Any) -> Any:
+        """Return a whole tensor on the CPU of the first rank, and an empty one on other ranks."""
+        if not isinstance(value, DTensor):
+            return value
+        whole: torch.Tensor = cast(DTensor, value.detach().to(self.root_device)).full_tensor()  # from offloaded shards
+        return whole.cpu() if self.is_global_zero else torch.empty(0)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights and, in a fit, optimizers. Return the values that Lightning restores itself."""
-        path = local_path(self.broadcast(checkpoint_path))
-        driver = self._fitting()
-        if is_sharded(path):
+        path, driver = Path(self.broadcast(checkpoint_path)), self._fitting()
+        if path.is_dir():
             rest = load_sharded(path, driver.root, driver.train if driver.optimizers else None, weights_only)
             self._note_saved(rest)
             return {**rest, "state_dict": {}, "optimizer_states": []}
-        found = read_full(path, driver.root, weights_only)
+        found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         self._note_saved(found)
         module = self.lightning_module
-        load_full_model(driver.root, found["state_dict"], strict=module is None or module.strict_loading)
+        load_whole(driver.root, found["state_dict"], strict=module is None or module.strict_loading)
         for optimizer, state in zip(driver.optimizers, found.get("optimizer_states", []), strict=False):
             optimizer.load_state_dict(state)  # sharded by a hook of `TrainStep`
         return found
@@ -342,21 +306,12 @@ def _refuse_unsupported(module: "pl.LightningModule", trainer: "pl.Trainer") -> 
         )
 
 
-class _ZeroampPrecision(Precision):
-    """Enters the config's autocast around steps, and runs the backward by the `TrainStep`."""
-
-    def __init__(self, strategy: ZeroampStrategy) -> None:
-        self._strategy = strategy
-        if strategy._mixed is not None:
-            self.precision = strategy._mixed
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the config's autocast."""
-        return self._strategy.autocast(self._strategy.policy)
+class _ZeroampPrecision(ConfigPrecision):
+    """Runs the backward and clipping by the `TrainStep`."""
 
     def backward(self, tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
         """Run `TrainStep.backward` instead of `LightningModule.backward`."""
-        run_backward(self._strategy._fitting(), tensor)
+        run_backward(self.strategy._fitting(), tensor)
 
     def clip_gradients(
         self,
@@ -367,8 +322,8 @@ class _ZeroampPrecision(Precision):
         """Clip the gradients by norm or value, once per optimizer step. 0: they are not clipped."""
         if clip_val <= 0:
             return
-        driver = self._strategy._fitting()
+        driver = self.strategy._fitting()
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             driver.clip_value(float(clip_val), raw_optimizer(optimizer))
         else:
-            clip_norm(driver, float(clip_val), raw_optimizer(optimizer))
+            driver.clip_norm(float(clip_val), raw_optimizer(optimizer))

@@ -1,17 +1,9 @@
-"""transformers: `ZeroampTrainer`, `ZeroampMixin` for other Trainer classes, their arguments, and `from_pretrained`.
+"""transformers: `ZeroampTrainer`, `ZeroampMixin` for other Trainer classes, and their arguments.
 
 Tested with transformers 5.23.0 and accelerate 1.15.0.
 """
 
 from zeroamp.integrations.transformers.arguments import ZeroampArguments, ZeroampTrainingArguments, fill_auto
-from zeroamp.integrations.transformers.pretrained import from_pretrained
 from zeroamp.integrations.transformers.trainer import ZeroampMixin, ZeroampTrainer
 
-__all__ = [
-    "ZeroampArguments",
-    "ZeroampMixin",
-    "ZeroampTrainer",
-    "ZeroampTrainingArguments",
-    "fill_auto",
-    "from_pretrained",
-]
+__all__ = ["ZeroampArguments", "ZeroampMixin", "ZeroampTrainer", "ZeroampTrainingArguments", "fill_auto"]

@@ -1,5 +1,6 @@
-"""`ZeroampTrainingArguments`, and `fill_auto`, which fills a config's "auto" values from a Trainer's arguments."""
+"""`ZeroampTrainingArguments`, `fill_auto`, which fills a config from a Trainer's arguments, and what is refused."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,13 +8,30 @@ from torch import nn
 from transformers import TrainingArguments
 
 from zeroamp.integrations.accelerate.arguments import asked_precision
-from zeroamp.integrations.config_values import fill_precision, flat_config, mismatches_of, refuse_mismatches
-from zeroamp.policies.auto_values import DERIVED, open_auto_keys
-from zeroamp.policies.errors import ConfigError, some_of
-from zeroamp.policies.json_values import nest
+from zeroamp.integrations.config_values import CLIPPING, STEPS, KnownValues, fill_config
+from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import ConfigLike
 
-_OF_STEPS = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
+REFUSED: Mapping[str, str] = {
+    "fsdp": "zeroamp shards the model itself. Leave it out, and set zero_optimization.stage in the config.",
+    "deepspeed": "zeroamp replaces DeepSpeed. Leave it out, and pass the file as zeroamp instead.",
+    "parallelism_config": (
+        "A Trainer gives each rank its own samples. Leave it out. For tensor or context parallelism, write a loop with "
+        "zeroamp.wrap_model: docs/meshes.md."
+    ),
+    "auto_find_batch_size": (
+        "An out-of-memory error on one rank leaves the others in a collective. Leave it out; `zeroamp plan` computes "
+        "the largest batch before the run."
+    ),
+    "fp16_full_eval": "It casts the model, whose shards are the master weights. Evaluation has the config's autocast.",
+    "bf16_full_eval": "It casts the model, whose shards are the master weights. Evaluation has the config's autocast.",
+    "save_on_each_node": "Each rank writes its own part of a checkpoint. Set output_dir to a shared file system.",
+    "enable_jit_checkpoint": (
+        "All ranks must save at the same optimizer step, but the signal may reach them in different ones. Use "
+        "zeroamp.Preemption in a callback: docs/transformers.md shows it."
+    ),
+}
+"""Argument -> why it is refused if it is set."""
 
 
 @dataclass
@@ -57,24 +75,23 @@ def fill_auto(
     Raises:
         ConfigError: arguments and keys disagree (the error names all of them), or an "auto" cannot be filled.
     """
-    flat, known = flat_config(config), _known(args, num_training_steps)
-    asked = asked_precision({"mixed_precision": args.mixed_precision})
-    refuse_mismatches(fill_precision(flat, asked or "no") + mismatches_of(flat, known), "the TrainingArguments")
-    for path in ("gradient_accumulation_steps", "gradient_clipping"):
-        flat.setdefault(path, known[path][1])
-    values = {"scheduler.params.warmup_min_lr": 0, **{path: value for path, (_, value) in known.items()}}
-    _fill(flat, values, model, is_last_pass=num_training_steps is not None)
-    return nest(flat)
+    return fill_config(
+        config,
+        _known(args, num_training_steps),
+        precision=asked_precision(args.mixed_precision) or "no",
+        arguments="the TrainingArguments",
+        model=model,
+        is_complete=model is not None,
+    )
 
 
-def _known(args: TrainingArguments, num_training_steps: int | None) -> dict[str, tuple[str, Any]]:
-    """Return {config key: (name of the argument that fills it, its value)}."""
+def _known(args: TrainingArguments, num_training_steps: int | None) -> KnownValues:
     micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     known: dict[str, tuple[str, Any]] = {
         "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", micro),
-        "gradient_accumulation_steps": ("gradient_accumulation_steps", accumulation),
+        STEPS: ("gradient_accumulation_steps", accumulation),
         "train_batch_size": ("the train batch size of all ranks", args.world_size * micro * accumulation),
-        "gradient_clipping": ("max_grad_norm", args.max_grad_norm),
+        CLIPPING: ("max_grad_norm", args.max_grad_norm),
         "optimizer.params.lr": ("learning_rate", args.learning_rate),
         "optimizer.params.betas": ("[adam_beta1, adam_beta2]", [args.adam_beta1, args.adam_beta2]),
         "optimizer.params.eps": ("adam_epsilon", args.adam_epsilon),
@@ -88,30 +105,16 @@ def _known(args: TrainingArguments, num_training_steps: int | None) -> dict[str,
     return known
 
 
-def _fill(flat: dict[str, Any], known: dict[str, Any], model: nn.Module | None, is_last_pass: bool) -> None:
-    width = hidden_size(model)
-    by_width = DERIVED["hidden_size"]
-    left = []
-    for path in open_auto_keys(nest(flat)):
-        if path in known:
-            flat[path] = known[path]
-        elif path in by_width and width is not None:
-            flat[path] = by_width[path](width)
-        elif not (path in by_width and model is None) and (is_last_pass or path not in _OF_STEPS):
-            left.append(path)
-    if left:
-        raise ConfigError(
-            f'{some_of(left)} must have a value, but is "auto": neither an argument nor the hidden_size of the '
-            "model's config gives one. Write a value, or remove the key."
+def refuse_arguments(args: TrainingArguments, reasons: Mapping[str, str]) -> None:
+    """Raise ConfigError for arguments of the Trainer that a wrapped model cannot honour. It names all of them.
+
+    `reasons`: {argument: why it is refused if it is set}.
+    """
+    refused = [(name, reason) for name, reason in reasons.items() if getattr(args, name, None)]
+    if args.n_gpu > 1:
+        refused.append(
+            ("n_gpu", f"One process has {args.n_gpu} GPUs, which DataParallel would use. Start it with torchrun.")
         )
-
-
-def hidden_size(model: nn.Module | None) -> int | None:
-    """Return the width of a transformers model, or of its text part; None if its config does not have it."""
-    config = getattr(model, "config", None)
-    for each in (config, getattr(config, "text_config", None)):
-        if isinstance(size := getattr(each, "hidden_size", None), int):
-            return size
-        if sizes := getattr(each, "hidden_sizes", None):
-            return int(max(sizes))
-    return None
+    if refused:
+        lines = "".join(f"\n- {name}: {reason}" for name, reason in refused)
+        raise ConfigError(f"zeroamp does not support these {type(args).__name__}:{lines}")

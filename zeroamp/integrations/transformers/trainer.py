@@ -22,21 +22,20 @@ from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
 from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.integrations.accelerate import ZeroampAccelerator
+from zeroamp.integrations.config_values import without_open_keys
 from zeroamp.integrations.peft import export_adapter, load_adapter
-from zeroamp.integrations.transformers.arguments import fill_auto
-from zeroamp.integrations.transformers.pretrained import fill_deferred, refuse_unfilled
-from zeroamp.integrations.transformers.refusals import refuse_arguments, refuse_model
+from zeroamp.integrations.transformers.arguments import REFUSED, fill_auto, refuse_arguments
 from zeroamp.optimizers.from_config import optimizer_from_config
 from zeroamp.optimizers.schedulers import scheduler_from_config
 from zeroamp.policies.auto_wrap import find_units
-from zeroamp.policies.errors import CheckpointError, ConfigError
+from zeroamp.policies.errors import CheckpointError, ConfigError, WrapError
 from zeroamp.policies.policy import ConfigLike, Policy, policy_from_config
 from zeroamp.rank_group import RankGroup
 from zeroamp.training.step import TrainStep
 from zeroamp.weights.export import export_hf
 from zeroamp.weights.files import ADAPTER_STEM, INDEX, SINGLE_FILE
 from zeroamp.weights.load import load_hf
-from zeroamp.wrapping.state import is_wrapped, wrap_state
+from zeroamp.wrapping.state import wrap_state
 
 _Trainer: Any = Trainer if TYPE_CHECKING else object
 
@@ -53,6 +52,11 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
     replace its `forward` after `Trainer.__init__`. All ranks must call `save_model`.
     """
 
+    refused_arguments: Mapping[str, str] = REFUSED
+    """Argument -> why it is refused if it is set."""
+    is_for_trl = False
+    """Whether the trainer may be one of TRL."""
+
     def __init__(self, *args: Any, zeroamp: ConfigLike | None = None, **kwargs: Any) -> None:
         """Construct the Trainer.
 
@@ -63,24 +67,20 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
 
         Raises:
             ConfigError: there is no config, or an argument is set that a wrapped model cannot honour.
-            WrapError: the model is distributed already.
+            WrapError: the model is spread over devices.
         """
-        self.refuse_trainer()
-        self._zeroamp_config = zeroamp
-        self.optimizer: Any = None
-        self.lr_scheduler: Any = None
-        self._max_steps: int | None = None
-        self._has_optimizer_of_config = False
-        super().__init__(*args, **kwargs)
-        refuse_model(self.model)
-
-    def refuse_trainer(self) -> None:
-        """Raise ConfigError for Trainers of TRL, which has a mixin of its own."""
-        if any(cls.__module__.startswith("trl.") for cls in type(self).__mro__):
+        if not self.is_for_trl and any(cls.__module__.startswith("trl.") for cls in type(self).__mro__):
             raise ConfigError(
                 f"{type(self).__name__} is a trainer of TRL, which reads weights outside of their modules. Put "
                 "zeroamp.integrations.trl.ZeroampMixin before it instead."
             )
+        self._zeroamp_config = zeroamp
+        self.optimizer: Any = None
+        self.lr_scheduler: Any = None
+        self._max_steps: int | None = None
+        super().__init__(*args, **kwargs)
+        if len(set((getattr(self.model, "hf_device_map", None) or {}).values())) > 1:
+            raise WrapError("The model was spread over devices (device_map). Load it without device_map.")
 
     def _config(self) -> ConfigLike:
         of_args: ConfigLike | None = getattr(self.args, "zeroamp", None)
@@ -98,11 +98,8 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Build the accelerator whose backward, norm and update are those of `TrainStep`."""
-        refuse_arguments(self.args)
-        if self.model is not None:
-            refuse_model(self.model)
-        early = fill_auto(self._config(), self.args)  # the model and the number of steps are not known yet
-        with _accelerator_class(partial(TrainerAccelerator, self, early)):
+        refuse_arguments(self.args, self.refused_arguments)
+        with _accelerator_class(partial(TrainerAccelerator, self)):
             super().create_accelerator_and_postprocess()
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
@@ -123,24 +120,23 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
 
     def wrap(self) -> Policy:
         """Wrap the model if it is not wrapped yet, and return its policy."""
-        refuse_model(self.model)
         self.accelerator.prepare_model(self.model)
         return wrap_state(self.model).plan.policy
 
-    def policy_of(self, model: nn.Module) -> Policy:
-        """Return the policy for a model, with every "auto" of the config filled."""
-        if is_wrapped(model):
-            return wrap_state(model).plan.policy
-        policy = policy_from_config(self.filled_config(model))
+    def policy_of(self, model: nn.Module | None) -> Policy:
+        """Return the policy for a model, with every "auto" of the config filled. None: those that need no model."""
+        filled = self.filled_config(model)
+        policy = policy_from_config(without_open_keys(filled) if model is None else filled)
         if policy.reduce == "sum":
             raise ConfigError(
                 'zeroamp.reduce is "sum", but a Trainer needs gradients that are averaged over ranks. Leave it out.'
             )
         return policy
 
-    def filled_config(self, model: nn.Module) -> dict[str, Any]:
-        """Return the config with its "auto" values filled from the arguments and a model."""
-        return fill_auto(self._config(), self.args, model, self._num_training_steps())
+    def filled_config(self, model: nn.Module | None) -> dict[str, Any]:
+        """Return the config with its "auto" values filled from the arguments, and from a model if there is one."""
+        num_steps = None if model is None else self._num_training_steps()
+        return fill_auto(self._config(), self.args, model, num_steps)
 
     def prepare_wrap(self, model: nn.Module, policy: Policy) -> dict[str, Any]:
         """Compile the units of a model. Returns more arguments of `wrap_model`."""
@@ -184,11 +180,6 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
         if self.optimizer is None:
             trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
             self.optimizer = optimizer_from_config(policy, trained)
-            self._has_optimizer_of_config = True
-        if not self._has_optimizer_of_config:
-            raise ConfigError(
-                'The config has "optimizer", but another optimizer was passed to the Trainer. Remove one of them.'
-            )
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -268,20 +259,15 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
         """Check that the checkpoint can be resumed from. It is loaded later, when the model is wrapped."""
         del model
         folder = Path(resume_from_checkpoint)
-        if not (folder / _STATE).is_dir() and not _has_weights(folder):
+        if (folder / OPTIMIZER_NAME).exists() or not ((folder / _STATE).is_dir() or _has_weights(folder)):
             raise CheckpointError(
-                f"Cannot resume from {folder}: it has neither a folder {_STATE} nor {SINGLE_FILE}. Pass a folder "
-                "checkpoint-N that this Trainer saved."
+                f"Cannot resume from {folder}: it has neither a folder {_STATE} nor weights alone, so no Trainer on "
+                "zeroamp saved it. Pass the weights of another checkpoint as the model, and start a new run."
             )
         if not _is_complete(folder):
             raise CheckpointError(
                 f"Cannot resume from {folder}: it has no readable {TRAINER_STATE_NAME}, so the process ended inside of "
                 "the save. resume_from_checkpoint=True takes the newest complete checkpoint."
-            )
-        if (folder / OPTIMIZER_NAME).exists():
-            raise CheckpointError(
-                f"Cannot resume from {folder}: it has {OPTIMIZER_NAME}, so a Trainer without zeroamp saved it. Pass "
-                "its weights as the model instead, and start a new run."
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -322,29 +308,19 @@ class TrainerAccelerator(ZeroampAccelerator):
 
     _divides_losses = False
 
-    def __init__(self, trainer: ZeroampMixin, config: Mapping[str, Any], **kwargs: Any) -> None:
-        """`config`: filled as far as possible without a model. `kwargs`: of `Accelerator`."""
+    def __init__(self, trainer: ZeroampMixin, **kwargs: Any) -> None:
+        """`kwargs`: of `Accelerator`."""
         self._trainer = trainer
-        super().__init__(zeroamp=config, **kwargs)
+        super().__init__(zeroamp=trainer.filled_config(None), **kwargs)
 
-    def fill_accumulation_steps(self) -> None:
-        """Do nothing: in a Trainer, accelerate's number is 1 and the config has the Trainer's number."""
-
-    def fill_policy(self, model: nn.Module) -> Policy:
-        """Return the Trainer's policy for a model."""
-        self._policy = self._trainer.policy_of(model)
-        return self._policy
+    def policy_for(self, model: nn.Module | None) -> Policy:
+        """Return the Trainer's policy for a model. accelerate's number of micro-batches is 1 in a Trainer."""
+        return self._trainer.policy_of(model)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Wrap `model` in place, fill it if `from_pretrained` left that to the Trainer, and return it."""
-        refuse_unfilled(model)
-        given, self.wrap_arguments = self.wrap_arguments, dict(self._trainer.prepare_wrap(model, self.policy))
-        try:
-            wrapped = super().wrap(model)
-        finally:
-            self.wrap_arguments = given
-        fill_deferred(wrapped)
-        return wrapped
+        """Wrap `model` in place, and return it."""
+        self.wrap_arguments = self._trainer.prepare_wrap(model, self.policy)
+        return super().wrap(model)
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2

@@ -22,8 +22,7 @@ import zeroamp
 from zeroamp import deepspeed
 from zeroamp.cli.app import app
 from zeroamp.deepspeed.accelerator import Accelerator
-from zeroamp.deepspeed.engine import DeepSpeedEngine
-from zeroamp.deepspeed.engine_config import READERS, EngineConfig
+from zeroamp.deepspeed.engine import READERS, DeepSpeedEngine
 from zeroamp.deepspeed.optimizer import ZeroOptimizer
 from zeroamp.deepspeed.refused import REFUSED
 from zeroamp.optimizers.optimizer_params import OPTIMIZER_PARAMS
@@ -72,9 +71,9 @@ def precision_tables() -> dict[str, str]:
 def deepspeed_tables() -> dict[str, str]:
     """Return the tables of `deepspeed-api.md` by name: the first sentence of each docstring, and what is refused."""
     calls = {f"`deepspeed.{name}`": getattr(deepspeed, name) for name in deepspeed.__all__ if name not in _NOT_CALLS}
-    modules = ("zero", "utils", "comm", "checkpointing", "ops.adam", "runtime.utils")
-    in_modules = {f"`{name}.{each}`": value for name in modules for each, value in _defined_in(name)}
-    engine: dict[str, object] = {f"`engine.{name}`": value for name, value in _members(DeepSpeedEngine, EngineConfig)}
+    modules = {"zero": "zero", "utils": "utils", "comm": "comm", "checkpointing": "checkpointing", "ops.adam": "adam"}
+    in_modules = {f"`{name}.{each}`": value for name, home in modules.items() for each, value in _defined_in(home)}
+    engine: dict[str, object] = {f"`engine.{name}`": value for name, value in _members(DeepSpeedEngine)}
     engine |= {", ".join(f"`engine.{name}`" for name in READERS): "Return this value of the config."}
     optimizer = {f"`optimizer.{name}`": value for name, value in _members(ZeroOptimizer)}
     accelerator = {f"`get_accelerator().{name}`": value for name, value in _members(Accelerator)}

@@ -6,36 +6,22 @@ table of what each call does, and of what is refused.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import Any
 
 from zeroamp.deepspeed.submodules import register
 from zeroamp.version import __version__ as __version__
 
-if TYPE_CHECKING:
-    from zeroamp.deepspeed.accelerator import get_accelerator as get_accelerator
-    from zeroamp.deepspeed.arguments import DeepSpeedConfigError as DeepSpeedConfigError
-    from zeroamp.deepspeed.arguments import add_config_arguments as add_config_arguments
-    from zeroamp.deepspeed.comm import init_distributed as init_distributed
-    from zeroamp.deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
-    from zeroamp.deepspeed.initialization import initialize as initialize
-    from zeroamp.deepspeed.optimizer import ZeroOptimizer as ZeroOptimizer
-    from zeroamp.deepspeed.refused import UnsupportedError as UnsupportedError
-    from zeroamp.deepspeed.utils import OnDevice as OnDevice
-    from zeroamp.deepspeed.utils import log_dist as log_dist
-    from zeroamp.deepspeed.utils import logger as logger
-
 _HOMES = {
-    "DeepSpeedConfigError": "zeroamp.deepspeed.arguments",
-    "DeepSpeedEngine": "zeroamp.deepspeed.engine",
-    "OnDevice": "zeroamp.deepspeed.utils",
-    "UnsupportedError": "zeroamp.deepspeed.refused",
-    "ZeroOptimizer": "zeroamp.deepspeed.optimizer",
-    "add_config_arguments": "zeroamp.deepspeed.arguments",
-    "get_accelerator": "zeroamp.deepspeed.accelerator",
-    "init_distributed": "zeroamp.deepspeed.comm",
-    "initialize": "zeroamp.deepspeed.initialization",
-    "log_dist": "zeroamp.deepspeed.utils",
-    "logger": "zeroamp.deepspeed.utils",
+    "DeepSpeedConfigError": "arguments",
+    "DeepSpeedEngine": "engine",
+    "UnsupportedError": "refused",
+    "ZeroOptimizer": "optimizer",
+    "add_config_arguments": "arguments",
+    "get_accelerator": "accelerator",
+    "init_distributed": "comm",
+    "initialize": "initialization",
+    "log_dist": "utils",
+    "logger": "utils",
 }
 """Public name -> the module that defines it."""
 
@@ -46,18 +32,18 @@ __all__ = sorted(_HOMES)
 
 register()
 
-if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> object:
-        if name in MODULES:
-            return import_module(f"{__name__}.{name}")
-        if name in _HOMES:
-            value = getattr(import_module(_HOMES[name]), name)
-            globals()[name] = value  # later uses find it here, without `__getattr__`
-            return value
-        from zeroamp.deepspeed.refused import missing
+def __getattr__(name: str) -> Any:
+    if name in MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name in _HOMES:
+        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value  # later uses find it here, without `__getattr__`
+        return value
+    from zeroamp.deepspeed.refused import missing
 
-        return missing(__name__, name, (*__all__, *MODULES))
+    return missing(__name__, name, (*__all__, *MODULES))
 
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__, *MODULES})
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *MODULES})

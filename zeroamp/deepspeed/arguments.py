@@ -1,4 +1,4 @@
-"""`add_config_arguments`, and the config of `initialize`, from one of four arguments."""
+"""`add_config_arguments`, and the config of `initialize` with DeepSpeed's defaults."""
 
 import argparse
 import os
@@ -13,61 +13,50 @@ ConfigLike = Mapping[str, Any] | str | os.PathLike[str]
 DeepSpeedConfigError = ConfigError
 """DeepSpeed's name for the error of a wrong config, for scripts that catch it."""
 
-DEFAULTS = {"gradient_clipping": 1.0}
-"""Keys whose default in DeepSpeed changes the update and differs from that of `policy_from_config`."""
-
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--deepspeed`, `--deepspeed_config` and their old names to a parser, and return the parser.
+    """Add `--deepspeed` and `--deepspeed_config` to a parser, and return the parser.
 
     `initialize(args=)` reads `--deepspeed_config`, the path of a JSON file. It does not read `--deepspeed`.
     """
     group = parser.add_argument_group("DeepSpeed", "the API of DeepSpeed, on zeroamp")
-    for name in ("deepspeed", "deepscale"):
-        group.add_argument(f"--{name}", action="store_true", help="for the script; initialize() does not read it")
-        group.add_argument(f"--{name}_config", type=str, default=None, help="path of a config in JSON")
+    group.add_argument("--deepspeed", action="store_true", help="for the script; initialize() does not read it")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="path of a config in JSON")
     return parser
 
 
-def config_of(args: object, config: ConfigLike | None, config_params: ConfigLike | None) -> dict[str, Any]:
+def config_of(args: object, config: ConfigLike | None, config_params: ConfigLike | None = None) -> dict[str, Any]:
     """Return a copy of the config of `initialize`, with those defaults of DeepSpeed that change the update.
 
+    Gradients are clipped to norm 1, bf16 steps with non-finite gradients are skipped, and all ranks get the first
+    rank's weights and buffers.
+
     Args:
-        args: its `deepspeed_config` (or `deepscale_config`) is a path or a mapping, or None.
+        args: its `deepspeed_config` is a path or a mapping, or None.
         config: a mapping or a path; None if `args` has it.
         config_params: the old name of `config`.
 
     Raises:
         ConfigError: no config is given, or two are.
     """
-    of_args = [getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")]
-    given = [each for each in (config, config_params if config is None else None, *of_args) if each is not None]
+    given = [each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each is not None]
     if len(given) != 1:
         raise ConfigError(
             f"initialize() must be given one config, but got {len(given) or 'none'}. Pass config= as a mapping or the "
             "path of a JSON file, or args with deepspeed_config."
         )
-    return with_defaults(load_config(given[0]))
-
-
-def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Add the defaults of DeepSpeed that `policy_from_config` does not have, for keys that are missing.
-
-    Gradients are clipped to norm 1, bf16 steps with non-finite gradients are skipped, and all ranks get the first
-    rank's weights and buffers.
-    """
-    if "bfloat16" in config and "bf16" not in config:  # its old name
-        config["bf16"] = config.pop("bfloat16")
-    zero = config.get("zero_optimization")
+    found = load_config(given[0])
+    if "bfloat16" in found and "bf16" not in found:  # its old name
+        found["bf16"] = found.pop("bfloat16")
+    zero = found.get("zero_optimization")
     if isinstance(zero, dict) and zero.get("cpu_offload") is True and "offload_optimizer" not in zero:
         del zero["cpu_offload"]  # the old name of this block
         zero["offload_optimizer"] = {"device": "cpu"}
-    for key, value in DEFAULTS.items():
-        config.setdefault(key, value)
-    bf16 = config.get("bf16")
+    found.setdefault("gradient_clipping", 1.0)
+    bf16 = found.get("bf16")
     if isinstance(bf16, dict) and bf16.get("enabled") is True:
         bf16.setdefault("check_grad_overflow", True)
-    own = config.setdefault("zeroamp", {})
-    if isinstance(own, dict) and "zeroamp.sync_module_states" not in config:
+    own = found.setdefault("zeroamp", {})
+    if isinstance(own, dict) and "zeroamp.sync_module_states" not in found:
         own.setdefault("sync_module_states", True)
-    return config
+    return found

@@ -7,48 +7,24 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from zeroamp.deepspeed.refused import missing, refusal
 
-_settings: dict[str, bool] = {"is_configured": False}
+_settings: dict[str, Any] = {}
 
 
-def configure(
-    mpu_: object = None,
-    deepspeed_config: object = None,
-    partition_activations: bool | None = None,
-    contiguous_checkpointing: bool | None = None,
-    num_checkpoints: int | None = None,
-    checkpoint_in_cpu: bool | None = None,
-    synchronize: bool | None = None,
-    profile: bool | None = None,
-) -> None:
-    """Accept settings of activation checkpointing that have no effect on `checkpoint`, and refuse all others.
+def configure(mpu_: object = None, deepspeed_config: object = None, **options: object) -> None:
+    """Accept `num_checkpoints` and options that are off, which have no effect, and refuse all others.
 
     Raises:
         UnsupportedError: `mpu_` is given, or an option is switched on.
     """
-    del deepspeed_config, num_checkpoints
-    switched = {
-        "mpu_": mpu_ is not None,
-        "partition_activations": partition_activations,
-        "contiguous_checkpointing": contiguous_checkpointing,
-        "checkpoint_in_cpu": checkpoint_in_cpu,
-        "synchronize": synchronize,
-        "profile": profile,
-    }
-    for name, is_on in switched.items():
-        if is_on:
-            raise refusal(
-                f"checkpointing.configure({name}=)", "Leave it out: activations stay on their rank and device."
-            )
-    _settings["is_configured"] = True
+    for name, value in {"mpu_": mpu_, **options}.items():
+        if value and name != "num_checkpoints":
+            raise refusal(f"checkpointing.configure({name}=)", "Leave it out: activations stay on their device.")
+    _settings["config"] = deepspeed_config
 
 
 def is_configured() -> bool:
     """Return whether `configure` was called."""
-    return _settings["is_configured"]
-
-
-def reset() -> None:
-    """Do nothing: there are no buffers between steps."""
+    return bool(_settings)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
@@ -56,8 +32,5 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     return torch_checkpoint(function, *args, use_reentrant=False)
 
 
-non_reentrant_checkpoint = checkpoint
-
-
 def __getattr__(name: str) -> Any:
-    return missing(__name__, name, ("checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"))
+    return missing(__name__, name, ("checkpoint", "configure", "is_configured"))

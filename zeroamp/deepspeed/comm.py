@@ -1,7 +1,4 @@
-"""`deepspeed.comm`: functions of torch.distributed under DeepSpeed's names.
-
-They have torch's arguments. DeepSpeed's additional `prof`, `log_name` and `debug` are not accepted.
-"""
+"""`deepspeed.comm`: the functions of torch.distributed, with torch's arguments, and DeepSpeed's `init_distributed`."""
 
 import os
 from datetime import timedelta
@@ -9,19 +6,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zeroamp.deepspeed.refused import missing
+from zeroamp.deepspeed.refused import missing, reason_of
 from zeroamp.planning.mesh import current_device_type, start_process_group
 from zeroamp.planning.rank_device import choose_device
 from zeroamp.policies.errors import WrapError
-
-_OF_TORCH = (
-    *("P2POp", "ReduceOp", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),
-    *("all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list"),
-    *("destroy_process_group", "gather", "gather_object", "get_backend", "get_global_rank", "get_rank"),
-    *("get_world_size", "irecv", "is_available", "is_initialized", "isend", "monitored_barrier", "new_group", "recv"),
-    *("reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send"),
-)
-"""Names that are those of torch.distributed."""
 
 __path__: list[str] = []  # a package: `submodules` imports `comm.comm`
 
@@ -82,22 +70,7 @@ def get_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def get_world_group() -> dist.ProcessGroup | None:
-    """Return the default process group."""
-    return dist.group.WORLD
-
-
-def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int]:
-    """Return the global ranks of a process group. None: the default group."""
-    return dist.get_process_group_ranks(group or dist.group.WORLD)
-
-
-def inference_all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> Any:
-    """Call `all_reduce`."""
-    return dist.all_reduce(tensor, op=op, group=group)
-
-
 def __getattr__(name: str) -> Any:
-    if name in _OF_TORCH:
+    if not name.startswith("_") and hasattr(dist, name) and reason_of(f"comm.{name}") is None:
         return getattr(dist, name)
-    return missing(__name__, name, (*_OF_TORCH, *(each for each in globals() if not each.startswith("_"))))
+    return missing(__name__, name, dir(dist))

@@ -1,49 +1,60 @@
 """`DeepSpeedEngine`: the interface of DeepSpeed's engine for a wrapped model and its `TrainStep`."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from zeroamp.checkpoint.load import load_checkpoint
+from zeroamp.checkpoint.save import save_checkpoint
 from zeroamp.deepspeed import engine_checkpoint
 from zeroamp.deepspeed.comm import get_local_rank
-from zeroamp.deepspeed.data_loaders import data_loader
-from zeroamp.deepspeed.engine_config import READERS, EngineConfig
 from zeroamp.deepspeed.optimizer import ZeroOptimizer
 from zeroamp.deepspeed.refused import REFUSED, refusal, unknown
 from zeroamp.planning.mesh import device_of
-from zeroamp.policies.errors import StepError
+from zeroamp.policies.errors import ConfigError, StepError
 from zeroamp.policies.policy import Policy
-from zeroamp.training.callbacks import Callback
-from zeroamp.training.refused_arguments import Scheduler, refuse_loss
-from zeroamp.training.step import TrainStep, driver_of
+from zeroamp.rank_group import RankGroup
+from zeroamp.training.refused_arguments import Scheduler
+from zeroamp.training.step import TrainStep
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.state import reshard, wrap_state
 from zeroamp.wrapping.step_state import Phase
 
 logger = logging.getLogger("zeroamp")
 
-engines: "WeakSet[DeepSpeedEngine]" = WeakSet()
-"""The engines of this process. Functions of `utils` find a parameter's optimizer here."""
+
+def _is_dynamic(policy: Policy) -> bool:
+    return policy.low_dtype == torch.float16 and policy.loss_scale.dynamic
 
 
-class _CountAgain(Callback):
-    """Resets an engine's count of micro-batches when its optimizer step is discarded, as by `zero_grad`."""
+READERS: dict[str, Callable[[Policy], object]] = {
+    "bfloat16_enabled": lambda policy: policy.mode == "bf16",
+    "dynamic_loss_scale": _is_dynamic,
+    "fp16_enabled": lambda policy: policy.mode == "fp16",
+    "gradient_accumulation_steps": lambda policy: policy.gradient_accumulation_steps,
+    "gradient_clipping": lambda policy: policy.gradient_clipping,
+    "loss_scale": lambda policy: 0.0 if _is_dynamic(policy) else policy.loss_scale.initial,
+    "steps_per_print": lambda policy: int(policy.steps_per_print),
+    "torch_autocast_enabled": lambda policy: policy.mode == "autocast",
+    "wall_clock_breakdown": lambda policy: policy.wall_clock_breakdown,
+    "zero_optimization": lambda policy: policy.stage > 0,
+    "zero_optimization_partition_gradients": lambda policy: policy.stage >= 2,
+    "zero_optimization_partition_weights": lambda policy: policy.stage == 3,
+    "zero_optimization_stage": lambda policy: policy.stage,
+}
+"""Method of the engine without arguments -> the value of the config that it returns."""
 
-    def __init__(self, engine: "DeepSpeedEngine") -> None:
-        self._engine = engine
 
-    def on_step_discarded(self) -> None:
-        self._engine._num_accumulated = 0
-
-
-class DeepSpeedEngine(EngineConfig, nn.Module):
+class DeepSpeedEngine(nn.Module):
     """Trains a wrapped model with the calls of DeepSpeed's engine. `initialize` makes it.
 
     Other attributes are those of `module`::
@@ -62,36 +73,23 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         collate_fn: Callable[..., Any] | None = None,
         drop_last: bool = False,
     ) -> None:
-        nn.Module.__init__(self)
-        EngineConfig.__init__(self, policy, wrap_state(module).mesh.size())
+        super().__init__()
         self.module = module
         """The wrapped model."""
+        self.policy = policy
+        """The config as zeroamp's `Policy`."""
         self.train_step = train_step
         """The `TrainStep` inside, for callbacks and reports; None without an optimizer."""
         self.optimizer = None if train_step is None else ZeroOptimizer(self, train_step.optimizers[0])
         """The optimizer that `initialize` returns; None without an optimizer."""
         self.training_dataloader: Any = None
-        self.collate_fn = collate_fn
-        self._drop_last = drop_last
+        """The data loader that `initialize` returns; None without a dataset."""
         self.report: StepReport | None = None
         """The report of the last optimizer step: loss, gradient norm, learning rates."""
-        self.global_steps = 0
-        """Optimizer steps, skipped ones included."""
-        self.global_samples = 0
-        """Samples of all ranks in these steps, counted by the batch size of the config."""
-        self.micro_steps = 0
-        """Calls of `step`."""
-        self._num_accumulated = 0  # micro-batches since the last optimizer step
-        self._is_destroyed = False
-        self._has_warned = False  # about zero_grad between micro-batches
-        self._step_applied = False
+        self._collate_fn, self._drop_last = collate_fn, drop_last
         self._boundary: bool | None = None
-        self._in_no_sync = False
-        self._is_compiled = False
-        if train_step is not None:
-            train_step.callbacks.append(_CountAgain(self))
+        self._step_applied = False
         engine_checkpoint.guard_state_dict(module)
-        engines.add(self)
 
     # Forward, backward, step
 
@@ -112,97 +110,48 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
 
         Raises:
             StepError: `TrainStep.backward` raises it, or the engine has no optimizer.
-            UnsupportedError: `retain_graph` is True.
         """
-        train_step = self._trained("backward")
         if retain_graph:
             raise refusal("engine.backward(retain_graph=True)", "Add the losses, and call backward once.")
-        refuse_loss(loss)
-        steps = self.gradient_accumulation_steps()
-        # Reproducible gradients are divided once, after the sum over all micro-batches.
-        divide = scale_wrt_gas and self.policy.reproducible and steps == self.policy.gradient_accumulation_steps
-        divided = loss.float() / steps if scale_wrt_gas and not divide else loss
-        is_last = self.is_gradient_accumulation_boundary() and not self._in_no_sync
-        train_step.backward(divided, is_last=is_last, divide=divide)
-        return loss.detach() / self.gradient_accumulation_steps() if scale_wrt_gas else loss.detach()
+        self._trained("backward").backward(loss, is_last=self._boundary, divide=scale_wrt_gas)
+        return loss.detach() / self.policy.gradient_accumulation_steps if scale_wrt_gas else loss.detach()
 
-    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Clip and update after the last micro-batch of an optimizer step. After others, only count the micro-batch.
-
-        Args:
-            lr_kwargs: refused unless empty.
+    def step(self) -> None:
+        """Clip and update after the last micro-batch of an optimizer step. Does nothing after others.
 
         Raises:
-            StepError: `TrainStep.step` raises it; inside `no_sync`; or the engine has no optimizer.
-            UnsupportedError: `lr_kwargs` is not empty.
+            StepError: `TrainStep.step` raises it, there was no `backward`, or the engine has no optimizer.
         """
         train_step = self._trained("step")
-        if lr_kwargs:
-            raise refusal(
-                "engine.step(lr_kwargs=)", "Leave the scheduler out of initialize(), and step it yourself with them."
+        if wrap_state(self.module).step.phase is Phase.IDLE:
+            raise StepError(
+                "engine.step was called without engine.backward(loss) since the last optimizer step. Call it instead of "
+                "loss.backward()."
             )
-        if self._in_no_sync:
-            raise StepError("engine.step was called inside no_sync(). Run one backward after no_sync(), then step().")
-        self._step_applied = False
-        if self.is_gradient_accumulation_boundary():
-            if wrap_state(train_step.model).step.phase is Phase.IDLE:
-                raise StepError(
-                    "engine.step was called without a backward of the engine since the last optimizer step. Call "
-                    "engine.backward(loss) before it, instead of loss.backward()."
-                )
-            try:
-                self.report = train_step.step()
-            finally:
-                if driver_of(train_step).is_between_steps:  # also after an error that ended the optimizer step
-                    self._num_accumulated = 0
-            if self.report is None:
-                raise AssertionError("expected a report of the optimizer step, got None")
-            self.global_steps += 1
-            self.global_samples += self.train_batch_size()
-            self._step_applied = not self.report.skipped
-        else:
-            self._num_accumulated += 1
-        self.micro_steps += 1
+        report = None if self._boundary is False else train_step.step()
+        self._step_applied = report is not None and not report.skipped
+        self.report = report or self.report
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
-        """Discard the gradients since the last optimizer step. The count of micro-batches continues, as in DeepSpeed.
-
-        `step` discards gradients after an update, so no loop needs this call. A call between the micro-batches of an
-        optimizer step logs a warning once: the update will lack the micro-batches before the call.
-        """
-        if self.train_step is None:
-            return
-        num_done, num_accumulated = wrap_state(self.module).step.num_micro_batches, self._num_accumulated
-        self.train_step.zero_grad()
-        self._num_accumulated = num_accumulated
-        if num_done > 0 and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "zero_grad discarded the gradients of %d of the %d micro-batches of an optimizer step, so its update "
-                "will lack them. Remove the call: engine.step() discards gradients after the update.",
-                num_done,
-                self.gradient_accumulation_steps(),
-            )
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without communication, at stages 0 and 1: no backward inside ends an optimizer step.
+        """Discard gradients between two optimizer steps. `step` does so after an update, so no loop needs this call.
 
         Raises:
-            StepError: at stages 2 and 3, where every backward reduces; or inside another no_sync().
+            StepError: called between the micro-batches of an optimizer step, whose update would lack the earlier ones.
         """
-        if self.policy.stage >= 2:
+        if wrap_state(self.module).step.is_open:
             raise StepError(
-                f"engine.no_sync was called at ZeRO stage {self.policy.stage}, where every backward "
-                "reduces gradients. Call set_gradient_accumulation_boundary(False) instead, or use stage 0 or 1."
+                "zero_grad was called between the micro-batches of an optimizer step, so its update would lack those "
+                "before the call. Remove the call: engine.step() discards gradients after the update."
             )
-        if self._in_no_sync:
-            raise StepError("engine.no_sync was called inside another no_sync(). One is enough.")
-        self._in_no_sync = True
-        try:
-            yield
-        finally:
-            self._in_no_sync = False
+        if self.train_step is not None:
+            self.train_step.zero_grad()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context for accumulation: no backward inside ends an optimizer step.
+
+        At stages 0 and 1 there is no communication inside. At stages 2 and 3 each backward reduces gradients.
+        """
+        return self._trained("no_sync").no_sync()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Set whether the following backwards are the last ones of an optimizer step. None: decide it by counting.
@@ -216,27 +165,46 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         """Return whether the current micro-batch is the last one of its optimizer step."""
         if self._boundary is not None:
             return self._boundary
-        return self._num_accumulated + 1 >= self.gradient_accumulation_steps()
+        step = wrap_state(self.module).step
+        current = step.num_micro_batches + step.is_stepped if step.is_open else 1  # counted until its `step`
+        return current >= self.policy.gradient_accumulation_steps
 
     def was_step_applied(self) -> bool:
         """Return whether the last call of `step` updated the parameters."""
         return self._step_applied
 
     def _trained(self, method: str) -> TrainStep:
-        if self._is_destroyed:
-            raise StepError(f"engine.{method} was called after engine.destroy(). Call initialize() with a new model.")
         if self.train_step is None:
             raise StepError(
-                f"engine.{method} was called, but initialize() got no optimizer. Pass optimizer=, or write "
-                '"optimizer" in the config.'
+                f"engine.{method} was called, but the engine has no optimizer: initialize() got none, or "
+                'engine.destroy() was called. Pass optimizer= to initialize(), or write "optimizer" in the config.'
             )
         return self.train_step
 
-    def dataloader_drop_last(self) -> bool:
-        """Return the config's `dataloader_drop_last`: whether `deepspeed_io` leaves out a smaller last batch."""
-        return self._drop_last
+    # Numbers
 
-    # Numbers of the last step
+    def train_batch_size(self) -> int:
+        """Return the samples of an optimizer step: micro-batch size x accumulation steps x ranks."""
+        return self.train_micro_batch_size_per_gpu() * self.policy.gradient_accumulation_steps * self.world_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples of a micro-batch. Raises ConfigError if the config has no batch size."""
+        if self.policy.train_micro_batch_size_per_gpu is None:
+            raise ConfigError(
+                "The config of initialize() must have train_batch_size or train_micro_batch_size_per_gpu, but has "
+                "neither. Add one: the engine's data loader and count of samples need it."
+            )
+        return self.policy.train_micro_batch_size_per_gpu
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps, skipped ones included."""
+        return 0 if self.train_step is None else self.train_step.num_steps + self.train_step.num_skipped
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all ranks in these steps, counted by the batch size of the config."""
+        return self.global_steps * self.train_batch_size()
 
     @property
     def skipped_steps(self) -> int:
@@ -262,29 +230,9 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
 
     def get_lr(self) -> list[Any]:
         """Return the learning rate of each param group."""
-        return self._of_groups("lr")
+        return [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
 
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate of each param group. A scheduler sets its own after the next update."""
-        for group in self._trained("set_lr").optimizers[0].param_groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
-
-    def get_mom(self) -> list[Any]:
-        """Return the betas, or for optimizers without betas the momentum, of each param group."""
-        return self._of_groups("betas", "momentum")
-
-    def get_type(self) -> list[Any]:
-        """Return the entry "type" of each param group, or 0.0 if it has none."""
-        return self._of_groups("type")
-
-    def _of_groups(self, *keys: str) -> list[Any]:
-        groups = [] if self.train_step is None else self.train_step.optimizers[0].param_groups
-        return [next((group[key] for key in keys if key in group), 0.0) for group in groups]
-
-    # Ranks and devices
+    # Ranks, devices, data
 
     @property
     def device(self) -> torch.device:
@@ -308,11 +256,6 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
 
     dp_world_size = world_size
 
-    @property
-    def data_parallel_group(self) -> dist.ProcessGroup | None:
-        """The group of all ranks."""
-        return dist.group.WORLD
-
     def deepspeed_io(
         self,
         dataset: Any,
@@ -322,44 +265,31 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         data_sampler: Any = None,
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int | None = None,
-    ) -> Any:
-        """Return a torch `DataLoader` in which each rank sees its own part of `dataset`: see `data_loader`."""
-        return data_loader(
+    ) -> DataLoader[Any]:
+        """Return a torch `DataLoader` in which each rank sees its own part of `dataset`.
+
+        torch's `DistributedSampler` selects the part; with the route "train" it shuffles. Its order is the same in
+        every epoch unless `loader.sampler.set_epoch(epoch)` is called. An iterable dataset must select its part itself.
+        """
+        if data_sampler is None and not isinstance(dataset, IterableDataset):
+            data_sampler = DistributedSampler(dataset, self.world_size, self.global_rank, shuffle=route == "train")
+        loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_size or self.train_micro_batch_size_per_gpu(),
-            shuffle=route == "train",
-            pin_memory=pin_memory,
             sampler=data_sampler,
-            collate_fn=collate_fn or self.collate_fn,
+            collate_fn=collate_fn or self._collate_fn,
             num_workers=num_local_io_workers or 0,
             drop_last=self._drop_last,
+            pin_memory=pin_memory and torch.accelerator.is_available(),
         )
+        vars(loader)["data_sampler"] = loader.sampler  # DeepSpeed's name
+        return loader
 
     # The module
 
-    def train(self, mode: bool = True) -> "DeepSpeedEngine":
-        """Set the training mode of the engine and its module."""
-        return super().train(mode)
-
-    def compile(
-        self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, schedule: Any = None
-    ) -> None:
-        """Compile the module's forward by `torch.compile`, in place.
-
-        Args:
-            backend: of `torch.compile`.
-            compile_kwargs: other arguments of `torch.compile`.
-            schedule: refused: zeroamp does not have DeepCompile's passes.
-        """
-        if schedule is not None:
-            raise refusal("engine.compile(schedule=)", "zeroamp does not have DeepCompile. Leave it out.")
+    def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Compile the module's forward by `torch.compile`, in place, with these arguments."""
         self.module.compile(**{**(compile_kwargs or {}), "backend": backend})
-        self._is_compiled = True
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether `compile` was called."""
-        return self._is_compiled
 
     def empty_partition_cache(self) -> None:
         """Reshard the parameters that an evaluation left unsharded."""
@@ -371,75 +301,133 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
             self.train_step.zero_grad()
         reshard(self.module.modules())
         self.train_step = self.optimizer = None
-        self._is_destroyed = True
-
-    @property
-    def sparse_tensor_module_names(self) -> set[str]:
-        """The empty set: zeroamp has no sparse gradients."""
-        return set()
 
     # Checkpoints
 
     def save_checkpoint(
         self,
-        save_dir: Any,
+        save_dir: str | os.PathLike[str],
         tag: str | int | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save a checkpoint of the training as `save_dir/tag`: see `engine_checkpoint.save`. All ranks call it."""
-        return engine_checkpoint.save(
-            self, save_dir, tag, client_state or {}, save_latest=save_latest, without_frozen=exclude_frozen_parameters
+        """Save a checkpoint as `save_dir/tag`, and write the tag into `save_dir/latest`. All ranks call it.
+
+        Args:
+            save_dir: the run's folder, on a file system that all ranks share.
+            tag: a folder name. None: global_step<number>. A checkpoint of the same tag is replaced once this one is on
+                the disk.
+            client_state: tensors, numbers, strings, None, and containers of them. A load returns the first rank's.
+            save_latest: whether to write the tag into `latest`.
+            exclude_frozen_parameters: whether to leave out frozen parameters.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError: `zeroamp.save_checkpoint` raises it, or the tag is not a folder name.
+            StepError: called inside an optimizer step, or the engine has no optimizer.
+        """
+        train_step = self._trained("save_checkpoint")
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        save_checkpoint(
+            engine_checkpoint.path_of(Path(save_dir), name),
+            self.module,
+            train_step,
+            step=self.global_steps,
+            extra={"client_state": dict(client_state or {})},
+            keep=1,
+            exclude_frozen_parameters=exclude_frozen_parameters,
         )
+        if save_latest:
+            self._ranks().on_first(lambda: engine_checkpoint.write_latest(Path(save_dir), name))
+        return True
 
     def load_checkpoint(
         self,
-        load_dir: Any,
+        load_dir: str | os.PathLike[str],
         tag: str | int | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint that `save_checkpoint` wrote: see `engine_checkpoint.load`. All ranks call it."""
+        """Load a checkpoint that `save_checkpoint` wrote. All ranks call it.
+
+        Args:
+            load_dir: the folder given to `save_checkpoint`.
+            tag: None: the one in `load_dir/latest`. If that file does not exist, a warning is logged and (None, None)
+                is returned, as in DeepSpeed, so that a script can start a new run.
+            load_module_strict: refused if False.
+            load_optimizer_states: whether to load the optimizer's state.
+            load_lr_scheduler_states: whether to load the scheduler's state.
+            load_module_only: whether to load weights and nothing else.
+
+        Returns:
+            The path of the checkpoint, and the client state of the first rank.
+
+        Raises:
+            CheckpointError: the tag does not exist, DeepSpeed wrote it, or `zeroamp.load_checkpoint` raises it.
+            StepError: called inside an optimizer step.
+        """
         if not load_module_strict:
             raise refusal("engine.load_checkpoint(load_module_strict=False)", "Load weights with zeroamp.load_hf.")
-        if custom_load_fn is not None:
-            raise refusal("engine.load_checkpoint(custom_load_fn=)", "Load weights with zeroamp.load_hf.")
-        only = engine_checkpoint.Parts(
-            optimizer=load_optimizer_states and not load_module_only,
-            scheduler=load_lr_scheduler_states and not load_module_only,
-            counts=not load_module_only,
+        folder, ranks = Path(load_dir), self._ranks()
+        name = ranks.on_first(lambda: engine_checkpoint.find(folder, None if tag is None else str(tag)))
+        if name is None:
+            if ranks.rank == 0:
+                logger.warning("%s has no file latest, so nothing was loaded. Pass tag=, or another folder.", folder)
+            return None, None
+        extra = load_checkpoint(
+            engine_checkpoint.path_of(folder, name),
+            self.module,
+            None if load_module_only else self.train_step,
+            load_optimizer_states=load_optimizer_states and not load_module_only,
+            load_lr_scheduler_states=load_lr_scheduler_states and self.lr_scheduler is not None,
+            extra_rank=0,
         )
-        return engine_checkpoint.load(self, load_dir, tag, only)
+        if extra is None:
+            raise AssertionError(f"expected client_state in {folder / name}, which engine.save_checkpoint wrote")
+        return str(folder / name), extra["client_state"]
 
     def save_16bit_model(
-        self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write whole weights in the config's low precision as one file, and return True. All ranks call it.
 
         The first rank writes the file: by `torch.save`, or as safetensors if the name ends in ".safetensors". It needs
         CPU memory for the whole model; `zeroamp.export_hf` needs only as much as one of its files.
         """
-        return engine_checkpoint.save_weights(self, save_dir, save_filename, exclude_frozen_parameters)
+        state_dict = self.module_state_dict(exclude_frozen_parameters)
+        self._ranks().on_first(lambda: engine_checkpoint.write_weights(Path(save_dir) / save_filename, state_dict))
+        return True
 
     save_fp16_model = save_16bit_model
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """Return whole weights and buffers on the CPU, in the low precision of the config. All ranks call it.
+        """Return whole weights on the CPU, in the low precision of the config, on the first rank. All ranks call it.
 
-        At stages 1 to 3 use it instead of `engine.module.state_dict()`, which raises there.
+        The other ranks get an empty dict. At stages 1 to 3 call it instead of `engine.module.state_dict()`.
         """
-        return engine_checkpoint.whole_state_dict(self, exclude_frozen_parameters)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the module's `state_dict()`, with "module." before each name. Raises StepError at stages 1 to 3."""
-        stage = self.policy.stage
-        return engine_checkpoint.whole_or_error(stage, super().state_dict, depth=2)(*args, **kwargs)
+        return engine_checkpoint.whole_weights(
+            self.module,
+            self.policy.low_dtype or torch.float32,
+            without_frozen=exclude_frozen_parameters,
+            on_first=self._ranks().rank == 0,
+        )
 
     _zero3_consolidated_16bit_state_dict = module_state_dict  # accelerate and many scripts call it
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Raise UnsupportedError: call `engine.module_state_dict`."""
+        raise refusal("engine.state_dict", "Call engine.module_state_dict() on all ranks.")
+
+    def _ranks(self) -> RankGroup:
+        return RankGroup.for_saving(wrap_state(self.module).axes.whole)
 
     def __getattr__(self, name: str) -> Any:
         if name in READERS:

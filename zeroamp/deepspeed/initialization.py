@@ -1,6 +1,6 @@
 """`initialize`: makes an engine of a model, with its optimizer, data loader and scheduler."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -10,12 +10,10 @@ from torch import nn
 from zeroamp.deepspeed.arguments import ConfigLike, config_of
 from zeroamp.deepspeed.comm import init_distributed
 from zeroamp.deepspeed.engine import DeepSpeedEngine
-from zeroamp.deepspeed.engine_config import micro_batch_size
 from zeroamp.deepspeed.optimizer import ZeroOptimizer
-from zeroamp.deepspeed.parameters import listed, mark_replaced, refuse_foreign, repoint, sharded_list
 from zeroamp.deepspeed.refused import refusal
 from zeroamp.deepspeed.utils import leaf_names
-from zeroamp.deepspeed.zero import mark_sharded
+from zeroamp.deepspeed.zero import REPLACED, mark_sharded
 from zeroamp.optimizers.from_config import optimizer_from_config
 from zeroamp.optimizers.parameters_before import ParametersBefore
 from zeroamp.optimizers.schedulers import scheduler_from_config
@@ -74,14 +72,13 @@ def initialize(
 
     Raises:
         UnsupportedError: an argument is refused.
-        ConfigError: no config or two are given; it has no batch size; or `policy_from_config`,
-            `optimizer_from_config` or `scheduler_from_config` refuses it.
-        StepError: the optimizer or `model_parameters` holds a parameter that the model does not have.
+        ConfigError: no config or two are given, or `policy_from_config`, `optimizer_from_config` or
+            `scheduler_from_config` refuses it.
+        StepError: `TrainStep` refuses the optimizer or the scheduler, or there is a scheduler without an optimizer.
         WrapError: `wrap_model` refuses the model.
     """
-    for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items():
-        if value is not None:
-            raise refusal(f"initialize({name}=)", "Leave it out: parameters are sharded over all ranks.")
+    if mpu is not None or mesh_param is not None:
+        raise refusal("initialize(mpu=, mesh_param=)", "Leave them out: parameters are sharded over all ranks.")
     if not isinstance(model, nn.Module):
         raise refusal(f"initialize(model={type(model).__name__})", "Pass model=, a torch.nn.Module.")
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
@@ -91,23 +88,23 @@ def initialize(
         raise ConfigError(f"dataloader_drop_last must be true or false, but is {shown(drop_last)}. Write one of them.")
     policy = _policy(given, model)
     before = ParametersBefore(model)
-    chosen = listed(model.parameters() if model_parameters is None else model_parameters)
-    # Checked before the wrap: after it, the script could not call initialize() again with this model.
-    micro_batch_size(policy)
-    _refuse_wrong_kinds(optimizer, lr_scheduler, policy)
-    refuse_foreign(before, optimizer, chosen)
+    chosen = _listed(model.parameters() if model_parameters is None else model_parameters)
+    if lr_scheduler is not None and optimizer is None and policy.optimizer is None:
+        raise StepError(
+            "initialize(lr_scheduler=) was given without an optimizer. Pass optimizer=, or write it in the config."
+        )
     wrap_model(model, policy)
     before.wrapped(model)
-    mark_replaced(before)
-    parameters = sharded_list(before, chosen)
-    inside = _optimizer(optimizer, policy, parameters, before)
+    for parameter in before.replaced():
+        vars(parameter)[REPLACED] = True
+    inside = _optimizer(optimizer, policy, _sharded(before, chosen), before)
     scheduler = None if inside is None else _scheduler(lr_scheduler, policy, inside)
     mark_sharded(model)
     train_step = None if inside is None else TrainStep(model, inside, scheduler)
     engine = DeepSpeedEngine(model, policy, train_step, collate_fn=collate_fn, drop_last=drop_last)
-    if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data)
-    return engine, engine.optimizer, engine.training_dataloader, scheduler
+    loader = None if training_data is None else engine.deepspeed_io(training_data)
+    engine.training_dataloader = loader
+    return engine, engine.optimizer, loader, scheduler
 
 
 def _policy(config: dict[str, Any], model: nn.Module) -> Policy:
@@ -119,56 +116,41 @@ def _policy(config: dict[str, Any], model: nn.Module) -> Policy:
     return policy.replace(**{key: sorted({*policy.leaf_modules.names, *leaves})})
 
 
+def _listed(parameters: Any) -> list[Any]:
+    """Return parameters or param groups as a list: an iterator is invalid after the wrap. Groups are copied."""
+    listed = [parameters] if isinstance(parameters, torch.Tensor | dict) else list(parameters)
+    return [
+        {**each, "params": _listed(each["params"])}
+        if isinstance(each, dict)
+        # Helpers of transformers and others return pairs of name and parameter.
+        else (each[1] if isinstance(each, tuple) else each)
+        for each in listed
+    ]
+
+
+def _sharded(before: ParametersBefore, parameters: Iterable[Any]) -> list[Any]:
+    """Replace the parameters in a list of parameters or param groups by the sharded ones."""
+    return [
+        {**each, "params": _sharded(before, each["params"])} if isinstance(each, dict) else before.sharded(each)
+        for each in parameters
+    ]
+
+
 def _optimizer(
     given: OptimizerLike, policy: Policy, parameters: list[Any], before: ParametersBefore
 ) -> torch.optim.Optimizer | None:
     if given is None:
         return None if policy.optimizer is None else optimizer_from_config(policy, parameters)
     if isinstance(given, torch.optim.Optimizer):
-        repoint(before, given)
+        before.repoint([given])
         return given
-    made = given(parameters)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise StepError(
-            f"The function given to initialize(optimizer=) must return a torch optimizer, but returned {made!r:.80}. "
-            "Return one that is built from its argument."
-        )
-    return made
+    return given(parameters)
 
 
 def _scheduler(given: SchedulerLike, policy: Policy, optimizer: torch.optim.Optimizer) -> Scheduler | None:
     if given is None:
         return None if policy.scheduler is None else scheduler_from_config(policy, optimizer)
     # `step` tells a scheduler from a function of the optimizer. A scheduler may be callable too.
-    if _is_scheduler(given):
+    if hasattr(given, "step") and not isinstance(given, type):
         return cast(Scheduler, given)
-    made = cast(Callable[[torch.optim.Optimizer], Scheduler], given)(optimizer)
-    if not _is_scheduler(made):
-        raise StepError(
-            f"The function given to initialize(lr_scheduler=) must return a scheduler, but returned {made!r:.80}. "
-            "Return one that is built from its argument."
-        )
-    return made
-
-
-def _is_scheduler(given: Any) -> bool:
-    return hasattr(given, "step") and not isinstance(given, type)
-
-
-def _refuse_wrong_kinds(optimizer: Any, lr_scheduler: Any, policy: Policy) -> None:
-    if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer)):
-        raise refusal(
-            f"initialize(optimizer=), given as {type(optimizer).__name__},",
-            "Pass one torch optimizer, or a function of the parameters that returns one.",
-        )
-    if lr_scheduler is None:
-        return
-    if optimizer is None and policy.optimizer is None:
-        raise StepError(
-            "initialize(lr_scheduler=) was given without an optimizer. Pass optimizer=, or write it in the config."
-        )
-    if not (_is_scheduler(lr_scheduler) or callable(lr_scheduler)):
-        raise refusal(
-            f"initialize(lr_scheduler=), given as {type(lr_scheduler).__name__},",
-            "Pass one scheduler, or a function of the optimizer that returns one.",
-        )
+    return cast(Callable[[torch.optim.Optimizer], Scheduler], given)(optimizer)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class ZeroOptimizer(torch.optim.Optimizer):
     """The engine's optimizer, for reading and for schedulers. `engine.step()` steps it.
 
-    Other attributes are those of the torch optimizer inside, `optimizer`.
+    Other attributes, such as `param_groups` and `state`, are those of the torch optimizer inside, `optimizer`.
     """
 
     _opt_called = True  # without it, a scheduler of torch warns that the optimizer was not stepped before it
@@ -26,34 +26,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The torch optimizer inside. It holds sharded parameters."""
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The param groups of the optimizer inside, to read and to change."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """Sharded parameter -> its state."""
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The defaults of the optimizer inside."""
-        return self.optimizer.defaults
-
-    @property
     def loss_scale(self) -> float:
         """The factor of the next loss, by loss scaling. 1 except in float16."""
         return self._engine.cur_scale
 
-    @property
-    def cur_scale(self) -> float:
-        """The same as `loss_scale`."""
-        return self._engine.cur_scale
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale is dynamic."""
-        return bool(self._engine.dynamic_loss_scale())
+    cur_scale = loss_scale
 
     @property
     def overflow(self) -> bool:
@@ -65,12 +42,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Raise UnsupportedError: the engine reduces, clips and unscales in its own step."""
         raise refusal("optimizer.step", "Call engine.step().")
 
-    def backward(self, *_: object, **__: object) -> None:
-        """Raise UnsupportedError: call `engine.backward`."""
-        raise refusal("optimizer.backward", "Call engine.backward(loss).")
-
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
-        """Discard the gradients since the last step."""
+        """Call `engine.zero_grad`."""
         self._engine.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,9 +57,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add sharded parameters of the engine's module, as `engine.module.parameters()` yields them."""
         self.optimizer.add_param_group(param_group)
-
-    def __repr__(self) -> str:
-        return f"ZeroOptimizer({self.optimizer!r})"
 
     def __getattr__(self, name: str) -> Any:
         if name in ("optimizer", "_engine"):  # before __init__, and while a pickle is read

@@ -10,7 +10,7 @@ from zeroamp.policies.errors import ZeroAmpError, some_of
 
 _NAMES = {
     "zeroamp trains. Run inference with model.eval() under torch.no_grad(), or call engine.save_16bit_model(folder).": (
-        "init_inference InferenceEngine default_inference_config DeepSpeedInferenceConfig inference "
+        "init_inference InferenceEngine DeepSpeedInferenceConfig default_inference_config inference "
         "model_implementations"
     ),
     "model.generate works on a wrapped model.": (
@@ -20,35 +20,40 @@ _NAMES = {
         "PipelineModule PipelineEngine pipe runtime.pipe engine.train_batch engine.eval_batch engine.set_dataloader"
     ),
     "There are no expert-parallel layers. Train the mixture of experts unchanged: docs/moe.md.": (
-        "moe.MoE moe.layer moe.experts moe.sharded_moe moe.mappings moe.capacity_bins moe.ep_count moe.ep_experts "
-        "moe.ep_kernels moe.ep_repack moe.ep_router moe.ep_tp_dispatch moe.fused_expert_layout "
-        "module_inject.auto_ep_layer"
+        "moe module_inject.auto_ep_layer utils.groups"
     ),
     "It is a kernel of DeepSpeed. Use the model's own layer: torch.compile fuses it.": (
         "DeepSpeedTransformerLayer DeepSpeedTransformerConfig replace_transformer_layer revert_transformer_layer "
-        "module_inject engine.module_inject git_version_info env_report kernels "
-        "ops.transformer ops.sparse_attention ops.deepspeed4science ops.fp_quantizer ops.quantizer ops.random_ltd "
-        "ops.op_builder ops.csrc ops.compile ops.triton ops.triton_ops ops.pin_memory ops.adam.multi_tensor_apply"
+        "module_inject engine.module_inject kernels ops"
     ),
     "initialize() shards over all ranks. Call zeroamp.wrap_model for tensor or context axes: docs/meshes.md.": (
         "tp_model_init set_optimizer_flags sequence domino runtime.domino runtime.tensor_parallel "
         "runtime.sequence_parallel runtime.tiled_mlp engine.mpu engine.get_sequence_parallel_group"
     ),
-    "There are no groups of experts or of tensor parallelism: use comm's functions.": "utils.groups",
     "Shards stay on the device, or on the CPU with offload_optimizer. Disks are not used.": (
-        "io nvme ops.aio ops.gds runtime.swap_tensor runtime.superoffload runtime.zenflow"
+        "io nvme ops.aio ops.gds runtime.swap_tensor runtime.superoffload runtime.zenflow "
+        "engine.offload_states engine.reload_states runtime.zero.offload_states"
     ),
     "peft trains adapters, on quantized bases too: docs/peft.md.": "linear",
-    "There is no compression of models or gradients.": (
-        "compression runtime.compression runtime.quantize runtime.weight_quantizer runtime.eigenvalue "
-        "runtime.sparse_tensor"
+    "There is no compression, curriculum learning, progressive layer drop or data analysis.": (
+        "compression runtime.compression runtime.quantize runtime.weight_quantizer runtime.data_pipeline "
+        "runtime.progressive_layer_drop engine.get_pld_theta engine.set_custom_curriculum_learning_schedule"
     ),
-    "zeroamp does not have DeepCompile. Call engine.compile().": "compile runtime.compiler",
+    "zeroamp does not have DeepCompile. Call engine.compile().": "compile runtime.compiler engine.is_compiled",
     "There is no search for a config. `zeroamp plan` shows memory and the largest batch that fits.": "autotuning",
     "Start the script with torchrun: it replaces the `deepspeed` launcher.": "launcher elasticity comm.mpi_discovery",
-    "initialize(config=) and zeroamp.policy_from_config(config) read the config.": (
-        "DeepSpeedConfig runtime.config runtime.config_utils runtime.constants runtime.zero.config "
-        "runtime.zero.offload_config runtime.precision_config runtime.model_checkpointing constants monitor.config"
+    "initialize(config=) and zeroamp.policy_from_config(config) read the config. engine.policy has its values.": (
+        "DeepSpeedConfig constants monitor.config runtime.config runtime.config_utils runtime.constants "
+        "runtime.model_checkpointing runtime.precision_config runtime.zero.config runtime.zero.offload_config "
+        "engine.amp_enabled engine.dataloader_drop_last engine.initial_dynamic_scale engine.optimizer_name "
+        "engine.scheduler_name engine.torch_autocast_dtype engine.zero_cpu_offload "
+        "engine.zero_gather_16bit_weights_on_model_save"
+    ),
+    "Call initialize() with another config: the batch sizes of an engine do not change.": (
+        "engine.set_train_batch_size engine.set_train_micro_batch_size"
+    ),
+    "engine.optimizer.param_groups has the values of each param group, to read and to set.": (
+        "engine.get_mom engine.get_type engine.set_lr"
     ),
     'Write the scheduler in the config, "scheduler": {"type": "WarmupLR", ...}, or pass initialize(lr_scheduler=). In '
     "place of OneCycle and LRRangeTest, torch.optim.lr_scheduler has CyclicLR, OneCycleLR and LambdaLR.": (
@@ -58,17 +63,30 @@ _NAMES = {
     "zeroamp.load_hf reads the result. zeroamp.export_checkpoint converts folders of engine.save_checkpoint.": (
         "utils.zero_to_fp32 checkpoint"
     ),
+    "Call zeroamp.full_parameter(param), zeroamp.full_gradient(param) or zeroamp.full_optimizer_state("
+    "engine.optimizer.optimizer, param, key), and their set_full_*: docs/full-tensors.md.": (
+        "utils.safe_get_full_fp32_param utils.safe_get_full_grad utils.safe_get_full_optimizer_state "
+        "utils.safe_set_full_fp32_param utils.safe_set_full_grad utils.safe_set_full_optimizer_state "
+        "utils.safe_update_full_grad_vectorized utils.tensor_fragment"
+    ),
+    "Parameters, param.grad and engine.optimizer.state are DTensors: to_local() returns this rank's shard.": (
+        "utils.safe_get_local_fp32_param utils.safe_get_local_grad utils.safe_get_local_optimizer_state "
+        "utils.safe_set_local_fp32_param utils.safe_set_local_grad utils.safe_set_local_optimizer_state"
+    ),
     'Set "wall_clock_breakdown": true, or construct zeroamp.RunReport(engine.train_step, path).': (
         "utils.timer engine.timers engine.tput_timer"
     ),
     "Call zeroamp.count_flops(model, batch) before initialize(), or zeroamp.Profile for the time of each part.": (
-        "profiling engine.flops_profiler"
+        "profiling engine.flops_profiler utils.nvtx utils.instrument_w_nvtx"
     ),
     "zeroamp.traffic(model) has calls and bytes of every collective.": (
         "comm.log_summary comm.configure utils.comms_logging"
     ),
     "Set a monitor in the config, or append a zeroamp.Callback to engine.train_step.callbacks.": (
         "monitor engine.monitor"
+    ),
+    'Build the model under `with torch.device("meta")`: initialize() then initialises it on shards.': (
+        "OnDevice utils.OnDevice utils.init_on_device"
     ),
     'Pass "zeroamp": {"dp_replicate_size": N} in the config: shards are then replicated N times.': (
         "zero.MiCS_Init comm.initialize_mesh_device runtime.zero.mics runtime.zero.mics_utils"
@@ -80,41 +98,29 @@ _NAMES = {
         "zero.DeepSpeedZeRoOffload runtime.zero.parameter_offload"
     ),
     "It is inside DeepSpeed's engine. engine and engine.optimizer have what scripts read.": (
-        "runtime.zero.stage3 runtime.zero.stage_1_and_2 runtime.zero.utils runtime.zero.linear runtime.bf16_optimizer "
-        "runtime.fp16 runtime.base_optimizer runtime.checkpoint_engine runtime.comm runtime.torch_autocast "
-        "runtime.state_dict_factory runtime.hybrid_engine_graph runtime.zero.contiguous_memory_allocator "
-        "runtime.zero.leaf_module_config runtime.zero.partitioned_param_coordinator runtime.zero.test "
-        "runtime.zero.partitioned_param_profiler comm.backend comm.ccl comm.config comm.constants comm.mori "
-        "comm.reduce_op comm.utils compat datastates nebula utils.bwc utils.config utils.debug "
-        "utils.exceptions utils.mixed_precision_linkage utils.numa utils.pin_memory utils.pin_memory_tracker "
-        "utils.static_cache utils.types"
+        "runtime comm.backend comm.ccl comm.config comm.constants comm.reduce_op comm.utils compat datastates nebula "
+        "env_report git_version_info utils.bwc utils.config utils.debug utils.exceptions utils.numa utils.types "
+        "engine.micro_steps engine.sparse_tensor_module_names engine.checkpoint_engine"
     ),
     "torch has no such optimizer. Pass an optimizer of your own to initialize(optimizer=).": (
         "ops.lamb ops.lion ops.muon runtime.zero.muon ops.adam.FusedLamb ops.adam.DeepSpeedCPULion ops.adam.FusedLion "
-        "ops.adam.OnebitAdam ops.adam.ZenFlowCPUAdam ops.adam.ZenFlowSelectiveAdamW "
-        "ops.adam.zenflow_cpu_adam ops.adam.zenflow_torch_adam"
+        "ops.adam.OnebitAdam"
     ),
     "Pass torch.optim.Adagrad to initialize(optimizer=).": "ops.adagrad ops.adam.DeepSpeedCPUAdagrad",
-    "There is no curriculum learning, progressive layer drop or data analysis.": (
-        "runtime.data_pipeline runtime.progressive_layer_drop engine.get_pld_theta engine.progressive_layer_drop "
-        "engine.set_custom_curriculum_learning_schedule"
-    ),
     "It is for tensor parallelism, which initialize() does not have. Call torch.manual_seed.": (
         "checkpointing.get_cuda_rng_tracker checkpointing.model_parallel_cuda_manual_seed"
     ),
     "Call checkpointing.checkpoint(function, *args).": (
-        "checkpointing.CheckpointFunction runtime.activation_checkpointing"
+        "checkpointing.CheckpointFunction checkpointing.non_reentrant_checkpoint checkpointing.reset "
+        "runtime.activation_checkpointing"
     ),
-    "Call engine.backward(loss): it scales the loss and runs the backward.": "engine.scale",
-    "The last backward of an optimizer step reduces the gradients.": "engine.allreduce_gradients",
+    "Call engine.backward(loss): it scales the loss. The last one of an optimizer step reduces the gradients.": (
+        "engine.scale engine.allreduce_gradients"
+    ),
     "Call set_gradient_accumulation_boundary(False) before all backwards but the last.": (
         "engine.coalesce_grad_reduction"
     ),
-    'Shards stay where the config puts them: set "offload_optimizer": {"device": "cpu"}.': (
-        "engine.offload_states engine.reload_states runtime.zero.offload_states"
-    ),
     "Pass collate_fn= to initialize().": "engine.set_data_post_process_func",
-    "engine.save_checkpoint calls zeroamp.save_checkpoint.": "engine.checkpoint_engine",
 }
 """Reason -> names below `deepspeed` that are refused for it, and of the engine. What is below a name is refused too."""
 
@@ -180,7 +186,8 @@ def missing(module: str, name: str, valid: Iterable[str]) -> Refused:
     if name.startswith("__"):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     inside = f"{module}.{name}".removeprefix("zeroamp.deepspeed.")
-    reason = reason_of(inside)
+    valid = [each for each in valid if not each.startswith("_")]
+    reason = None if inside not in REFUSED and get_close_matches(name, valid) else reason_of(inside)
     if reason is None:
         raise unknown(module, name, valid)
     return Refused(f"deepspeed.{inside}", reason)

@@ -1,26 +1,28 @@
-"""Imports the submodules of DeepSpeed that zeroamp refuses: the import succeeds, and each use raises the reason."""
+"""Imports the submodules of DeepSpeed that have no file here: other names of a module, and refused ones."""
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 PREFIX = "zeroamp.deepspeed."
 
 ALIASES = {
     "accelerator.real_accelerator": "accelerator",
     "comm.comm": "comm",
-    "ops.adam.cpu_adam": "ops.adam",
-    "ops.adam.fused_adam": "ops.adam",
+    "ops.adam": "adam",
+    "ops.adam.cpu_adam": "adam",
+    "ops.adam.fused_adam": "adam",
     "runtime.activation_checkpointing.checkpointing": "checkpointing",
-    "runtime.dataloader": "data_loaders",
-    "utils.init_on_device": "utils",
+    "runtime.dataloader": "utils",
+    "runtime.engine": "engine",
+    "runtime.utils": "utils",
+    "runtime.zero": "zero",
+    "runtime.zero.partition_parameters": "zero",
     "utils.logging": "utils",
-    "utils.nvtx": "utils",
-    "utils.tensor_fragment": "utils",
 }
 """Submodule of DeepSpeed -> the module here that has its names."""
 
@@ -42,14 +44,20 @@ class Submodules(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, is_package=True) if is_here else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module a `__getattr__`: the names of its alias, or refused ones."""
-        inside = module.__name__.removeprefix(PREFIX)
-        if inside in ALIASES:
-            vars(module)["__getattr__"] = partial(getattr, import_module(PREFIX + ALIASES[inside]))
-        else:
-            from zeroamp.deepspeed.refused import missing
+        """Give the module a `__getattr__`: its submodules, the names of its alias, and refused ones."""
+        from zeroamp.deepspeed.refused import missing
 
-            vars(module)["__getattr__"] = lambda name: missing(module.__name__, name, ())
+        inside = module.__name__.removeprefix(PREFIX)
+        home = import_module(PREFIX + ALIASES[inside]) if inside in ALIASES else None
+
+        def find(name: str) -> Any:
+            if f"{inside}.{name}" in ALIASES:
+                return import_module(f"{module.__name__}.{name}")
+            if home is not None and not name.startswith("__") and hasattr(home, name):
+                return getattr(home, name)
+            return missing(module.__name__, name, dir(home) if home is not None else ())
+
+        vars(module)["__getattr__"] = find
 
 
 def register() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from enum import Enum
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,16 +12,17 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from zeroamp.deepspeed.comm import init_distributed
-from zeroamp.deepspeed.parameters import REPLACED
 from zeroamp.deepspeed.refused import missing, refusal
 from zeroamp.hooks.tensors import map_tensors
-from zeroamp.planning.mesh import device_of, local_part
+from zeroamp.planning.mesh import local_part
 from zeroamp.policies.errors import StepError
-from zeroamp.weights.full_tensors import full_parameter, owner_of, set_full_parameter
+from zeroamp.weights.full_tensors import full_parameter, set_full_parameter
 from zeroamp.wrapping.state import wrap_state
 
+REPLACED = "_zeroamp_replaced"
+"""Attribute that marks a parameter that `initialize` has replaced. A script may still refer to it."""
+
 _COPY, _STATUS = "_zeroamp_whole", "ds_status"
-_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class ZeroParamStatus(Enum):
@@ -55,41 +56,20 @@ class Init(AbstractContextManager["Init"]):
     `with torch.device("meta")` instead: `initialize` then initialises one module at a time, on shards.
     """
 
-    def __init__(
-        self,
-        module: nn.Module | None = None,
-        data_parallel_group: object = None,
-        mem_efficient_linear: bool = True,
-        remote_device: str | None = None,
-        pin_memory: bool = False,
-        config_dict_or_path: object = None,
-        config: object = None,
-        enabled: bool = True,
-        dtype: torch.dtype | None = None,
-        mpu: object = None,
-        **others: object,
-    ) -> None:
+    def __init__(self, *_: object, enabled: bool = True, **options: object) -> None:
         """Take DeepSpeed's arguments.
 
         Args:
-            module: has no effect.
-            data_parallel_group: refused: parameters are sharded over the default group.
-            mem_efficient_linear: has no effect.
-            remote_device: "cpu", "none" or None; others are refused.
-            pin_memory: has no effect.
-            config_dict_or_path: has no effect: `initialize` reads the config.
-            config: has no effect.
             enabled: whether to initialise the process group on entering.
-            dtype: has no effect: trainable parameters are stored in fp32, and the config decides their `param_dtype`.
-            mpu: refused.
-            others: refused unless None or False.
+            options: `data_parallel_group`, `mpu` and a `remote_device` other than the CPU are refused. The others have
+                no effect: `initialize` reads the config, and stores trainable parameters in fp32.
         """
-        del module, mem_efficient_linear, pin_memory, config_dict_or_path, config, dtype
-        if remote_device not in (None, "none", "cpu"):
-            raise refusal(f"zero.Init(remote_device={remote_device!r})", "Shards are on the device or on the CPU.")
-        for name, value in {"data_parallel_group": data_parallel_group, "mpu": mpu, **others}.items():
-            if value is not None and value is not False:
-                raise refusal(f"zero.Init({name}=)", "Leave it out: parameters are sharded over all ranks.")
+        for name in ("data_parallel_group", "mpu", "remote_device"):
+            if options.get(name) not in (None, "none", "cpu"):
+                raise refusal(
+                    f"zero.Init({name}={options[name]!r})",
+                    "Leave it out: parameters are sharded over all ranks, on the device or on the CPU.",
+                )
         self._enabled = enabled
 
     def __enter__(self) -> "Init":
@@ -114,9 +94,6 @@ class _WholeCopies(TorchFunctionMode):
         """Run an operation on the whole copies."""
         del types
         args, kwargs = map_tensors(lambda each: vars(each).get(_COPY, each), (args, kwargs or {}))
-        if func == _GET_DATA:
-            # `detach` shares the version counter of the whole copy, `data` does not: so changes are detected.
-            return args[0].detach()
         return func(*args, **kwargs)
 
 
@@ -124,12 +101,11 @@ class GatheredParameters(AbstractContextManager[None]):
     """A context in which sharded parameters are whole: `parameter.data` and all operations are those of plain tensors.
 
     All ranks enter it with the same parameters, and each holds whole copies inside. With `modifier_rank`, all ranks
-    get that rank's values at the end. Without it, a change in place raises, because it would be lost. Before
-    `initialize`, parameters are whole anyway, and only `modifier_rank` has an effect.
+    get that rank's values at the end. Without it, and in a parameter that an outer context has made whole, changes are
+    lost. Before `initialize`, parameters are whole anyway, and only `modifier_rank` has an effect.
 
     Raises:
-        StepError: on entering, a parameter is from before `initialize`, or an outer context has made it whole and
-            `modifier_rank` is given. On leaving, a parameter was changed in place without `modifier_rank`.
+        StepError: on entering, a parameter is from before `initialize`.
     """
 
     def __init__(
@@ -144,82 +120,45 @@ class GatheredParameters(AbstractContextManager[None]):
             enabled: if False, the context does nothing.
         """
         del fwd_module
-        self._parameters: list[Any] = _parameters(params) if enabled else []
+        self._parameters = _parameters(params) if enabled else []
         self._modifier_rank = modifier_rank
-        self._versions: dict[Any, tuple[int, int]] = {}  # sharded parameter -> version of the whole copy made here
+        self._gathered: list[nn.Parameter] = []  # sharded parameters that have a whole copy by this context
         self._mode = _WholeCopies()
 
     def __enter__(self) -> None:
-        try:
-            for parameter in self._parameters:
-                self._gather(parameter)
-        except StepError:
-            self._release()
-            raise
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
-
-    def _gather(self, parameter: Any) -> None:
-        if _COPY in vars(parameter):
-            if self._modifier_rank is not None:
-                raise StepError(
-                    f"GatheredParameters with modifier_rank was given a parameter of shape {tuple(parameter.shape)} "
-                    "that an outer GatheredParameters has made whole. Pass modifier_rank to the outer one."
-                )
-        elif isinstance(parameter, DTensor):  # a parameter, too: `nn.Parameter` is an attribute of a DTensor
-            whole = nn.Parameter(full_parameter(cast(nn.Parameter, parameter)), requires_grad=parameter.requires_grad)
-            self._versions[parameter] = _version(whole)
+        if any(vars(parameter).get(REPLACED, False) for parameter in self._parameters):
+            raise StepError(
+                "GatheredParameters was given a parameter from before initialize(), which has replaced it. Read it "
+                "again, from engine.module.named_parameters()."
+            )
+        self._gathered = [each for each in self._parameters if isinstance(each, DTensor) and _COPY not in vars(each)]
+        for parameter in self._gathered:
+            whole = nn.Parameter(full_parameter(parameter), requires_grad=parameter.requires_grad)
             vars(parameter)[_COPY] = whole
             if hasattr(parameter, _STATUS):
                 setattr(parameter, _STATUS, ZeroParamStatus.AVAILABLE)
-        elif vars(parameter).get(REPLACED, False):
-            raise StepError(
-                f"GatheredParameters was given a parameter of shape {tuple(parameter.shape)} from before "
-                "initialize(), which has replaced it. Read it again, from engine.module.named_parameters()."
-            )
-
-    def _release(self) -> tuple[dict[Any, torch.Tensor], list[tuple[int, ...]]]:
-        """Remove the whole copies. Return them, and the shapes of those that were changed."""
-        held, changed = {}, []
-        for parameter, version in self._versions.items():
-            held[parameter] = whole = vars(parameter).pop(_COPY)
-            if hasattr(parameter, _STATUS):
-                setattr(parameter, _STATUS, ZeroParamStatus.NOT_AVAILABLE)
-            if _version(whole) != version:
-                changed.append(tuple(whole.shape))
-        self._versions.clear()
-        return held, changed
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, error_type: type[BaseException] | None, *error: Any) -> None:
         self._mode.__exit__(error_type, *error)  # type: ignore[no-untyped-call]
-        held, changed = self._release()
-        if error_type is not None:
-            return
-        if self._modifier_rank is None and changed:
-            raise StepError(
-                f"A parameter of shape {changed[0]} had an in-place modification inside GatheredParameters without "
-                "modifier_rank, so the change is lost. Pass modifier_rank=0 and write on that rank."
-            )
-        if self._modifier_rank is not None:
+        copies = {parameter: vars(parameter).pop(_COPY) for parameter in self._gathered}
+        for parameter in self._gathered:
+            if hasattr(parameter, _STATUS):
+                setattr(parameter, _STATUS, ZeroParamStatus.NOT_AVAILABLE)
+        if error_type is None and self._modifier_rank is not None:
             for parameter in self._parameters:
-                _spread(parameter, held.get(parameter, parameter), self._modifier_rank)
+                if parameter in copies:
+                    set_full_parameter(parameter, _values_of(copies[parameter], self._modifier_rank))
+                elif not isinstance(parameter, DTensor):
+                    _values_of(parameter, self._modifier_rank)
 
 
-def _version(whole: torch.Tensor) -> tuple[int, int]:
-    """Return two numbers, of which one changes when the tensor is changed in place or `data` is assigned."""
-    return whole._version, whole.data_ptr()
-
-
-@torch.no_grad()
-def _spread(parameter: nn.Parameter, values: torch.Tensor, source: int) -> None:
-    """Set a parameter of all ranks to the values of one rank."""
-    if not isinstance(parameter, DTensor):
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.broadcast(values.data, src=source)
-        return
-    state, _ = owner_of(parameter)
-    sent = values.detach().to(device_of(state.mesh)).contiguous()
-    dist.broadcast(sent, src=source)
-    set_full_parameter(parameter, sent)
+def _values_of(tensor: nn.Parameter, source: int) -> torch.Tensor:
+    """Set a tensor of all ranks, in place, to the values of one rank. Return it."""
+    values = tensor.data.contiguous()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(values, src=source)
+    return tensor.data.copy_(values)
 
 
 def _parameters(params: Any) -> list[nn.Parameter]:

@@ -67,7 +67,7 @@ def by_boundary(name, cfg, counts, *, in_no_sync=False):
                 losses[-1].append(_backward(engine, inputs, count))
         engine.step()
         norms.append(engine.get_global_grad_norm())
-    assert engine.global_steps == engine.micro_steps == len(counts)
+    assert engine.global_steps == len(counts)
     return Run(losses=losses, norms=norms, parameters=full_parameters(engine.module), mean_losses=[])
 
 

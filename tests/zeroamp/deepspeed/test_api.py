@@ -13,11 +13,11 @@ import torch
 
 import zeroamp.deepspeed as deepspeed
 from tests.processes.launch import ROOT
-from zeroamp.deepspeed import accelerator, checkpointing, comm, moe, utils, zero
+from zeroamp.deepspeed import accelerator, checkpointing, comm, utils, zero
 from zeroamp.deepspeed.arguments import config_of
 from zeroamp.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zeroamp.deepspeed.refused import REFUSED, Refused, UnsupportedError
-from zeroamp.deepspeed.runtime.utils import move_to_device, see_memory_usage
+from zeroamp.deepspeed.runtime.utils import see_memory_usage
 from zeroamp.deepspeed.submodules import ALIASES
 from zeroamp.policies.errors import ConfigError, WrapError
 
@@ -91,6 +91,9 @@ def test_a_refused_class_is_no_base_class_and_has_no_instances():
         ("profiling.flops_profiler", "count_flops"),
         ("utils.zero_to_fp32", "load_hf"),
         ("utils.timer", "wall_clock_breakdown"),
+        ("runtime.zero.stage3", "inside DeepSpeed"),
+        ("moe.utils", "no expert-parallel layers"),
+        ("ops.op_builder", "kernel of DeepSpeed"),
     ],
 )
 def test_submodules_that_scripts_import_answer_with_a_sentence(name, word):
@@ -118,15 +121,6 @@ def test_memory_is_logged_when_it_is_forced(caplog):
         assert caplog.messages == []
         see_memory_usage("after the forward", force=True)
     assert caplog.messages[0].startswith("after the forward: allocated 0.00 GiB")
-    moved = move_to_device({"a": [torch.ones(2)], "b": 3}, "meta")
-    assert (moved["a"][0].is_meta, moved["b"]) == (True, 3)
-
-
-def test_every_refused_name_is_in_the_docs():
-    text = (ROOT / "docs" / "deepspeed-api.md").read_text()
-    for name, reason in REFUSED.items():
-        assert f"`{name}`" in text
-        assert reason in text
 
 
 def test_no_name_of_the_engine_is_both_there_and_refused():
@@ -139,7 +133,8 @@ def test_no_name_of_the_engine_is_both_there_and_refused():
     [
         (deepspeed, "initialise", "initialize"),
         (comm, "all_reduces", "all_reduce"),
-        (utils, "safe_get_full_fp32_params", "safe_get_full_fp32_param"),
+        (utils, "see_memory", "see_memory_usage"),
+        (deepspeed.runtime.utils, "log_dists", "log_dist"),
         (zero, "GatherParameters", "GatheredParameters"),
         (checkpointing, "checkpoints", "checkpoint"),
         (accelerator.get_accelerator(), "device_names", "device_name"),
@@ -157,7 +152,6 @@ def test_arguments_and_configs(tmp_path):
     path.write_text(json.dumps({"bfloat16": {"enabled": True}, "gradient_clipping": 0.5}))
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
     assert args.deepspeed
-    assert not args.deepscale
     config = config_of(args, None, None)
     assert config["bf16"] == {"enabled": True, "check_grad_overflow": True}
     assert config["gradient_clipping"] == 0.5
@@ -173,14 +167,6 @@ def test_arguments_and_configs(tmp_path):
             config_of(*wrong)
 
 
-def test_without_expert_parallel_layers_there_is_nothing_to_split():
-    group = {"params": [], "name": "all"}
-    split = moe.utils.split_params_into_different_moe_groups_for_optimizer
-    assert split(group) == split((group,)) == [group]
-    assert not moe.utils.is_moe_param(None)
-    assert moe.utils.has_moe_layers(None) == (False, 0)
-
-
 def test_adam_has_deepspeeds_defaults():
     parameters = [torch.nn.Parameter(torch.ones(2))]
     optimizer = FusedAdam(parameters)
@@ -190,8 +176,7 @@ def test_adam_has_deepspeeds_defaults():
     assert type(DeepSpeedCPUAdam(parameters, adamw_mode=False, weight_decay=0.1)) is torch.optim.Adam
     for make in (
         lambda: FusedAdam(parameters, bias_correction=False),
-        lambda: FusedAdam(parameters, set_grad_none=False),
-        lambda: DeepSpeedCPUAdam(parameters, fp32_optimizer_states=False),
+        lambda: DeepSpeedCPUAdam(parameters, bias_correction=False),
     ):
         with pytest.raises(UnsupportedError, match="False"):
             make()
@@ -201,7 +186,6 @@ def test_checkpointing_recomputes_and_refuses_what_it_does_not_do():
     assert not checkpointing.is_configured()
     checkpointing.configure(None, deepspeed_config="config.json", num_checkpoints=4)
     assert checkpointing.is_configured()
-    checkpointing.reset()
     with pytest.raises(UnsupportedError, match="partition_activations"):
         checkpointing.configure(partition_activations=True)
     calls = []
@@ -236,11 +220,11 @@ def _comm(rank_free_port):
         without = comm.get_local_rank()
         os.environ["LOCAL_RANK"] = "3"
         local_ranks = without, comm.get_local_rank()
-    return comm.get_world_size(), local_ranks, comm.get_all_ranks_from_group()
+    return comm.get_world_size(), local_ranks
 
 
 def test_comm_is_torchs_and_a_loader_repeats(ranks2):
-    assert ranks2.run(_comm, 0) == [(2, (0, 3), [0, 1])] * 2
+    assert ranks2.run(_comm, 0) == [(2, (0, 3))] * 2
 
 
 def test_a_process_group_that_is_said_to_be_there_must_be_there():
@@ -266,11 +250,3 @@ def test_the_accelerator_is_the_device_of_this_machine(monkeypatch):
     found.set_rng_state(state)
     assert torch.equal(torch.rand(1), first)
     assert (found.memory_allocated(), found.max_memory_reserved()) == (0, 0)
-
-
-def test_on_device_builds_on_the_meta_device_in_a_dtype():
-    with deepspeed.OnDevice(dtype=torch.bfloat16):
-        layer = torch.nn.Linear(2, 2)
-    assert (layer.weight.is_meta, layer.weight.dtype) == (True, torch.bfloat16)
-    assert torch.nn.Linear(2, 2).weight.dtype == torch.float32
-    assert utils.instrument_w_nvtx(len) is len

@@ -1,5 +1,3 @@
-import logging
-
 import pytest
 import torch
 
@@ -88,16 +86,15 @@ def _refused():
     texts = {}
     engine = start(NAME, config(2))
     for name, call in {
-        "no_sync": lambda: engine.no_sync().__enter__(),
         "step": engine.step,
-        "loss.backward": lambda: (_plain_backward(engine), engine.step()),
-        "loss": lambda: engine.backward((torch.zeros(()), None)),
+        "loss.backward": lambda: (_plain_backward(engine), engine.step()),  # leaves gradients
+        "loss": lambda: (engine.zero_grad(), engine.backward((torch.zeros(()), None))),
         "retain_graph": lambda: engine.backward(torch.zeros(()), retain_graph=True),
-        "lr_kwargs": lambda: engine.step(lr_kwargs={"epoch": 1}),
         "train_batch": lambda: engine.train_batch(None),
         "unknown": lambda: engine.get_global_grad_nrm(1),
         "optimizer.step": lambda: engine.optimizer.step(None),
-        "set_train_batch_size": lambda: engine.set_train_batch_size(7),
+        "set_lr": lambda: engine.set_lr(0.1),
+        "state_dict": engine.state_dict,
     }.items():
         with pytest.raises((StepError, ConfigError, deepspeed.UnsupportedError)) as raised:
             call()
@@ -111,30 +108,25 @@ def _refused():
 
 def test_what_an_engine_cannot_do_raises_with_the_reason(ranks2):
     texts = ranks2.run(_refused)[0]
-    assert "stage 2" in texts["no_sync"]
-    assert "set_gradient_accumulation_boundary(False)" in texts["no_sync"]
-    assert "without a backward" in texts["step"]
-    assert "engine.backward(loss)" in texts["loss.backward"]
+    assert "instead of loss.backward()" in texts["step"]
+    assert "instead of loss.backward()" in texts["loss.backward"]
     assert "is a tuple" in texts["loss"]
     assert "retain_graph" in texts["retain_graph"]
-    assert "lr_kwargs" in texts["lr_kwargs"]
     assert "no pipeline parallelism" in texts["train_batch"]
     assert "get_global_grad_norm" in texts["unknown"]
     assert "engine.step()" in texts["optimizer.step"]
-    assert "multiple of 4" in texts["set_train_batch_size"]
+    assert "param_groups" in texts["set_lr"]
+    assert "module_state_dict()" in texts["state_dict"]
 
 
 def _reads():
     engine = start(NAME, config(3, accumulation=2, clip=0.5, steps_per_print=7))
-    sizes = engine.get_batch_info(), engine.train_batch_size()
-    engine.set_train_batch_size(4)
+    sizes = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     train(NAME, None, 2, engine=engine)
     return {
         "sizes": sizes,
-        "after": engine.get_batch_info(),
-        "counts": (engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps),
+        "counts": (engine.global_steps, engine.global_samples, engine.skipped_steps),
         "lr": engine.get_lr(),
-        "mom": engine.get_mom(),
         "stage": (engine.zero_optimization(), engine.zero_optimization_stage()),
         "modes": (engine.bfloat16_enabled(), engine.fp16_enabled(), engine.torch_autocast_enabled()),
         "ranks": (engine.global_rank, engine.world_size, engine.dp_world_size, str(engine.device)),
@@ -148,11 +140,9 @@ def _reads():
 def test_what_an_engine_reads(ranks2):
     reads = ranks2.run(_reads)
     first = reads[0]
-    assert first["sizes"] == ((8, 2, 2), 8)
-    assert first["after"] == (4, 2, 1)
-    assert first["counts"] == (2, 8, 2, 0)
+    assert first["sizes"] == (8, 2, 2)
+    assert first["counts"] == (2, 16, 0)
     assert first["lr"] == [1e-2]
-    assert first["mom"] == [(0.9, 0.999)]
     assert first["stage"] == (True, 3)
     assert first["modes"] == (False, False, True)
     assert [read["ranks"] for read in reads] == [(0, 2, 2, "cpu"), (1, 2, 2, "cpu")]
@@ -200,7 +190,7 @@ def _of_config():
         "scheduler": scheduler is engine.lr_scheduler,
         "ids": ids,
         "later": engine.get_lr()[0],
-        "weights": engine.module_state_dict()["head.weight"].tolist(),
+        "weights": full_parameters(engine.module)["head.weight"].tolist(),
     }
 
 
@@ -233,7 +223,7 @@ def _callables():
     only = deepspeed.initialize(model=model, config=config(3))
     assert only[1:] == (None, None, None)
     assert loss_of(only[0], batch(NAME, 0)).isfinite()
-    with pytest.raises(StepError, match="got no optimizer"):
+    with pytest.raises(StepError, match="has no optimizer"):
         only[0].backward(torch.zeros(()))
 
 
@@ -247,58 +237,43 @@ def _wrong():
     own = torch.optim.SGD(model.parameters(), lr=0.1)
     foreign = torch.optim.SGD(other.parameters(), lr=0.1)
     for kwargs in (
-        {"optimizer": foreign},
         {"mpu": object()},
         {"config": None},
         {"config_params": config(0), "args": type("Args", (), {"deepspeed_config": "file.json"})()},
         {"model": None},
-        {"config": {"zero_optimization": {"stage": 1}}},
         {"config": config(0, pipeline={"stages": 2})},
         {"lr_scheduler": torch.optim.lr_scheduler.StepLR(own, 1)},
-        {"model_parameters": other.parameters()},
-        {"optimizer": [own]},
-        {"optimizer": own, "lr_scheduler": 5},
     ):
         with pytest.raises((StepError, ConfigError, deepspeed.UnsupportedError)) as raised:
             deepspeed.initialize(**{"model": model, "config": config(0), **kwargs})
         texts.append(str(raised.value))
-        assert not hasattr(model, "_zeroamp_state")  # so that initialize() can be called again
+    with pytest.raises(StepError) as raised:
+        deepspeed.initialize(model=build(NAME), config=config(0), optimizer=foreign)
+    texts.append(str(raised.value))
+    engine = deepspeed.initialize(model=model, config={"zero_optimization": {"stage": 1}})[0]
+    with pytest.raises(ConfigError, match="train_batch_size"):
+        engine.train_batch_size()
     return texts
 
 
 def test_wrong_arguments_are_named(ranks2):
     texts = ranks2.run(_wrong)[0]
-    words = ["not one of the model", "mpu", "one config", "one config", "model", "train_batch_size"]
-    words += ["pipeline", "without an optimizer", "not one of the model", "given as list", "given as int"]
+    words = ["mpu", "one config", "one config", "model", "pipeline", "without an optimizer", "not one of"]
     for word, text in zip(words, texts, strict=True):
         assert word in text
 
 
-def _functions_that_return_nothing():
-    for kwargs in (
-        {"optimizer": lambda _: None},
-        {"optimizer": lambda ps: torch.optim.SGD(ps, lr=0.1), "lr_scheduler": lambda _: None},
-    ):
-        with pytest.raises(StepError, match="but returned None"):
-            deepspeed.initialize(model=build(NAME), config=config(0), **kwargs)
-
-
-def test_a_function_that_returns_no_optimizer_or_scheduler_is_an_error(ranks2):
-    ranks2.run(_functions_that_return_nothing)
-
-
 def _float16():
     engine = start(NAME, config(2, dtype=None, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1}))
-    before = engine.module_state_dict()
+    before = full_parameters(engine.module)
     loss = loss_of(engine, batch(NAME, 0)) * 1e6  # gradients overflow in float16
     engine.backward(loss)
     engine.step()
     skipped = (engine.was_step_applied(), engine.skipped_steps, engine.global_steps, engine.optimizer.overflow)
-    after = engine.module_state_dict()
-    assert same_bits(after, before) == []
-    assert all(value.dtype == torch.float16 for value in after.values())
+    assert same_bits(full_parameters(engine.module), before) == []
+    assert all(value.dtype == torch.float16 for value in engine.module_state_dict().values())
     train(NAME, None, 1, engine=engine)
-    return skipped, engine.cur_scale, engine.skipped_steps, engine.optimizer.dynamic_loss_scale
+    return skipped, engine.cur_scale, engine.skipped_steps, engine.dynamic_loss_scale()
 
 
 def test_a_float16_step_that_overflows_is_skipped_and_counted(ranks2):
@@ -309,10 +284,7 @@ def _compiled():
     plain = train(NAME, config(1), 2)
     engine = start(NAME, config(1))
     engine.compile(backend="eager")
-    assert engine.is_compiled
     check_same_run(train(NAME, None, 2, engine=engine), plain)
-    with pytest.raises(deepspeed.UnsupportedError, match="DeepCompile"):
-        engine.compile(schedule=[])
 
 
 @pytest.mark.slow
@@ -372,25 +344,21 @@ def test_a_step_that_raised_has_ended_its_optimizer_step(ranks2):
 
 
 def _zero_grad():
-    engine, messages = start(NAME, config(2, accumulation=2)), []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("zeroamp").addHandler(handler)
-    try:
-        for micro in range(4):
-            engine.zero_grad()
-            engine.backward(loss_of(engine, batch(NAME, micro)))
-            engine.step()
-    finally:
-        logging.getLogger("zeroamp").removeHandler(handler)
-    return [text for text in messages if "zero_grad" in text], engine.global_steps
+    engine = start(NAME, config(2, accumulation=2))
+    engine.zero_grad()
+    engine.backward(loss_of(engine, batch(NAME, 0)))
+    engine.step()
+    for zero_grad in (engine.zero_grad, engine.optimizer.zero_grad):
+        with pytest.raises(StepError, match="Remove the call"):
+            zero_grad()
+    engine.backward(loss_of(engine, batch(NAME, 1)))
+    engine.step()
+    engine.optimizer.zero_grad()
+    return engine.global_steps
 
 
-def test_a_zero_grad_that_takes_micro_batches_from_an_update_is_logged_once(ranks2):
-    messages, steps = ranks2.run(_zero_grad)[0]
-    assert len(messages) == 1
-    assert "of 1 of the 2 micro-batches of an optimizer step" in messages[0]
-    assert steps == 2
+def test_a_zero_grad_that_would_take_micro_batches_from_an_update_is_an_error(ranks2):
+    assert ranks2.run(_zero_grad) == [1, 1]
 
 
 def _samplers():

@@ -5,7 +5,6 @@ import torch
 
 import zeroamp.deepspeed as deepspeed
 from tests.models.small import batch, build, loss_of
-from tests.processes.ranks import RankError
 from tests.processes.training import full_parameters, same_bits
 from tests.selection import slow_but
 from tests.zeroamp.deepspeed.engine_cases import config, start, train
@@ -32,7 +31,7 @@ def _resumed(folder, stage, other_stage):
     path, state = engine.load_checkpoint(folder)
     assert path == str(Path(folder) / "global_step2")
     assert (state["epoch"], state["rank"], state["sums"].tolist()) == (3, 0, [0, 1, 2])
-    assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (2, 16, 4)
+    assert (engine.global_steps, engine.global_samples) == (2, 16)
     return straight, train(NAME, None, 2, first=2, engine=engine), first.get_lr(), engine.get_lr()
 
 
@@ -81,7 +80,7 @@ def _parts(folder):
     engine = start(NAME, config(2, accumulation=2))
     engine.backward(loss_of(engine, batch(NAME, 0)))
     engine.step()
-    engine.zero_grad()
+    engine.train_step.zero_grad()
     engine.load_checkpoint(folder, tag="a", load_module_only=True)
     assert not engine.is_gradient_accumulation_boundary()
 
@@ -94,7 +93,6 @@ def _parts(folder):
         lambda: engine.save_checkpoint(folder, tag="x/y"),
         lambda: engine.save_checkpoint(folder, tag="c", client_state={"args": object()}),
         lambda: engine.load_checkpoint(folder, tag="a", load_module_strict=False),
-        lambda: engine.save_checkpoint(""),
     ):
         with pytest.raises((CheckpointError, deepspeed.UnsupportedError)) as raised:
             call()
@@ -103,13 +101,12 @@ def _parts(folder):
 
 
 def test_parts_of_a_checkpoint_are_loaded_and_mistakes_named(ranks2, tmp_path):
-    unknown, bad_tag, client_state, strict, nowhere = ranks2.run(_parts, str(tmp_path))[0]
+    unknown, bad_tag, client_state, strict = ranks2.run(_parts, str(tmp_path))[0]
     assert "'b'" in unknown
     assert "its tags: a" in unknown
     assert "'x/y'" in bad_tag
     assert "must hold tensors" in client_state
     assert "load_module_strict" in strict
-    assert "save_dir" in nowhere
     assert len(list((tmp_path / "a" / "zeroamp").glob("step_*"))) == 1
 
 
@@ -142,13 +139,9 @@ def _module_state(stage):
         found = engine.module.state_dict()
         assert {type(tensor) for tensor in found.values()} == {torch.Tensor}
         assert same_bits({name: found[name] for name in whole}, whole) == []
-        outside = engine.state_dict()
-        assert same_bits({name: outside[f"module.{name}"] for name in whole}, whole) == []
-        assert {type(tensor) for tensor in outside.values()} == {torch.Tensor}
     else:
-        for owner in (engine.module, engine):
-            with pytest.raises(StepError, match=r"engine\.module_state_dict\(\)"):
-                owner.state_dict()
+        with pytest.raises(StepError, match=r"engine\.module_state_dict\(\)"):
+            engine.module.state_dict()
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -168,27 +161,15 @@ def test_whole_weights_are_written_in_the_low_precision(ranks2, tmp_path):
     from safetensors.torch import load_file
 
     (full, whole, again), (_, second, _) = ranks2.run(_weights, str(tmp_path))
+    assert second == {}
     written = torch.load(tmp_path / "pytorch_model.bin")
     assert sorted(written) == sorted(build(NAME).state_dict())
     assert written["head.weight"].data_ptr() == written["embed.weight"].data_ptr()
     for name, tensor in full.items():
         assert torch.equal(written[name], tensor.bfloat16())
-    assert same_bits(whole, written) == same_bits(second, written) == same_bits(again, written) == []
+    assert same_bits(whole, written) == same_bits(again, written) == []
     build(NAME).load_state_dict(written)
     assert (
         same_bits(load_file(tmp_path / "model.safetensors"), {k: v for k, v in written.items() if k != "head.weight"})
         == []
     )
-
-
-def _huge(folder):
-    engine = start("conv", config(1, dtype=None, fp16={"enabled": True}))
-    with deepspeed.zero.GatheredParameters(engine.module.head.bias, modifier_rank=0):
-        engine.module.head.bias.data.fill_(1e6)
-    engine.save_16bit_model(folder)
-
-
-def test_a_value_that_float16_does_not_hold_is_an_error(ranks2, tmp_path):
-    with pytest.raises(RankError, match=r"head\.bias has a value of magnitude 1e\+06"):
-        ranks2.run(_huge, str(tmp_path))
-    assert not list(tmp_path.iterdir())

@@ -2,26 +2,12 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+import zeroamp
 import zeroamp.deepspeed as deepspeed
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import full_parameters, same_bits
 from tests.selection import slow_but
 from tests.zeroamp.deepspeed.engine_cases import config, start, train
-from zeroamp.deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_grad,
-    safe_get_local_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_grad,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_grad,
-    safe_set_local_optimizer_state,
-    safe_update_full_grad_vectorized,
-)
 from zeroamp.deepspeed.zero import ZeroParamStatus
 from zeroamp.policies.errors import StepError
 
@@ -49,18 +35,13 @@ def _gathered(stage):
     with deepspeed.zero.GatheredParameters([weight], modifier_rank=1):
         if rank == 1:
             torch.nn.init.constant_(weight, 0.25)
-    assert torch.equal(safe_get_full_fp32_param(weight), torch.full(weight.shape, 0.25))
+    assert torch.equal(zeroamp.full_parameter(weight), torch.full(weight.shape, 0.25))
     after = full_parameters(engine.module)
     assert same_bits(after, before) == ["blocks.0.down.weight"]
-    with pytest.raises(StepError, match="in-place modification"), deepspeed.zero.GatheredParameters(weight):
-        torch.nn.init.zeros_(weight)
-    for change in (
-        lambda data: data.zero_(),
-        lambda data: data.view(-1).zero_(),
-        lambda data: setattr(weight, "data", torch.zeros(data.shape)),
-    ):
-        with pytest.raises(StepError, match="in-place modification"), deepspeed.zero.GatheredParameters(weight):
-            change(weight.data)
+    with deepspeed.zero.GatheredParameters(weight):  # nested, as helpers do
+        with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
+            assert type(weight.data) is torch.Tensor
+        weight.data.zero_()  # lost, as in DeepSpeed
     assert same_bits(full_parameters(engine.module), after) == []
     with pytest.raises(KeyError), deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
         raise KeyError
@@ -102,7 +83,6 @@ def test_a_model_is_built_inside_init_and_written_before_it_is_sharded(ranks2):
     for kwargs, word in (
         ({"remote_device": "nvme"}, "nvme"),
         ({"mpu": 1}, "mpu"),
-        ({"zero_quantized_weights": True}, "quant"),
     ):
         with pytest.raises(deepspeed.UnsupportedError, match=word):
             deepspeed.zero.Init(**kwargs)
@@ -125,59 +105,10 @@ def test_a_parameter_that_initialize_has_replaced_is_an_error(ranks2):
     ranks2.run(_from_before)
 
 
-def _tensors(stage):
-    engine = start(NAME, config(stage, accumulation=2, dtype=None, fp16={"enabled": True, "initial_scale_power": 3}))
-    engine.module.norm.weight.requires_grad_(False)
-    weight, frozen = engine.module.blocks[0].down.weight, engine.module.norm.weight
-    assert safe_get_full_optimizer_state(weight, "exp_avg") is None
-    assert safe_get_full_grad(weight) is None
-    for i in range(2):
-        loss = loss_of(engine, batch(NAME, i))
-        engine.backward(loss)
-        if i == 0:
-            with pytest.raises(StepError, match="last micro-batch"):
-                safe_get_full_grad(weight)
-            with pytest.raises(StepError, match="last micro-batch"):
-                safe_get_local_grad(weight)
-            engine.step()
-    gradient, local = safe_get_full_grad(weight), safe_get_local_grad(weight)
-    whole = DTensor.from_local(local, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride())
-    assert torch.equal(whole.full_tensor(), gradient)
-    assert gradient.abs().max() > 0
-    assert safe_get_full_grad(frozen) is None
-    assert safe_get_full_fp32_param(frozen) is None
-    safe_set_full_grad(weight, gradient * 0)
-    safe_set_local_grad(weight, local)
-    assert torch.equal(safe_get_full_grad(weight), gradient)
-    safe_update_full_grad_vectorized([weight], lambda old, param: old * 0 + 0.5 if param is weight else old)
-    assert torch.equal(safe_get_full_grad(weight), torch.full(weight.shape, 0.5))
-    with pytest.raises(StepError, match="this rank's shard"):
-        safe_set_local_grad(weight, torch.zeros(1, 1))
-    engine.step()
-    assert torch.equal(safe_get_full_optimizer_state(weight, "exp_avg"), torch.full(weight.shape, 0.5).mul(1 - 0.9))
-    assert safe_get_local_optimizer_state(weight, "exp_avg").shape == local.shape
-    safe_set_full_optimizer_state(weight, torch.ones(weight.shape), "exp_avg_sq")
-    assert bool((safe_get_local_optimizer_state(weight, "exp_avg_sq") == 1).all())
-    safe_set_local_optimizer_state(weight, torch.full(local.shape, 2.0), "exp_avg_sq")
-    assert torch.equal(safe_get_full_optimizer_state(weight, "exp_avg_sq"), torch.full(weight.shape, 2.0))
-    assert safe_get_full_optimizer_state(frozen, "exp_avg") is None
-    safe_set_full_fp32_param(weight, torch.ones(weight.shape))
-    assert bool((safe_get_local_fp32_param(weight) == 1).all())
-    safe_set_local_fp32_param(weight, torch.full(local.shape, 3.0))
-    assert torch.equal(safe_get_full_fp32_param(weight), torch.full(weight.shape, 3.0))
-    with pytest.raises(StepError, match="no optimizer state"):
-        safe_set_full_optimizer_state(frozen, torch.ones(3), "exp_avg")
-
-
-@pytest.mark.parametrize("stage", slow_but((0, 1, 2, 3), 2))
-def test_whole_and_local_tensors_are_read_and_set(ranks2, stage):
-    ranks2.run(_tensors, stage)
-
-
 def _leaves():
     model = build("moe")
     found = deepspeed.utils.set_z3_leaf_modules(model, ["MoeBlock"])
-    assert [deepspeed.utils.z3_leaf_module(each) for each in found] == [True, True]
+    assert len(found) == 2
     with pytest.raises(StepError, match="no module of Conv2d"):
         deepspeed.utils.set_z3_leaf_modules(model, [torch.nn.Conv2d])
     engine = deepspeed.initialize(model=model, config=config(3))[0]

@@ -6,6 +6,7 @@ The files are those of peft. Merge an adapter in one process: `PeftModel.from_pr
 import copy
 import os
 import sys
+from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -17,9 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.rank_group import RankGroup
 from zeroamp.weights.export import gather_weights
-from zeroamp.weights.files import ADAPTER_STEM, write_weights
-from zeroamp.weights.load import fill_from_file
-from zeroamp.weights.model_weights import Weight, find_weights
+from zeroamp.weights.files import ADAPTER_STEM, tensors_of_file, write_weights
+from zeroamp.weights.load import Found, fill_weights
+from zeroamp.weights.model_weights import find_weights
 from zeroamp.wrapping.state import wrap_state
 
 
@@ -79,12 +80,12 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: str 
     state = wrap_state(model)
     path = Path(folder).absolute() / f"{ADAPTER_STEM}.safetensors"
 
-    def weights_of() -> dict[str, Weight]:
+    def find(stack: ExitStack) -> Found:
         names = _adapter_names(state.root, _adapter_of(state.root, adapter))
         by_name = {each: weight for weight in find_weights(state.root) for each in weight.names}
-        return {name: by_name[own] for name, own in names.items()}
+        return {name: by_name[own] for name, own in names.items()}, tensors_of_file(path, stack)
 
-    fill_from_file(path, weights_of, state.mesh)
+    fill_weights(find, state.mesh, path)
 
 
 def _adapter_of(root: nn.Module, asked: str | None) -> str:

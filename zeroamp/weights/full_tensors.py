@@ -21,7 +21,7 @@ from zeroamp.wrapping.state import WrapState, reshard, wrap_state, wrapped_model
 from zeroamp.wrapping.step_state import Phase
 
 
-def owner_of(parameter: nn.Parameter) -> tuple[WrapState, nn.Parameter]:
+def _owner_of(parameter: nn.Parameter) -> tuple[WrapState, nn.Parameter]:
     """Return the state of the wrapped model that has a sharded or unsharded parameter, and the sharded parameter.
 
     Raises:
@@ -41,13 +41,13 @@ def owner_of(parameter: nn.Parameter) -> tuple[WrapState, nn.Parameter]:
 
 def full_parameter(parameter: nn.Parameter) -> torch.Tensor:
     """Return a copy of the whole parameter, without requiring a gradient: in fp32 if it is trainable."""
-    state, sharded = owner_of(parameter)
+    state, sharded = _owner_of(parameter)
     return _whole(sharded, state)
 
 
 def set_full_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Set the whole parameter. Call it between two optimizer steps; between their micro-batches it is a StepError."""
-    state, sharded = owner_of(parameter)
+    state, sharded = _owner_of(parameter)
     _refuse_open_step(state, "set_full_parameter")
     _fill(sharded, value, state)
     reshard(state.root.modules())  # unsharded copies hold the old value
@@ -63,7 +63,7 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     Raises:
         StepError: the parameter is not one of a wrapped model, or the last micro-batch has not run.
     """
-    state, sharded = owner_of(parameter)
+    state, sharded = _owner_of(parameter)
     gradient = _gradient(sharded, state, "full_gradient")
     return None if gradient is None else _whole(gradient, state).div_(state.step.gradient_scale)
 
@@ -74,7 +74,7 @@ def set_full_gradient(parameter: nn.Parameter, value: torch.Tensor) -> None:
     Raises:
         StepError: as `full_gradient`; or the shape differs, or the parameter has no gradient.
     """
-    state, sharded = owner_of(parameter)
+    state, sharded = _owner_of(parameter)
     gradient = _gradient(sharded, state, "set_full_gradient")
     if gradient is None:
         raise StepError(
@@ -93,7 +93,7 @@ def full_optimizer_state(optimizer: torch.optim.Optimizer, parameter: nn.Paramet
         StepError: the parameter is not one of a wrapped model, or the optimizer has no such whole tensor: before its
             first step it has none, and 8-bit values in blocks belong to the shard of each rank.
     """
-    state, sharded = owner_of(parameter)
+    state, sharded = _owner_of(parameter)
     return _whole(_entry(optimizer.state.get(sharded, {}), sharded, key), state)
 
 
@@ -101,7 +101,7 @@ def set_full_optimizer_state(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, value: torch.Tensor
 ) -> None:
     """Set one tensor that `full_optimizer_state` returns, which raises the same errors. Call it between two steps."""
-    state, sharded = owner_of(parameter)
+    state, sharded = _owner_of(parameter)
     _fill(_entry(optimizer.state.get(sharded, {}), sharded, key), value, state)
 
 

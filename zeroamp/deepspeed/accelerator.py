@@ -27,10 +27,6 @@ class Accelerator:
         """Return "cpu", "cuda", or "cuda:<index>"."""
         return self._name if device_index is None or self._on_cpu else f"{self._name}:{device_index}"
 
-    def device(self, device_index: int | None = None) -> torch.device:
-        """Return the device with an index; None: without index."""
-        return torch.device(self.device_name(device_index))
-
     def set_device(self, device_index: int) -> None:
         """Choose this process's device. Does nothing on the CPU."""
         if not self._on_cpu:
@@ -39,10 +35,6 @@ class Accelerator:
     def current_device_name(self) -> str:
         """Return the name of this process's device."""
         return "cpu" if self._on_cpu else f"{self._name}:{torch.accelerator.current_device_index()}"
-
-    def is_available(self) -> bool:
-        """Return True: there is always a device, if only the CPU."""
-        return True
 
     def communication_backend_name(self) -> str:
         """Return the backend of collectives: "gloo" on the CPU."""
@@ -55,10 +47,6 @@ class Accelerator:
     def is_fp16_supported(self) -> bool:
         """Return whether the device computes in fp16."""
         return True
-
-    def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is on this kind of device."""
-        return tensor.device.type == self._name
 
     def manual_seed_all(self, seed: int) -> None:
         """Seed torch's generators, those of all devices included."""

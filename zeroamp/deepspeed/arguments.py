@@ -46,12 +46,6 @@ def config_of(args: object, config: ConfigLike | None, config_params: ConfigLike
             "path of a JSON file, or args with deepspeed_config."
         )
     found = load_config(given[0])
-    if "bfloat16" in found and "bf16" not in found:  # its old name
-        found["bf16"] = found.pop("bfloat16")
-    zero = found.get("zero_optimization")
-    if isinstance(zero, dict) and zero.get("cpu_offload") is True and "offload_optimizer" not in zero:
-        del zero["cpu_offload"]  # the old name of this block
-        zero["offload_optimizer"] = {"device": "cpu"}
     found.setdefault("gradient_clipping", 1.0)
     bf16 = found.get("bf16")
     if isinstance(bf16, dict) and bf16.get("enabled") is True:

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from zeroamp.deepspeed.refused import missing, reason_of
 from zeroamp.planning.mesh import current_device_type, start_process_group
 from zeroamp.planning.rank_device import choose_device
-from zeroamp.policies.errors import WrapError
 
 __path__: list[str] = []  # a package: `submodules` imports `comm.comm`
 
@@ -22,35 +21,28 @@ def init_distributed(
     timeout: timedelta | None = None,
     init_method: str | None = None,
     dist_init_required: bool | None = None,
-    config: Any = None,
+    config: object = None,
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
     """Initialise torch's default process group, unless there is one. Chooses the rank's accelerator first.
 
+    `auto_mpi_discovery`, `verbose`, `dist_init_required` and `config` have no effect.
+
     Args:
         dist_backend: backend of `torch.distributed.init_process_group`. None: torch's default for this machine.
-        auto_mpi_discovery: has no effect: ranks come from torchrun's environment, or from the arguments.
         distributed_port: MASTER_PORT, if the environment has a rank but no port.
-        verbose: has no effect.
         timeout: of the collectives.
         init_method: a URL.
-        dist_init_required: False: the process group must exist already.
-        config: has no effect: `initialize` reads the config.
         rank: rank of this process, with `world_size`. -1: from the environment.
         world_size: the number of processes.
 
     Raises:
-        WrapError: `dist_init_required` is False and there is no process group, or `start_process_group` raises it.
+        WrapError: `start_process_group` raises it.
     """
-    del auto_mpi_discovery, verbose, config
+    del auto_mpi_discovery, verbose, dist_init_required, config
     if dist.is_initialized():
         return
-    if dist_init_required is False:
-        raise WrapError(
-            "dist_init_required=False requires a process group, but there is none. Call "
-            "torch.distributed.init_process_group first, or leave the argument out."
-        )
     named: dict[str, Any] = {"backend": dist_backend, "timeout": timeout, "init_method": init_method}
     given = {name: value for name, value in named.items() if value is not None}
     if rank >= 0:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
@@ -47,7 +46,6 @@ READERS: dict[str, Callable[[Policy], object]] = {
     "torch_autocast_enabled": lambda policy: policy.mode == "autocast",
     "wall_clock_breakdown": lambda policy: policy.wall_clock_breakdown,
     "zero_optimization": lambda policy: policy.stage > 0,
-    "zero_optimization_partition_gradients": lambda policy: policy.stage >= 2,
     "zero_optimization_partition_weights": lambda policy: policy.stage == 3,
     "zero_optimization_stage": lambda policy: policy.stage,
 }
@@ -64,15 +62,7 @@ class DeepSpeedEngine(nn.Module):
         engine.step()  # updates after the last micro-batch of an optimizer step
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        policy: Policy,
-        train_step: TrainStep | None,
-        *,
-        collate_fn: Callable[..., Any] | None = None,
-        drop_last: bool = False,
-    ) -> None:
+    def __init__(self, module: nn.Module, policy: Policy, train_step: TrainStep | None) -> None:
         super().__init__()
         self.module = module
         """The wrapped model."""
@@ -86,7 +76,6 @@ class DeepSpeedEngine(nn.Module):
         """The data loader that `initialize` returns; None without a dataset."""
         self.report: StepReport | None = None
         """The report of the last optimizer step: loss, gradient norm, learning rates."""
-        self._collate_fn, self._drop_last = collate_fn, drop_last
         self._boundary: bool | None = None
         self._step_applied = False
         engine_checkpoint.guard_state_dict(module)
@@ -125,8 +114,8 @@ class DeepSpeedEngine(nn.Module):
         train_step = self._trained("step")
         if wrap_state(self.module).step.phase is Phase.IDLE:
             raise StepError(
-                "engine.step was called without engine.backward(loss) since the last optimizer step. Call it instead of "
-                "loss.backward()."
+                "engine.step was called without engine.backward(loss) since the last optimizer step. Call that instead "
+                "of loss.backward()."
             )
         report = None if self._boundary is False else train_step.step()
         self._step_applied = report is not None and not report.skipped
@@ -192,7 +181,7 @@ class DeepSpeedEngine(nn.Module):
         if self.policy.train_micro_batch_size_per_gpu is None:
             raise ConfigError(
                 "The config of initialize() must have train_batch_size or train_micro_batch_size_per_gpu, but has "
-                "neither. Add one: the engine's data loader and count of samples need it."
+                "neither. Add one."
             )
         return self.policy.train_micro_batch_size_per_gpu
 
@@ -200,11 +189,6 @@ class DeepSpeedEngine(nn.Module):
     def global_steps(self) -> int:
         """Optimizer steps, skipped ones included."""
         return 0 if self.train_step is None else self.train_step.num_steps + self.train_step.num_skipped
-
-    @property
-    def global_samples(self) -> int:
-        """Samples of all ranks in these steps, counted by the batch size of the config."""
-        return self.global_steps * self.train_batch_size()
 
     @property
     def skipped_steps(self) -> int:
@@ -232,7 +216,7 @@ class DeepSpeedEngine(nn.Module):
         """Return the learning rate of each param group."""
         return [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
 
-    # Ranks, devices, data
+    # Ranks and devices
 
     @property
     def device(self) -> torch.device:
@@ -256,44 +240,11 @@ class DeepSpeedEngine(nn.Module):
 
     dp_world_size = world_size
 
-    def deepspeed_io(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        route: str = "train",
-        pin_memory: bool = True,
-        data_sampler: Any = None,
-        collate_fn: Callable[..., Any] | None = None,
-        num_local_io_workers: int | None = None,
-    ) -> DataLoader[Any]:
-        """Return a torch `DataLoader` in which each rank sees its own part of `dataset`.
-
-        torch's `DistributedSampler` selects the part; with the route "train" it shuffles. Its order is the same in
-        every epoch unless `loader.sampler.set_epoch(epoch)` is called. An iterable dataset must select its part itself.
-        """
-        if data_sampler is None and not isinstance(dataset, IterableDataset):
-            data_sampler = DistributedSampler(dataset, self.world_size, self.global_rank, shuffle=route == "train")
-        loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_size or self.train_micro_batch_size_per_gpu(),
-            sampler=data_sampler,
-            collate_fn=collate_fn or self._collate_fn,
-            num_workers=num_local_io_workers or 0,
-            drop_last=self._drop_last,
-            pin_memory=pin_memory and torch.accelerator.is_available(),
-        )
-        vars(loader)["data_sampler"] = loader.sampler  # DeepSpeed's name
-        return loader
-
     # The module
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
         """Compile the module's forward by `torch.compile`, in place, with these arguments."""
         self.module.compile(**{**(compile_kwargs or {}), "backend": backend})
-
-    def empty_partition_cache(self) -> None:
-        """Reshard the parameters that an evaluation left unsharded."""
-        reshard(self.module.modules())
 
     def destroy(self) -> None:
         """Release gradients and unsharded parameters. The engine cannot train afterwards."""

@@ -81,10 +81,10 @@ def whole_weights(
             names.setdefault(tensor, []).append(name)
     found: dict[str, torch.Tensor] = {}
     for tensor, of_tensor in names.items():
-        is_parameter = isinstance(tensor, nn.Parameter)
-        whole = full_parameter(tensor) if is_parameter else tensor.detach()
+        whole, written = tensor.detach(), tensor.dtype
+        if isinstance(tensor, nn.Parameter):
+            whole, written = full_parameter(tensor), dtype if written == torch.float32 else written
         if on_first:
-            written = dtype if is_parameter and whole.dtype == torch.float32 else whole.dtype
             found |= dict.fromkeys(of_tensor, whole.to("cpu", written, copy=True))
     return found
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from zeroamp.deepspeed.arguments import ConfigLike, config_of
 from zeroamp.deepspeed.comm import init_distributed
@@ -17,7 +18,7 @@ from zeroamp.deepspeed.zero import REPLACED, mark_sharded
 from zeroamp.optimizers.from_config import optimizer_from_config
 from zeroamp.optimizers.parameters_before import ParametersBefore
 from zeroamp.optimizers.schedulers import scheduler_from_config
-from zeroamp.policies.errors import ConfigError, StepError, shown
+from zeroamp.policies.errors import StepError
 from zeroamp.policies.policy import Policy, policy_from_config
 from zeroamp.training.refused_arguments import Scheduler
 from zeroamp.training.step import TrainStep
@@ -56,7 +57,8 @@ def initialize(
             config's `optimizer` block; without it the engine cannot train.
         model_parameters: the parameters or param groups of the config's optimizer, or the argument of the function.
             None: all parameters of the model.
-        training_data: a dataset, for the returned data loader.
+        training_data: a dataset, for the returned data loader. torch's `DistributedSampler` selects each rank's part,
+            in the same order in every epoch unless `loader.sampler.set_epoch(epoch)` is called.
         lr_scheduler: a scheduler of `optimizer`, or a function of the optimizer that returns one. None: the config's
             `scheduler` block, if there is one. The engine steps it after each update.
         distributed_port: MASTER_PORT, if the environment has none.
@@ -83,9 +85,6 @@ def initialize(
         raise refusal(f"initialize(model={type(model).__name__})", "Pass model=, a torch.nn.Module.")
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     given = config_of(args, config, config_params)
-    drop_last = given.pop("dataloader_drop_last", False)
-    if not isinstance(drop_last, bool):
-        raise ConfigError(f"dataloader_drop_last must be true or false, but is {shown(drop_last)}. Write one of them.")
     policy = _policy(given, model)
     before = ParametersBefore(model)
     chosen = _listed(model.parameters() if model_parameters is None else model_parameters)
@@ -101,10 +100,10 @@ def initialize(
     scheduler = None if inside is None else _scheduler(lr_scheduler, policy, inside)
     mark_sharded(model)
     train_step = None if inside is None else TrainStep(model, inside, scheduler)
-    engine = DeepSpeedEngine(model, policy, train_step, collate_fn=collate_fn, drop_last=drop_last)
-    loader = None if training_data is None else engine.deepspeed_io(training_data)
-    engine.training_dataloader = loader
-    return engine, engine.optimizer, loader, scheduler
+    engine = DeepSpeedEngine(model, policy, train_step)
+    if training_data is not None:
+        engine.training_dataloader = _loader(training_data, engine.train_micro_batch_size_per_gpu(), collate_fn)
+    return engine, engine.optimizer, engine.training_dataloader, scheduler
 
 
 def _policy(config: dict[str, Any], model: nn.Module) -> Policy:
@@ -154,3 +153,12 @@ def _scheduler(given: SchedulerLike, policy: Policy, optimizer: torch.optim.Opti
     if hasattr(given, "step") and not isinstance(given, type):
         return cast(Scheduler, given)
     return cast(Callable[[torch.optim.Optimizer], Scheduler], given)(optimizer)
+
+
+def _loader(dataset: Any, batch_size: int, collate_fn: Callable[..., Any] | None) -> DataLoader[Any]:
+    """Return a loader of this rank's part of a dataset. An iterable dataset must select its part itself."""
+    sampler: Any = None if isinstance(dataset, IterableDataset) else DistributedSampler(dataset)
+    has_device = torch.accelerator.is_available()
+    loader = DataLoader(dataset, batch_size, sampler=sampler, collate_fn=collate_fn, pin_memory=has_device)
+    vars(loader)["data_sampler"] = loader.sampler  # DeepSpeed's name
+    return loader

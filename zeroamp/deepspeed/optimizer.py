@@ -46,17 +46,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Call `engine.zero_grad`."""
         self._engine.zero_grad()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer inside. Its tensors are this rank's shards, as DTensors."""
-        return self.optimizer.state_dict()
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, on the same number of ranks."""
         self.optimizer.load_state_dict(state_dict)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add sharded parameters of the engine's module, as `engine.module.parameters()` yields them."""
-        self.optimizer.add_param_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("optimizer", "_engine"):  # before __init__, and while a pickle is read

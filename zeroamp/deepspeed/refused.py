@@ -100,7 +100,10 @@ _NAMES = {
     "It is inside DeepSpeed's engine. engine and engine.optimizer have what scripts read.": (
         "runtime comm.backend comm.ccl comm.config comm.constants comm.reduce_op comm.utils compat datastates nebula "
         "env_report git_version_info utils.bwc utils.config utils.debug utils.exceptions utils.numa utils.types "
-        "engine.micro_steps engine.sparse_tensor_module_names engine.checkpoint_engine"
+        "engine.sparse_tensor_module_names engine.checkpoint_engine"
+    ),
+    "engine.global_steps counts optimizer steps, of engine.train_batch_size() samples each.": (
+        "engine.micro_steps engine.global_samples"
     ),
     "torch has no such optimizer. Pass an optimizer of your own to initialize(optimizer=).": (
         "ops.lamb ops.lion ops.muon runtime.zero.muon ops.adam.FusedLamb ops.adam.DeepSpeedCPULion ops.adam.FusedLion "
@@ -120,7 +123,9 @@ _NAMES = {
     "Call set_gradient_accumulation_boundary(False) before all backwards but the last.": (
         "engine.coalesce_grad_reduction"
     ),
-    "Pass collate_fn= to initialize().": "engine.set_data_post_process_func",
+    "Pass training_data= and collate_fn= to initialize(), or write a DataLoader with a DistributedSampler.": (
+        "engine.deepspeed_io engine.set_data_post_process_func"
+    ),
 }
 """Reason -> names below `deepspeed` that are refused for it, and of the engine. What is below a name is refused too."""
 

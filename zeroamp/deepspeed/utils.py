@@ -73,22 +73,10 @@ def leaf_names(model: nn.Module) -> list[str]:
     return [fqn for fqn, module in model.named_modules() if getattr(module, _LEAF, False)]
 
 
-class RepeatingLoader:
-    """Yields the batches of a loader without end: it starts again after the last one."""
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self.loader = loader
-        self._batches = iter(loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            return next(self._batches)
-        except StopIteration:
-            self._batches = iter(self.loader)
-            return next(self._batches)
+def RepeatingLoader(loader: Iterable[Any]) -> Iterator[Any]:  # noqa: N802 - a class in DeepSpeed
+    """Yield the batches of a loader without end: it starts again after the last one."""
+    while True:
+        yield from loader
 
 
 def __getattr__(name: str) -> Any:

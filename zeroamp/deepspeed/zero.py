@@ -1,7 +1,7 @@
 """`deepspeed.zero`: `Init` and `GatheredParameters` for plain and for sharded parameters."""
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -49,36 +49,24 @@ def mark_sharded(module: nn.Module) -> None:
             vars(parameter).update({**held, _STATUS: ZeroParamStatus.NOT_AVAILABLE})
 
 
-class Init(AbstractContextManager["Init"]):
-    """A context for building a model. It does not shard: the model is built as usual, and `initialize` shards it.
+@contextmanager
+def Init(*_: object, enabled: bool = True, **options: object) -> Iterator[None]:  # noqa: N802 - a class in DeepSpeed
+    """Return a context for building a model. It does not shard: `initialize` shards the model.
 
     Each rank holds the whole model in CPU memory until `initialize`. For a larger model use
     `with torch.device("meta")` instead: `initialize` then initialises one module at a time, on shards.
+
+    Args:
+        enabled: whether to initialise the process group on entering.
+        options: `data_parallel_group`, `mpu` and a `remote_device` other than the CPU are refused. The others have no
+            effect: `initialize` reads the config, and stores trainable parameters in fp32.
     """
-
-    def __init__(self, *_: object, enabled: bool = True, **options: object) -> None:
-        """Take DeepSpeed's arguments.
-
-        Args:
-            enabled: whether to initialise the process group on entering.
-            options: `data_parallel_group`, `mpu` and a `remote_device` other than the CPU are refused. The others have
-                no effect: `initialize` reads the config, and stores trainable parameters in fp32.
-        """
-        for name in ("data_parallel_group", "mpu", "remote_device"):
-            if options.get(name) not in (None, "none", "cpu"):
-                raise refusal(
-                    f"zero.Init({name}={options[name]!r})",
-                    "Leave it out: parameters are sharded over all ranks, on the device or on the CPU.",
-                )
-        self._enabled = enabled
-
-    def __enter__(self) -> "Init":
-        if self._enabled:
-            init_distributed()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
+    for name in ("data_parallel_group", "mpu", "remote_device"):
+        if options.get(name) not in (None, "none", "cpu"):
+            raise refusal(f"zero.Init({name}=)", "Leave it out: parameters are sharded over all ranks.")
+    if enabled:
+        init_distributed()
+    yield
 
 
 class _WholeCopies(TorchFunctionMode):
@@ -97,60 +85,56 @@ class _WholeCopies(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class GatheredParameters(AbstractContextManager[None]):
-    """A context in which sharded parameters are whole: `parameter.data` and all operations are those of plain tensors.
+@contextmanager
+def GatheredParameters(  # noqa: N802 - a class in DeepSpeed
+    params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
+) -> Iterator[None]:
+    """Return a context in which sharded parameters are whole: `parameter.data` and all operations are of plain tensors.
 
     All ranks enter it with the same parameters, and each holds whole copies inside. With `modifier_rank`, all ranks
     get that rank's values at the end. Without it, and in a parameter that an outer context has made whole, changes are
     lost. Before `initialize`, parameters are whole anyway, and only `modifier_rank` has an effect.
 
+    Args:
+        params: a parameter, or an iterable of parameters or of pairs of name and parameter.
+        modifier_rank: the rank whose values all ranks get at the end. None: parameters are only read.
+        fwd_module: has no effect: a module's forward unshards its own parameters.
+        enabled: if False, the context does nothing.
+
     Raises:
         StepError: on entering, a parameter is from before `initialize`.
     """
+    del fwd_module
+    parameters = _parameters(params) if enabled else []
+    if any(vars(parameter).get(REPLACED, False) for parameter in parameters):
+        raise StepError(
+            "GatheredParameters was given a parameter from before initialize(), which has replaced it. Read it again, "
+            "from engine.module.named_parameters()."
+        )
+    copies: dict[Any, nn.Parameter] = {}
+    try:
+        for parameter in parameters:
+            if isinstance(parameter, DTensor) and _COPY not in vars(parameter):
+                whole = nn.Parameter(full_parameter(parameter), requires_grad=parameter.requires_grad)
+                copies[parameter] = vars(parameter)[_COPY] = whole
+                _set_status(parameter, ZeroParamStatus.AVAILABLE)
+        with _WholeCopies():
+            yield
+    finally:
+        for parameter in copies:
+            del vars(parameter)[_COPY]
+            _set_status(parameter, ZeroParamStatus.NOT_AVAILABLE)
+    if modifier_rank is not None:  # and no error
+        for parameter in parameters:
+            if parameter in copies:
+                set_full_parameter(parameter, _values_of(copies[parameter], modifier_rank))
+            elif not isinstance(parameter, DTensor):
+                _values_of(parameter, modifier_rank)
 
-    def __init__(
-        self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
-    ) -> None:
-        """Take a parameter, or an iterable of parameters or of pairs of name and parameter.
 
-        Args:
-            params: parameters of wrapped or plain models.
-            modifier_rank: the rank whose values all ranks get at the end. None: parameters are only read.
-            fwd_module: has no effect: a module's forward unshards its own parameters.
-            enabled: if False, the context does nothing.
-        """
-        del fwd_module
-        self._parameters = _parameters(params) if enabled else []
-        self._modifier_rank = modifier_rank
-        self._gathered: list[nn.Parameter] = []  # sharded parameters that have a whole copy by this context
-        self._mode = _WholeCopies()
-
-    def __enter__(self) -> None:
-        if any(vars(parameter).get(REPLACED, False) for parameter in self._parameters):
-            raise StepError(
-                "GatheredParameters was given a parameter from before initialize(), which has replaced it. Read it "
-                "again, from engine.module.named_parameters()."
-            )
-        self._gathered = [each for each in self._parameters if isinstance(each, DTensor) and _COPY not in vars(each)]
-        for parameter in self._gathered:
-            whole = nn.Parameter(full_parameter(parameter), requires_grad=parameter.requires_grad)
-            vars(parameter)[_COPY] = whole
-            if hasattr(parameter, _STATUS):
-                setattr(parameter, _STATUS, ZeroParamStatus.AVAILABLE)
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, error_type: type[BaseException] | None, *error: Any) -> None:
-        self._mode.__exit__(error_type, *error)  # type: ignore[no-untyped-call]
-        copies = {parameter: vars(parameter).pop(_COPY) for parameter in self._gathered}
-        for parameter in self._gathered:
-            if hasattr(parameter, _STATUS):
-                setattr(parameter, _STATUS, ZeroParamStatus.NOT_AVAILABLE)
-        if error_type is None and self._modifier_rank is not None:
-            for parameter in self._parameters:
-                if parameter in copies:
-                    set_full_parameter(parameter, _values_of(copies[parameter], self._modifier_rank))
-                elif not isinstance(parameter, DTensor):
-                    _values_of(parameter, self._modifier_rank)
+def _set_status(parameter: Any, status: ZeroParamStatus) -> None:
+    if hasattr(parameter, _STATUS):
+        setattr(parameter, _STATUS, status)
 
 
 def _values_of(tensor: nn.Parameter, source: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from zeroamp.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zeroamp.deepspeed.refused import REFUSED, Refused, UnsupportedError
 from zeroamp.deepspeed.runtime.utils import see_memory_usage
 from zeroamp.deepspeed.submodules import ALIASES
-from zeroamp.policies.errors import ConfigError, WrapError
+from zeroamp.policies.errors import ConfigError
 
 
 def test_every_public_name_is_there():
@@ -149,7 +149,7 @@ def test_an_unknown_name_is_told_close_ones(owner, name, close):
 def test_arguments_and_configs(tmp_path):
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"bfloat16": {"enabled": True}, "gradient_clipping": 0.5}))
+    path.write_text(json.dumps({"bf16": {"enabled": True}, "gradient_clipping": 0.5}))
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
     assert args.deepspeed
     config = config_of(args, None, None)
@@ -158,8 +158,6 @@ def test_arguments_and_configs(tmp_path):
     given = {"zeroamp": {"sync_module_states": False}}
     assert config_of(None, None, given) == {"gradient_clipping": 1.0, **given}
     assert given == {"zeroamp": {"sync_module_states": False}}
-    old = {"zero_optimization": {"stage": 1, "cpu_offload": True}}
-    assert config_of(None, old, None)["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     assert deepspeed.DeepSpeedConfigError is ConfigError
     assert config_of(argparse.Namespace(local_rank=0), {}, None)["zeroamp"] == {"sync_module_states": True}
     for wrong in ((args, {}, None), (None, None, None)):
@@ -204,7 +202,6 @@ def _comm(rank_free_port):
     del rank_free_port
     assert comm.is_initialized()
     before = torch.distributed.group.WORLD
-    deepspeed.init_distributed(dist_init_required=False)
     deepspeed.init_distributed()
     assert torch.distributed.group.WORLD is before
     tensor = torch.full((2,), float(comm.get_rank() + 1))
@@ -227,13 +224,6 @@ def test_comm_is_torchs_and_a_loader_repeats(ranks2):
     assert ranks2.run(_comm, 0) == [(2, (0, 3))] * 2
 
 
-def test_a_process_group_that_is_said_to_be_there_must_be_there():
-    assert not comm.is_initialized()
-    with pytest.raises(WrapError, match="dist_init_required=False requires a process group, but there is none"):
-        deepspeed.init_distributed(dist_init_required=False)
-    assert not comm.is_initialized()
-
-
 def test_the_accelerator_is_the_device_of_this_machine(monkeypatch):
     found = accelerator.get_accelerator()
     assert deepspeed.get_accelerator() is found
@@ -243,7 +233,6 @@ def test_the_accelerator_is_the_device_of_this_machine(monkeypatch):
     assert found.device_name(1) == found.current_device_name() == found.current_device() == "cpu"
     assert found.communication_backend_name() == "gloo"
     assert found.is_bf16_supported()
-    assert found.on_accelerator(torch.ones(1))
     found.set_device(3)
     state = found.get_rng_state()
     first = torch.rand(1)

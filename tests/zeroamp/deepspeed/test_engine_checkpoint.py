@@ -31,7 +31,7 @@ def _resumed(folder, stage, other_stage):
     path, state = engine.load_checkpoint(folder)
     assert path == str(Path(folder) / "global_step2")
     assert (state["epoch"], state["rank"], state["sums"].tolist()) == (3, 0, [0, 1, 2])
-    assert (engine.global_steps, engine.global_samples) == (2, 16)
+    assert engine.global_steps == 2
     return straight, train(NAME, None, 2, first=2, engine=engine), first.get_lr(), engine.get_lr()
 
 

@@ -81,11 +81,11 @@ def test_a_model_is_built_inside_init_and_written_before_it_is_sharded(ranks2):
     assert torch.equal(first["head.weight"], torch.full((5, 13), 0.125))
     assert same_bits(first, second) == []
     for kwargs, word in (
-        ({"remote_device": "nvme"}, "nvme"),
+        ({"remote_device": "nvme"}, "remote_device"),
         ({"mpu": 1}, "mpu"),
     ):
         with pytest.raises(deepspeed.UnsupportedError, match=word):
-            deepspeed.zero.Init(**kwargs)
+            deepspeed.zero.Init(**kwargs).__enter__()
     with pytest.raises(deepspeed.UnsupportedError, match="nn.Linear"):
         deepspeed.zero.TiledLinear(1, 2)
     with pytest.raises(deepspeed.UnsupportedError, match="GatheredParameters"):

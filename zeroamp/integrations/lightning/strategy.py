@@ -200,8 +200,11 @@ def view_of(optimizer: Optimizer, driver: LoopDriver) -> Optimizer:
         del set_to_none  # gradients are always released
         driver.zero_grad(optimizer)
 
-    cls = type(optimizer)
-    view: Optimizer = object.__new__(type(cls.__name__, (cls,), {"zero_grad": zero_grad}))
+    def load_state_dict(_view: Any, state: dict[str, Any]) -> None:
+        optimizer.load_state_dict(state)  # a hook of `TrainStep` shards it
+
+    cls, methods = type(optimizer), {"zero_grad": zero_grad, "load_state_dict": load_state_dict}
+    view: Optimizer = object.__new__(type(cls.__name__, (cls,), methods))
     vars(optimizer)[_RAW] = optimizer
     view.__dict__ = vars(optimizer)
     return view

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +14,32 @@ import zeroamp
 
 CHECKPOINTS = "checkpoints"  # the folder in --out
 BATCH = "train_batch_size"
+
+
+class StopSignal(zeroamp.Callback):
+    """Whether any rank received SIGTERM: one number in the all-reduce of each step, so the same on all ranks."""
+
+    def __init__(self) -> None:
+        self.was_received = self.is_requested = False  # on this rank, on any rank
+        # Python allows signal handlers in the main thread only. Ray trains in another thread.
+        self.has_handler = threading.current_thread() is threading.main_thread()
+        if self.has_handler:
+            signal.signal(signal.SIGTERM, self._receive)
+
+    def _receive(self, *_: object) -> None:
+        self.was_received = True
+
+    def statistics(self) -> tuple[Sequence[float], Callable[[Sequence[float]], None]]:
+        """Return this rank's number, and what gets the sum over all ranks."""
+        return [float(self.was_received)], self._read_sum
+
+    def _read_sum(self, sums: Sequence[float]) -> None:
+        self.is_requested = sums[0] > 0
+
+    def close(self) -> None:
+        """Let SIGTERM end the process again."""
+        if self.has_handler:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def resume(model: torch.nn.Module, train: zeroamp.TrainStep, asked: str | None, checkpoints: Path) -> Run | None:

@@ -18,8 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -29,7 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _checkpoints import CHECKPOINTS, batch_sizes, note_change, resume
+from _checkpoints import CHECKPOINTS, StopSignal, batch_sizes, note_change, resume
 from _data import IGNORED_LABEL, evaluation_batches, pack, read_documents, split_documents, training_batches
 from _launch import COLLECTIVE_TIMEOUT, start_process_group
 from _output import Run, plot_losses
@@ -155,38 +153,37 @@ def train_loop(
     )
     save = partial(zeroamp.save_checkpoint, args.out / CHECKPOINTS, model, train, keep=args.keep)
     model.train()
-    # Python allows signal handlers in the main thread only. Ray trains in another thread.
-    is_main = threading.current_thread() is threading.main_thread()
-    with zeroamp.Preemption(model, (signal.SIGTERM,) if is_main else ()) as preemption:
-        while len(run.losses) < args.steps:
-            start, num_tokens = time.perf_counter(), 0
-            report = None
-            while report is None:  # once per micro-batch: step() returns a report at the end of the optimizer step
-                input_ids = next(batches).to(device)  # [micro_batch_size, seq_len]
-                # No torch.autocast here: zeroamp's hook enters it around the model's forward.
-                loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
-                train.backward(loss)
-                report = train.step()
-                num_tokens += input_ids.numel() * world_size
-            mean_loss, grad_norm = report.loss, report.grad_norm  # waits for the device, so the clock comes after it
-            seconds = time.perf_counter() - start
-            run.add(loss=mean_loss, grad_norm=grad_norm, num_tokens=num_tokens, seconds=seconds)
-            step = len(run.losses)
-            if rank == 0 and step % max(1, args.steps // NUM_PROGRESS_LINES) == 0:
-                print(f"step {step}/{args.steps}: loss {mean_loss:.4f}, norm {grad_norm:.3g}", flush=True)
-            if preemption.is_requested():
-                path = save(step=step, extra=asdict(run))
-                if on_save is not None:
-                    on_save(path, run)
-                if rank == 0:
-                    print(f"preempted: saved {path}; --resume auto continues from it", flush=True)
-                return False
-            if args.save_every is not None and step % args.save_every == 0:
-                if on_save is not None:
-                    on_save(save(step=step, extra=asdict(run)), run)
-                else:  # written in the background; the next save, or the end of the loop, waits for it
-                    save(step=step, extra=asdict(run), async_=True)
-        zeroamp.wait_for_save(model)
+    train.callbacks.append(stop := StopSignal())
+    while len(run.losses) < args.steps:
+        start, num_tokens = time.perf_counter(), 0
+        report = None
+        while report is None:  # once per micro-batch: step() returns a report at the end of the optimizer step
+            input_ids = next(batches).to(device)  # [micro_batch_size, seq_len]
+            # No torch.autocast here: zeroamp's hook enters it around the model's forward.
+            loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+            train.backward(loss)
+            report = train.step()
+            num_tokens += input_ids.numel() * world_size
+        mean_loss, grad_norm = report.loss, report.grad_norm  # waits for the device, so the clock comes after it
+        seconds = time.perf_counter() - start
+        run.add(loss=mean_loss, grad_norm=grad_norm, num_tokens=num_tokens, seconds=seconds)
+        step = len(run.losses)
+        if rank == 0 and step % max(1, args.steps // NUM_PROGRESS_LINES) == 0:
+            print(f"step {step}/{args.steps}: loss {mean_loss:.4f}, norm {grad_norm:.3g}", flush=True)
+        if stop.is_requested:
+            path = save(step=step, extra=asdict(run))
+            if on_save is not None:
+                on_save(path, run)
+            if rank == 0:
+                print(f"preempted: saved {path}; --resume auto continues from it", flush=True)
+            return False
+        if args.save_every is not None and step % args.save_every == 0:
+            if on_save is not None:
+                on_save(save(step=step, extra=asdict(run)), run)
+            else:  # written in the background; the next save, or the end of the loop, waits for it
+                save(step=step, extra=asdict(run), async_=True)
+    zeroamp.wait_for_save(model)
+    stop.close()
     return True
 
 

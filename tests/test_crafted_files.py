@@ -252,10 +252,6 @@ def test_a_crafted_checkpoint_is_refused_and_runs_nothing(good, tmp_path, kind):
     CHECKPOINTS[kind](folder)
     is_unchanged = _refused(tmp_path, lambda train: zeroamp.load_checkpoint(folder / STEP, train.model, train))
     assert is_unchanged or kind == "a chunk: a call"  # the chunk is the first that is read
-    if not kind.startswith("train.pt: a call"):  # an export does not read this file
-        with pytest.raises(zeroamp.CheckpointError):
-            zeroamp.export_checkpoint(folder / STEP, tmp_path / "out")
-        assert not (tmp_path / "out").exists()
     assert not list(tmp_path.rglob(MARK))
 
 

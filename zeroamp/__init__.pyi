@@ -1,11 +1,9 @@
 """The public names of zeroamp: type checkers read this file, and `__init__.py` imports each name from where it says."""
 
-from zeroamp.checkpoint.background import wait_for_save as wait_for_save
-from zeroamp.checkpoint.export import export_checkpoint as export_checkpoint
 from zeroamp.checkpoint.folder import latest_checkpoint as latest_checkpoint
 from zeroamp.checkpoint.load import load_checkpoint as load_checkpoint
-from zeroamp.checkpoint.preemption import Preemption as Preemption
 from zeroamp.checkpoint.save import save_checkpoint as save_checkpoint
+from zeroamp.checkpoint.save import wait_for_save as wait_for_save
 from zeroamp.discovery.traced_parameters import SafeParameters as SafeParameters
 from zeroamp.discovery.traced_parameters import discover_safe_parameters as discover_safe_parameters
 from zeroamp.dry_run.run_plan import RunPlan as RunPlan

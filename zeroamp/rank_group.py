@@ -39,7 +39,7 @@ class RankGroup:
         self._use = use
         self._group: dist.ProcessGroup | None = None
         self.background: Future[Any] | None = None
-        """A background save whose thread uses the group, or None."""
+        """The last background save, whose thread uses the group, until its error was raised. None if there is none."""
 
     @classmethod
     def shared(cls, mesh: DeviceMesh, use: Use) -> "RankGroup":
@@ -60,12 +60,11 @@ class RankGroup:
     def for_saving(cls, mesh: DeviceMesh) -> "RankGroup":
         """Return the shared group for saving and loading. Waits until a background save has ended.
 
-        If the background save failed, `Saving` raises its error. This method does not.
+        If the background save failed, `wait_for_save` raises its error. This method does not.
         """
         ranks = cls.shared(mesh, "saving")
         if ranks.background is not None:
             wait([ranks.background])
-            ranks.background = None
         return ranks
 
     @classmethod
@@ -110,10 +109,6 @@ class RankGroup:
                     f"{call} needs the same {name} on all ranks, but got {found}. Pass the same value. If a rank "
                     "failed in between, load the last checkpoint."
                 )
-
-    def any(self, value: bool) -> bool:
-        """Return whether `value` is true on any rank. All ranks call this."""
-        return any(self.run(lambda: value))
 
     def _connect(self) -> dist.ProcessGroup:
         if self._group is None:

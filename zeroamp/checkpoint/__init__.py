@@ -1,1 +1,1 @@
-"""Checkpoints on `torch.distributed.checkpoint`: saves, loads and exports them, and saves on preemption."""
+"""Checkpoints on `torch.distributed.checkpoint`: saves and loads them."""

@@ -8,36 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
 
-from zeroamp.checkpoint.background import saving_of
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint, is_checkpoint_name
-from zeroamp.checkpoint.manifest import (
-    VALUES,
-    DamagedCheckpointError,
-    Manifest,
-    check_file,
-    checking_rank,
-    rank_file,
-    read_manifest,
-)
-from zeroamp.checkpoint.model_state import (
-    CALLBACK,
-    MODEL,
-    callback_tensors,
-    check_model_fits,
-    load_extra_states,
-    model_tensors,
-    shard_dims,
-)
-from zeroamp.checkpoint.optimizer_state import (
-    OPTIMIZER,
-    check_optimizer_fits,
-    check_sharding_fits,
-    load_optimizer,
-    optimizer_targets,
-)
-from zeroamp.checkpoint.reader import CheckpointReader
+from zeroamp.checkpoint.manifest import VALUES, DamagedCheckpointError, Manifest, check_file, rank_file, read_manifest
+from zeroamp.checkpoint.model_state import check_model_fits, load_extra_states, model_tensors
+from zeroamp.checkpoint.optimizer_state import check_optimizer_fits, load_optimizer, optimizer_targets
+from zeroamp.checkpoint.save import run_of_root, wait_for_save
+from zeroamp.checkpoint.tensors import CheckpointReader
 from zeroamp.hooks.random_state import set_random_state
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
@@ -66,8 +44,7 @@ def load_checkpoint(
     resharded. Every file is first checked against its digest, each by one rank.
 
     With the same number of ranks, training continues with the same bits. With another number, random generators keep
-    their state, and buffers and extra states that differed between ranks get the first rank's values. A warning is
-    logged.
+    their state, and `extra`, buffers and extra states of modules are the first rank's. A warning is logged.
 
     Args:
         folder: one checkpoint, or a run's folder of checkpoints. In a folder, damaged checkpoints are logged, and the
@@ -80,16 +57,16 @@ def load_checkpoint(
         load_lr_scheduler_states: if False, the scheduler's state is not loaded, and there may be another scheduler or
             none. If the scheduler's state is loaded without the optimizer's, the optimizer gets its learning rates.
         missing_ok: return None if there is no checkpoint. If all checkpoints are damaged, an error is raised anyway.
-        extra_rank: the rank whose `extra` is returned; None: this rank.
+        extra_rank: the rank whose `extra` is returned. None: this rank, or the first if the number of ranks changed.
 
     Raises:
-        CheckpointError: on all ranks. Before anything is changed: there is no checkpoint, all are damaged, or
-            parameters, shapes, dtypes, optimizer or scheduler differ from the saved ones. After some tensors were
-            loaded: a file cannot be read to its end.
+        CheckpointError: on all ranks. Before anything is changed: there is no checkpoint, all are damaged,
+            parameters, shapes, dtypes, optimizer or scheduler differ from the saved ones, or the last background save
+            failed. After some tensors were loaded: a file cannot be read to its end.
         StepError: called inside an optimizer step, or the config has another kind of loss scale.
     """
     state = wrap_state(model)
-    saving_of(state).abandon()
+    wait_for_save(model)
     if train is not None:
         train.state_dict()  # raises inside an optimizer step
     ranks = RankGroup.for_saving(state.axes.whole)
@@ -105,7 +82,8 @@ def load_checkpoint(
         raise CheckpointError(f"{os.fspath(folder)} holds no checkpoint that save_checkpoint wrote. {_PATH}")
     path, manifest = found
     loading = _Load(path, manifest, state, train, ranks)
-    loading.has_optimizer, loading.has_scheduler = load_optimizer_states, load_lr_scheduler_states
+    loading.has_optimizer = load_optimizer_states and train is not None
+    loading.has_scheduler = load_lr_scheduler_states and train is not None
     ranks.run(lambda: loading.prepare(extra_rank))
     ranks.run(loading.load_counts)
     ranks.run(loading.read_tensors)
@@ -149,9 +127,8 @@ def _candidates(folder: Path) -> list[Path]:
 
 
 def _check_share(path: Path, manifest: Manifest, ranks: RankGroup) -> None:
-    for index, name in enumerate(sorted(manifest.files)):
-        if checking_rank(name, index, ranks.num_ranks) == ranks.rank:
-            check_file(path / name, manifest.files[name])
+    for name in sorted(manifest.files)[ranks.rank :: ranks.num_ranks]:
+        check_file(path / name, manifest.files[name])
 
 
 class _Load:
@@ -179,41 +156,16 @@ class _Load:
         reshard(self.state.root.modules())
         metadata = self.reader.read_metadata()
         self.values = self.reader.read_values(VALUES)
-        for key in ("optimizer", "scheduler"):  # one value, not a list, in checkpoints of earlier versions
-            if not isinstance(self.values[key], list):
-                self.values[key] = [self.values[key]]
         self.own = self.reader.read_values(rank_file(self.ranks.rank if self.is_same_size else 0))
-        excluded = self.values.get("excluded", [])  # earlier versions saved all parameters
-        check_model_fits(self.state.root, metadata, self.own["extra_states"], str(self.path), excluded)
+        excluded = self.values["excluded"]
+        check_model_fits(self.state.root, metadata, self.own, str(self.path), excluded)
         self.tensors = model_tensors(self.state.root, excluded)
-        self.extra = self._extra(extra_rank)
+        self.extra = (self.own if extra_rank is None else self.reader.read_values(rank_file(extra_rank)))["extra"]
         if self.train is not None:
             self._check_training(self.train)
-        if self.train is not None and self.has_optimizer:
-            parameters = {name.removeprefix(MODEL): tensor for name, tensor in self.tensors.items()}
-            own = self.own["tensors"]
-            for description in self.values["optimizer"]:
-                check_sharding_fits(description, parameters, metadata, own, str(self.path))
-                self.tensors |= optimizer_targets(description, parameters, metadata, own)
-            self.tensors |= self._of_callbacks(self.train, metadata)
-
-    def _of_callbacks(self, train: TrainStep, metadata: Metadata) -> dict[str, torch.Tensor]:
-        """Return the tensors of the callbacks, into which the load writes."""
-        found = callback_tensors(train.callbacks)
-        saved = {name for name in metadata.state_dict_metadata if name.startswith(CALLBACK)}
-        if missing := found.keys() - saved:
-            raise CheckpointError(
-                f"{self.path} has no {min(missing).removeprefix(CALLBACK)}: a callback of TrainStep, such as "
-                "zeroamp.EMA, was not there at the save. Build it after the load, and append it then."
-            )
-        if unused := saved - found.keys():
-            logger.warning(
-                "%s has %s of a callback that this TrainStep does not have. Append it before the load, or it is not "
-                "loaded.",
-                self.path,
-                min(unused).removeprefix(CALLBACK),
-            )
-        return found
+        if self.has_optimizer:
+            for description in self.values["optimizers"]:
+                self.tensors |= optimizer_targets(description, self.tensors, metadata)
 
     def load_counts(self) -> None:
         """Load step counts and loss scale. Raise StepError if the config has another kind of loss scale."""
@@ -221,7 +173,7 @@ class _Load:
             self.train.load_state_dict(self.values["train"])
 
     def _check_training(self, train: TrainStep) -> None:
-        where, descriptions = str(self.path), self.values["optimizer"]
+        where, descriptions = str(self.path), self.values["optimizers"]
         if len(descriptions) != len(train.optimizers):
             count = f"{len(descriptions)} optimizer{'s' * (len(descriptions) > 1)}"
             raise CheckpointError(
@@ -232,7 +184,7 @@ class _Load:
             name = "the optimizer" if len(descriptions) == 1 else f"optimizer {index}"
             if self.has_optimizer:
                 check_optimizer_fits(optimizer, descriptions[index], self.state.root, where, name)
-            saved, scheduler = self.values["scheduler"][index], train.schedulers[index]
+            saved, scheduler = self.values["schedulers"][index], train.schedulers[index]
             was = "no scheduler" if saved is None else saved["class"]
             ours = "no scheduler" if scheduler is None else type(scheduler).__name__
             if self.has_scheduler and was != ours:
@@ -240,43 +192,20 @@ class _Load:
                     f"{where} was saved with {was}, but {name} of TrainStep has {ours}. Build TrainStep with the saved "
                     "kind of scheduler, or leave its state out: load_checkpoint(..., load_lr_scheduler_states=False)."
                 )
-        differing = [name for name in self.own["tensors"] if self.has_optimizer and not name.startswith(MODEL)]
-        if differing and not self.is_same_size:
-            raise CheckpointError(
-                f"{where} has optimizer state that differs between its {self.manifest.world_size} ranks "
-                f"({differing[0]}), so {self.ranks.num_ranks} ranks cannot load it. Start as many ranks, or load the "
-                "model alone: load_checkpoint(folder, model)."
-            )
-
-        if self.has_optimizer:
-            self._check_dims()
-
-    def _check_dims(self) -> None:
-        """Refuse optimizer state that each rank saved for its own shard, if axes or sharded dimensions differ now."""
-        axes = self.values.get("axes", ""), self.state.axes.describe()  # earlier versions: data ranks alone
-        dims = self.values.get("shard_dims", {}), shard_dims(self.tensors)  # earlier versions: 0 everywhere
-        for name in (name for name in self.own["tensors"] if name.startswith(OPTIMIZER)):
-            fqn = next((fqn for fqn in {**dims[0], **dims[1]} if name.startswith(f"{OPTIMIZER}{fqn}.")), "")
-            saved, ours = (f"sharded over dimension {each.get(fqn, 0)} on a mesh of {of_mesh or 'data ranks alone'}"
-                           for each, of_mesh in zip(dims, axes, strict=True))  # fmt: skip
-            if saved != ours:
-                raise CheckpointError(
-                    f"{self.path} has optimizer state of each rank's own shard ({name}), which was {saved}, but is "
-                    f"{ours} here. Use the same axes, and set zeroamp.shard_dim as it was (0 in earlier versions), or "
-                    "load the model alone: load_checkpoint(folder, model)."
-                )
 
     def read_tensors(self) -> None:
         """Read this rank's part of every tensor into `tensors`: the model's own, and new ones for the optimizers."""
-        self.reader.read_tensors(self.tensors)
+        self.reader.read_tensors({name: each for name, each in self.tensors.items() if not self._is_own(name)})
+
+    def _is_own(self, name: str) -> bool:
+        """Return whether a tensor is read from a rank's file: it is sharded neither here nor in the save."""
+        return name in self.own["tensors"] and not isinstance(self.tensors[name], DTensor)
 
     def finish(self) -> None:
         """Load this rank's own tensors, extra states, optimizers, schedulers and random states."""
         for name, tensor in self.own["tensors"].items():
-            if name.startswith(MODEL):
+            if self._is_own(name):
                 self.tensors[name].copy_(tensor)
-            elif self.has_optimizer:
-                self.tensors[name] = tensor
         load_extra_states(self.state.root, self.own["extra_states"])
         if self.train is not None:
             self._finish_training(self.train)
@@ -284,12 +213,11 @@ class _Load:
                 self._warn_of_broken_bits()
         if not self.is_same_size and self.ranks.rank == 0:
             logger.warning(
-                "%s was saved by %d ranks and loaded by %d: random generators keep their state, and buffers that "
-                "differed between ranks (%s) are the first rank's on all ranks.",
+                "%s was saved by %d ranks and loaded by %d: random generators keep their state, and buffers and "
+                "`extra` are the first rank's on all ranks.",
                 self.path,
                 self.manifest.world_size,
                 self.ranks.num_ranks,
-                ", ".join(name.removeprefix(MODEL) for name in self.own["tensors"]) or "none",
             )
 
     def _warn_of_broken_bits(self) -> None:
@@ -301,41 +229,19 @@ class _Load:
             logger.warning(text, self.path, why)
 
     def _finish_training(self, train: TrainStep) -> None:
-        descriptions = self.values["optimizer"] if self.has_optimizer else ()
-        for optimizer, description in zip(train.optimizers, descriptions, strict=self.has_optimizer):
-            load_optimizer(optimizer, description, self.tensors, self.state.root)
-        pairs = zip(train.optimizers, train.schedulers, self.values["scheduler"], strict=True)
+        if self.has_optimizer:
+            states = zip(train.optimizers, self.values["optimizers"], self.own["optimizers"], strict=True)
+            for optimizer, description, own in states:
+                load_optimizer(optimizer, description, self.tensors, own, self.state.root)
+        pairs = zip(train.optimizers, train.schedulers, self.values["schedulers"], strict=True)
         for optimizer, scheduler, saved in pairs:
             if self.has_scheduler and isinstance(scheduler, StatefulScheduler):
                 scheduler.load_state_dict(saved["state"])
                 if not self.has_optimizer:
                     _set_learning_rates(optimizer, scheduler)
-        saving = saving_of(self.state)
-        saving.run, saving.serial = self.manifest.run, self.manifest.serial
+        run_of_root[self.state.root] = self.manifest.run
         if self.is_same_size:
             set_random_state(self.own["random"], device_of(self.state.mesh))
-
-    def _extra(self, rank: int | None) -> Any:
-        """Return the `extra` of `rank`, or of this rank for None. If the number of ranks changed, all must be equal."""
-        saved_by = self.manifest.world_size
-
-        def read(number: int) -> Any:
-            return self.reader.read_values(rank_file(number))["extra"]
-
-        if rank is None and not self.is_same_size:
-            first, *others = map(read, range(saved_by))
-            if not all(_equal(first, other) for other in others):
-                raise CheckpointError(
-                    f"extra in {self.path} differs between the {saved_by} ranks that saved it, so "
-                    f"{self.ranks.num_ranks} ranks cannot load it. Choose one with extra_rank, or save values that do "
-                    "not depend on the rank."
-                )
-            return first
-        rank = self.ranks.rank if rank is None else rank
-        if not 0 <= rank < saved_by:
-            valid = f"from 0 to {saved_by - 1}, the ranks that saved {self.path}"
-            raise CheckpointError(describe("extra_rank", rank, valid, "Pass one of them."))
-        return read(rank)
 
 
 def _set_learning_rates(optimizer: torch.optim.Optimizer, scheduler: object) -> None:
@@ -346,13 +252,3 @@ def _set_learning_rates(optimizer: torch.optim.Optimizer, scheduler: object) -> 
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return bool(one == other)

@@ -4,18 +4,17 @@ Names are `model.<fqn>`, without the parts that torch.compile puts in. A paramet
 is saved once, under its first name.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor, Shard
 
 from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.weights.model_weights import live_state
 
-MODEL, CALLBACK = "model.", "callback."
+MODEL = "model."
 _COMPILED, _EXTRA_STATE = "_orig_mod", "_extra_state"
 _NUM_NAMED = 5  # names of one kind in an error
 
@@ -64,33 +63,6 @@ def model_tensors(root: nn.Module, excluded: Container[str] = ()) -> dict[str, t
     return {MODEL + name: value.detach() for name, value in tensors.items() if name not in excluded}
 
 
-def callback_tensors(callbacks: Iterable[object]) -> dict[str, torch.Tensor]:
-    """Return the tensors of the callbacks that have a method `tensors`, by name in the checkpoint.
-
-    Raises:
-        CheckpointError: two callbacks have tensors of the same name.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    for callback in callbacks:
-        named = callback.tensors() if hasattr(callback, "tensors") else {}
-        if twice := tensors.keys() & {f"{CALLBACK}{name}" for name in named}:
-            name = min(twice).removeprefix(CALLBACK)
-            raise CheckpointError(f"Two callbacks have the tensor {name}. Remove one, or give it another decay.")
-        tensors |= {f"{CALLBACK}{name}": tensor for name, tensor in named.items()}
-    return tensors
-
-
-def shard_dims(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return FQN -> sharded dimension, of the tensors of a model that are sharded over another dimension than 0."""
-    return {
-        name.removeprefix(MODEL): placement.dim
-        for name, tensor in tensors.items()
-        if isinstance(tensor, DTensor)
-        for placement in tensor.placements
-        if isinstance(placement, Shard) and placement.dim > 0
-    }
-
-
 def extra_states(root: nn.Module) -> dict[str, Any]:
     """Return the results of the modules' `get_extra_state`, by name."""
     return {name: value for name, value in state_by_name(root).items() if not _is_tensor(name, value)}
@@ -103,10 +75,11 @@ def load_extra_states(root: nn.Module, saved: dict[str, Any]) -> None:
 
 
 def check_model_fits(
-    root: nn.Module, metadata: Metadata, saved_extra: Iterable[str], where: str, excluded: Sequence[str] = ()
+    root: nn.Module, metadata: Metadata, own: dict[str, Any], where: str, excluded: Sequence[str]
 ) -> None:
     """Raise CheckpointError unless the model has the saved tensors (names, shapes, dtypes) and extra states (names).
 
+    `own` has a rank's tensors and extra states. Its shapes count: those of a buffer may differ between ranks.
     `excluded` are frozen parameters that the save left out. The model must have them, and they must be frozen.
     """
     if trained := sorted(set(excluded) - set(frozen_names(root))):
@@ -115,37 +88,24 @@ def check_model_fits(
             "model these are trainable or missing. Freeze them as in the save, or load a checkpoint that has them."
         )
     saved = {
-        name: (tuple(entry.size), entry.properties.dtype)
+        name: _form(entry.size, entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
         if name.startswith(MODEL) and isinstance(entry, TensorStorageMetadata)
     }
-    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in model_tensors(root, excluded).items()}
-    extra, found_extra = set(saved_extra), extra_states(root).keys()
-    differences = [
-        *named_differences("only in the checkpoint", (saved.keys() - found.keys()) | (extra - found_extra)),
-        *named_differences("only in the model", (found.keys() - saved.keys()) | (found_extra - extra)),
-        *named_differences(
-            "different",
-            (
-                f"{name} (checkpoint {_form(saved[name])}, model {_form(found[name])})"
-                for name in found
-                if name in saved and saved[name] != found[name]
-            ),
-        ),
-    ]
-    if differences:
+    ours = {name: _form(tensor.shape, tensor.dtype) for name, tensor in model_tensors(root, excluded).items()}
+    saved |= {name: _form(tensor.shape, tensor.dtype) for name, tensor in own["tensors"].items()}
+    saved |= dict.fromkeys(own["extra_states"], "an extra state")
+    ours |= dict.fromkeys(extra_states(root), "an extra state")
+    if differing := [name for name in sorted({**saved, **ours}) if saved.get(name) != ours.get(name)]:
+        texts = [
+            f"{name.removeprefix(MODEL)} (checkpoint: {saved.get(name, 'none')}, model: {ours.get(name, 'none')})"
+            for name in differing
+        ]
         raise CheckpointError(
-            f"{where} must have the parameters and buffers of the model, but they differ: {'; '.join(differences)}. "
-            "Build the model as it was saved."
+            f"{where} must have the parameters and buffers of the model, but they differ: "
+            f"{some_of(texts, _NUM_NAMED)}. Build the model as it was saved."
         )
 
 
-def _form(shape_and_dtype: tuple[tuple[int, ...], torch.dtype]) -> str:
-    shape, dtype = shape_and_dtype
+def _form(shape: Iterable[int], dtype: torch.dtype) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
-
-
-def named_differences(what: str, names: Iterable[str]) -> list[str]:
-    """Return a list of one text, "what: names", or an empty list if there are no names."""
-    found = sorted(name.removeprefix(MODEL) for name in names)
-    return [f"{what}: {some_of(found, _NUM_NAMED)}"] if found else []

@@ -1,4 +1,4 @@
-"""The command line: `zeroamp check`, `explain`, `plan`, `export`, `report` and `profile`.
+"""The command line: `zeroamp check`, `explain`, `plan`, `report` and `profile`.
 
 Needs typer (the extra `cli`), so nothing else imports this file. Data goes to stdout, all else to stderr. Exit codes:
 0, 1 for a mistake in config or model, 2 for a mistake in the arguments.
@@ -159,27 +159,6 @@ def explain(
             typer.echo(ledger)
             if per_parameter:
                 typer.echo(f"\n{ledger.per_parameter()}")
-
-
-@app.command()
-def export(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="A checkpoint, or a folder of checkpoints: the newest.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Argument(help="The folder to write to.", show_default=False)],
-    *,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Of parameters: fp32, bf16 or fp16. Default: by the run's config.")
-    ] = None,
-    max_shard_gb: Annotated[
-        float, typer.Option("--max-shard-gb", min=1e-6, help="Most 10^9 bytes per file; bounds the memory needed.")
-    ] = 5.0,
-    verbose: Verbosity = 0,
-) -> None:
-    """Write the weights of a checkpoint as safetensors for transformers: one process, no model, no GPU."""
-    with messages_to_stderr(verbose):
-        taken = zeroamp.export_checkpoint(checkpoint, out, dtype, max_shard_bytes=int(max_shard_gb * 1e9))
-        typer.echo(f"{taken} -> {out}")
 
 
 @app.command()

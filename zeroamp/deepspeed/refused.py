@@ -60,7 +60,7 @@ _NAMES = {
         "runtime.lr_schedules add_tuning_arguments"
     ),
     "DeepSpeed's own script converts folders that DeepSpeed wrote: `zero_to_fp32.py . OUTPUT --safe_serialization`. "
-    "zeroamp.load_hf reads the result. zeroamp.export_checkpoint converts folders of engine.save_checkpoint.": (
+    "zeroamp.load_hf reads the result. engine.save_16bit_model writes the weights of a run of zeroamp.": (
         "utils.zero_to_fp32 checkpoint"
     ),
     "Call zeroamp.full_parameter(param), zeroamp.full_gradient(param) or zeroamp.full_optimizer_state("

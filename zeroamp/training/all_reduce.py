@@ -119,7 +119,6 @@ class StepAllReduce:
             for num, receive in reading[1]:
                 receive(values[start : start + num])
                 start += num
-        self._state.step.num_summed += 1
 
     def _of_copies(self) -> tuple[list[torch.Tensor], list[Reader]]:
         state = self._state

@@ -67,8 +67,6 @@ class StepState:
     failure: str | None = None
     """The first exception of a backward or step, as text: where, class and message. Gradients may be missing, and
     parameters may be updated in part, so no step runs after it. The exception itself would retain tensors."""
-    num_summed: int = 0
-    """Optimizer steps of the model whose all-reduce has run, the same on all ranks."""
     is_observed: bool = False
     """Whether an observed step is running, which restores all state: see `ledger/observed_step.py`."""
     accumulates_in: torch.dtype = torch.float32

@@ -1,9 +1,9 @@
 """Writes the checkpoint of this folder, and beside it how training went on after it was saved.
 
-    PYTHONPATH=<checkout of 4023fc6> torchrun --nproc-per-node 2 tests/data/checkpoints/make.py
+    PYTHONPATH=. torchrun --nproc-per-node 2 tests/data/checkpoints/make.py
 
-zeroamp at 4023fc6 wrote `step_00000003` and `expected.pt`. Files of this format (`zeroamp.checkpoint.manifest.FORMAT`)
-must stay loadable: do not write them again with a later version.
+`step_00000003` was written by the version that introduced format 2, `expected.pt` by an earlier one. Files of this
+format (`zeroamp.checkpoint.manifest.FORMAT`) must stay loadable: do not write them again with a later version.
 """
 
 import random

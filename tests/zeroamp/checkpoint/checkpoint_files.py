@@ -10,8 +10,6 @@ from zeroamp.weights.files import MANIFEST
 def manifest(**fields):
     defaults = {
         "step": 1,
-        "serial": 1,
-        "parent": 0,
         "run": "a",
         "world_size": 1,
         "mesh": (1,),
@@ -28,10 +26,3 @@ def rewrite_manifest(checkpoint, change):
     content.pop("sha256", None)
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     (checkpoint / MANIFEST).write_text(json.dumps({**content, "sha256": digest}))
-
-
-def record_again(checkpoint, name):
-    """Let the manifest fit a file that was changed."""
-    content = (checkpoint / name).read_bytes()
-    record = {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    rewrite_manifest(checkpoint, lambda manifest: manifest["files"].update({name: record}))

@@ -1,6 +1,7 @@
 """The manifest: what is refused in one whose digest fits, and how damage is named."""
 
 import errno
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,11 +11,11 @@ from tests.zeroamp.checkpoint.checkpoint_files import manifest, rewrite_manifest
 from zeroamp.checkpoint.manifest import (
     DamagedCheckpointError,
     FileRecord,
-    UnreadableCheckpointError,
     check_file,
     read_manifest,
     record_file,
 )
+from zeroamp.policies.errors import CheckpointError
 from zeroamp.weights.files import MANIFEST
 
 RECORD = {"num_bytes": 1, "sha256": "0" * 64}
@@ -34,27 +35,16 @@ def test_a_manifest_reads_back_as_it_was_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["../../etc/passwd", "/etc/passwd", "..", ".", "", "a/b", "a\0b", "step_00000001/../x", "//"]
-)
-def test_a_file_outside_of_the_checkpoint_is_refused(checkpoint, name):
-    rewrite_manifest(checkpoint, lambda content: content["files"].update({name: RECORD}))
-    with pytest.raises(DamagedCheckpointError, match=r"files\..*own folder"):
-        read_manifest(checkpoint)
-
-
-@pytest.mark.parametrize("key", ["step", "serial", "run", "world_size", "mesh", "config", "versions", "files"])
-def test_a_missing_key_is_named(checkpoint, key):
-    rewrite_manifest(checkpoint, lambda content: content.pop(key))
-    with pytest.raises(DamagedCheckpointError, match=f"zeroamp.json is damaged: {key}: "):
-        read_manifest(checkpoint)
-
-
-@pytest.mark.parametrize(
     ("changes", "words"),
     [
+        *(
+            ({"files": {name: RECORD}}, r"files\..*own folder")
+            for name in ("../../etc/passwd", "/etc/passwd", "..", ".", "", "a/b", "a\0b", "step_00000001/../x", "//")
+        ),
+        *(({key: None}, f"{key}: ") for key in ("step", "run", "world_size", "mesh", "config", "versions", "files")),
         ({"unknown": 1}, "unknown: "),
-        ({"serial": "1"}, "serial: "),
-        ({"serial": 1.5}, "serial: "),
+        ({"step": "1"}, "step: "),
+        ({"step": 1.5}, "step: "),
         ({"mesh": 4}, "mesh: "),
         ({"mesh": ["4"]}, "mesh.0: "),
         ({"files": []}, "files: "),
@@ -72,7 +62,7 @@ def test_a_wrong_value_is_named_though_the_digest_fits(checkpoint, changes, word
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"3", b"{}", b"\xff\xff", b"[" * 100_000, b'"sha256"'])
 def test_what_is_no_manifest_is_damage(tmp_path, text):
-    with pytest.raises(DamagedCheckpointError, match="zeroamp.json is damaged: FileNotFoundError"):
+    with pytest.raises(DamagedCheckpointError, match="zeroamp.json is damaged: .*No such file"):
         read_manifest(tmp_path)
     (tmp_path / MANIFEST).write_bytes(text)
     with pytest.raises(DamagedCheckpointError, match="zeroamp.json is damaged: "):
@@ -94,12 +84,12 @@ def test_a_file_is_checked_by_length_and_digest(tmp_path):
     path.write_bytes(b"abc")
     record = record_file(path)
     check_file(path, record)
-    for content, words in ((b"ab", "2 bytes instead of 3"), (b"abd", "sha256 .* instead of")):
+    for content, words in ((b"ab", "num_bytes=2.* instead of .*num_bytes=3"), (b"abd", "sha256=.* instead of")):
         path.write_bytes(content)
         with pytest.raises(DamagedCheckpointError, match=words):
             check_file(path, record)
     path.unlink()
-    with pytest.raises(DamagedCheckpointError, match="FileNotFoundError"):
+    with pytest.raises(DamagedCheckpointError, match="No such file"):
         check_file(path, record)
     path.mkdir()
     with pytest.raises(DamagedCheckpointError):
@@ -111,5 +101,21 @@ def test_an_error_of_the_file_system_is_no_damage(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Path, "stat", lambda path, **_: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale file handle"))
     )
-    with pytest.raises(UnreadableCheckpointError, match=rf"{tmp_path}/file could not be read .*Stale file handle"):
+    with pytest.raises(OSError, match="Stale file handle"):
         check_file(tmp_path / "file", FileRecord(num_bytes=0, sha256=""))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_a_manifest_that_is_no_regular_file_is_damage(tmp_path, kind):
+    path = tmp_path / MANIFEST
+    {"fifo": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero")}[kind](path)
+    with pytest.raises(DamagedCheckpointError, match="not a regular file"):
+        read_manifest(tmp_path)
+
+
+def test_another_format_is_no_damage(checkpoint):
+    rewrite_manifest(checkpoint, lambda content: content.update(format=1))
+    with pytest.raises(CheckpointError, match=r"must have format 2.*version of zeroamp") as raised:
+        read_manifest(checkpoint)
+    assert type(raised.value) is CheckpointError

@@ -48,10 +48,9 @@ class Several(Training):
 def _go_on(folder, stage, async_):
     case = Case(stage=stage)
     saved = Several(case).run(0, 3)
-    result = saved.save(folder, async_=async_)
+    saved.save(folder, async_=async_)
     log = saved.run(3, 6).log[3:]
-    if async_:
-        result.result()
+    zeroamp.wait_for_save(saved.model)
     after = saved.state()
     loaded = Several(case, seed=7).run(0, 1)
     loaded.log.clear()
@@ -99,27 +98,14 @@ class Composite(torch.optim.Optimizer):
     def __init__(self, parameters):
         parameters = list(parameters)
         super().__init__(parameters, {"lr": 1e-2})
-        self.parts = {
-            "momentum": torch.optim.SGD(parameters[::2], lr=1e-2, momentum=0.9),
-            "adam": [torch.optim.AdamW(parameters[1::2], lr=1e-2)],
-        }
+        self.parts = [
+            torch.optim.SGD(parameters[::2], lr=1e-2, momentum=0.9),
+            torch.optim.AdamW(parameters[1::2], lr=1e-2),
+        ]
 
     def step(self):
-        self.parts["momentum"].step()
-        self.parts["adam"][0].step()
-
-
-class Merged(Composite):
-    """Its state is that of the inner ones, but loading goes to its own."""
-
-    @property
-    def state(self):
-        inner = [self.parts["momentum"], *self.parts["adam"]] if "parts" in vars(self) else []
-        return {parameter: entries for each in inner for parameter, entries in each.state.items()}
-
-    @state.setter
-    def state(self, value):
-        pass
+        for part in self.parts:
+            part.step()
 
 
 class Forwarding(torch.optim.Optimizer):
@@ -143,19 +129,16 @@ class Forwarding(torch.optim.Optimizer):
 
 def _composites(folder):
     hidden = error_of(Training(Case(optimizer=Composite)).run(0, 1).save, f"{folder}/hidden")
-    Training(Case(optimizer=Merged)).run(0, 1).save(f"{folder}/merged")
-    lost = error_of(Training(Case(optimizer=Merged)).load, f"{folder}/merged")
     saved = Training(Case(optimizer=Forwarding)).run(0, 2)
     saved.save(f"{folder}/forwarding")
     after = saved.run(2, 4).state()
     loaded = Training(Case(optimizer=Forwarding), seed=7)
     loaded.load(f"{folder}/forwarding")
-    return hidden, lost, differences(loaded.run(2, 4).state(), after)
+    return hidden, differences(loaded.run(2, 4).state(), after)
 
 
 def test_an_optimizer_that_loses_the_state_of_inner_ones_is_refused(ranks2, tmp_path):
-    for hidden, lost, forwarding in ranks2.run(_composites, str(tmp_path)):
+    for hidden, forwarding in ranks2.run(_composites, str(tmp_path)):
         assert re.match(r"CheckpointError: .*Composite holds an inner SGD, .*TrainStep\(model, \[", hidden)
-        assert re.match(r"CheckpointError: .*Merged.load_state_dict lost", lost)
         assert forwarding == []
     assert not (tmp_path / "hidden").exists()

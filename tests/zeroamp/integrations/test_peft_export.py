@@ -143,7 +143,6 @@ def _refused(folder):
     refused = {
         "save_pretrained": (lambda: model.save_pretrained(folder), "export_adapter(model, folder)"),
         "export_hf": (lambda: zeroamp.export_hf(model, folder), "export_adapter(model, folder)"),
-        "export_checkpoint": (lambda: zeroamp.export_checkpoint(path, f"{folder}/of"), "export_adapter"),
         "no adapters": (lambda: export_adapter(plain, folder), "is not a PeftModel"),
         "other folders": (lambda: export_adapter(model, f"{folder}/{rank}"), "same folder on all ranks"),
         "other adapters": (lambda: export_adapter(model, folder, ["default", "x"][rank]), "no adapter 'x'"),

@@ -157,7 +157,7 @@ def test_a_trainer_needs_one_config(tmp_path):
         ("auto_find_batch_size", True, "out-of-memory"),
         ("bf16_full_eval", True, "master weights"),
         ("save_on_each_node", True, "shared file system"),
-        ("enable_jit_checkpoint", True, "zeroamp.Preemption"),
+        ("enable_jit_checkpoint", True, "docs/transformers.md"),
     ],
 )
 def test_arguments_that_a_wrapped_model_cannot_honour(tmp_path, name, value, says):

@@ -245,7 +245,7 @@ def _preempted(folder):
     from transformers import TrainerCallback
 
     page = (Path(__file__).parents[3] / "docs" / "transformers.md").read_text()
-    names = {"TrainerCallback": TrainerCallback, "zeroamp": zeroamp}
+    names = {"TrainerCallback": TrainerCallback, "signal": signal, "torch": torch}
     exec(re.search(r"```python[^\n]*\n(class Preempted.*?)```", page, re.DOTALL)[1], names)
 
     class Signal(TrainerCallback):

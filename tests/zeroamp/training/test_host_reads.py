@@ -23,7 +23,6 @@ MODES = {
     "fp16 without clipping": config(3, dtype="float16", fp16={"initial_scale_power": 4}),
     "skipped steps": config(3, **BF16, zeroamp={"skip_nonfinite_steps": True}),
     "background save": config(3, clip=1.0),
-    "preemption": config(3, clip=1.0),
     "run report": config(3, clip=1.0),
 }
 READING = ("fp16", "fp16 without clipping", "skipped steps")
@@ -71,8 +70,6 @@ class Reads(TorchDispatchMode):
 
 def _instrument(mode, folder, model, train):
     """Return a context manager for all steps, and the function to call before the step that is counted."""
-    if mode == "preemption":
-        return zeroamp.Preemption(model), lambda: None
     if mode == "run report":
         return zeroamp.RunReport(train, folder / "run.jsonl"), lambda: None
     if mode == "background save":

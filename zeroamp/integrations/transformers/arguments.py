@@ -28,7 +28,7 @@ REFUSED: Mapping[str, str] = {
     "save_on_each_node": "Each rank writes its own part of a checkpoint. Set output_dir to a shared file system.",
     "enable_jit_checkpoint": (
         "All ranks must save at the same optimizer step, but the signal may reach them in different ones. Use "
-        "zeroamp.Preemption in a callback: docs/transformers.md shows it."
+        "the callback that docs/transformers.md shows."
     ),
 }
 """Argument -> why it is refused if it is set."""

@@ -1,7 +1,7 @@
-"""Reads the files of a checkpoint without running code from them.
+"""Writes and reads the files of a checkpoint, without running code from them.
 
-Files of `torch.save` are read with `weights_only=True`. `.metadata`, which torch.distributed.checkpoint unpickles
-freely, is unpickled with torch's own metadata classes alone.
+Tensors are written and read by torch.distributed.checkpoint. Its `.metadata`, which it unpickles freely, is unpickled
+with torch's own metadata classes alone. Files of `torch.save` are read with `weights_only=True`.
 """
 
 import os
@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from zeroamp.checkpoint.manifest import METADATA
-from zeroamp.policies.errors import CheckpointError
+from zeroamp.policies.errors import CheckpointError, error_text
+from zeroamp.rank_group import RankGroup
 from zeroamp.weights.files import MANIFEST
 from zeroamp.weights.untrusted_files import open_regular
 
@@ -37,6 +40,27 @@ _KNOWN = {
     ("pathlib._local", "PosixPath"),  # its name from Python 3.13 on
 }
 """Names in the `.metadata` of tensors. `BytesStorageMetadata` is left out: torch unpickles such entries freely."""
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, ranks: RankGroup) -> list[str]:
+    """Write tensors into the folder `path`, which must not contain any yet. Every rank of `ranks` calls this.
+
+    Returns:
+        The names of the files that this rank wrote. They are on the disk.
+
+    Raises:
+        CheckpointError: on all ranks, if any rank could not write or is lost.
+    """
+    # By default torch copies ahead on a stream of the current GPU, also for staged tensors, which are on the CPU. In
+    # the thread of a background save, the current GPU is GPU 0 on every rank.
+    writer = FileSystemWriter(path, sync_files=True, per_thread_copy_ahead=0)
+    try:
+        ranks.communicate(lambda group: save(tensors, storage_writer=writer, process_group=group))
+    except CheckpointException as error:  # its own text has tracebacks
+        texts = {ranks.ranks[number]: error_text(failure) for number, (failure, _) in error.failures.items()}
+        raise CheckpointError("; ".join(f"rank {rank}: {text}" for rank, text in sorted(texts.items()))) from error
+    shards = [file.name for file in path.glob(f"__{ranks.rank}_*")]
+    return [METADATA, *shards] if ranks.rank == 0 else shards
 
 
 class CheckpointReader(FileSystemReader):
@@ -80,14 +104,29 @@ class CheckpointReader(FileSystemReader):
         for place in metadata.storage_data.values():
             self._check_listed(place.relative_path)
 
-    def read_values(self, name: str, *, mmap: bool = False) -> Any:
-        """Return the content of one of the checkpoint's own files of `torch.save`; `mmap` maps its tensors.
+    def read_values(self, name: str) -> Any:
+        """Return the content of one of the checkpoint's own files of `torch.save`: tensors on the CPU, plain values.
 
         Raises:
-            CheckpointError: the manifest does not list the file, or it cannot be read.
+            CheckpointError: the manifest does not list the file, it cannot be read, or it names classes or functions
+                other than those of tensors.
         """
         self._check_listed(name)
-        return read_values(Path(self._folder) / name, mmap=mmap)
+        path = Path(self._folder) / name
+        try:
+            with open_regular(path) as file:
+                return torch.load(file, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:  # torch's text explains how to switch the check off
+            raise CheckpointError(
+                f"{path} is not read, because it refers to {', '.join(unsafe_names(path)) or 'more'} besides tensors "
+                "and plain values. Reading it could run any code. If you trust its author, allow these names around "
+                "the call with torch.serialization.safe_globals([...])."
+            ) from error
+        except Exception as error:  # a damaged file may make torch raise anything
+            raise CheckpointError(
+                f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {error}). Copy it again, or "
+                "load another checkpoint."
+            ) from error
 
     def _check_listed(self, name: str) -> None:
         if name not in self._files:
@@ -136,29 +175,6 @@ class _MetadataUnpickler(pickle.Unpickler):
             f"{METADATA} refers to {module}.{name}, which is not part of the metadata of torch.distributed.checkpoint. "
             "Reading it could run any code. Load another checkpoint."
         )
-
-
-def read_values(file: Path | IO[bytes], *, mmap: bool = False) -> Any:
-    """Return the content of a file of `torch.save`: tensors on the CPU, and plain values.
-
-    Raises:
-        CheckpointError: the file cannot be read, or names classes or functions other than those of tensors.
-    """
-    try:
-        if isinstance(file, Path):
-            open_regular(file).close()
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-    except pickle.UnpicklingError as error:  # torch's text explains how to switch the check off
-        raise CheckpointError(
-            f"{file} is not read, because it refers to {', '.join(unsafe_names(file)) or 'more'} besides tensors and "
-            "plain values. Reading it could run any code. If you trust its author, allow these names around the call "
-            "with torch.serialization.safe_globals([...])."
-        ) from error
-    except Exception as error:  # a damaged file may make torch raise anything
-        raise CheckpointError(
-            f"{file} cannot be read as a file of torch.save ({type(error).__name__}: {error}). Copy it again, or load "
-            "another checkpoint."
-        ) from error
 
 
 def unsafe_names(file: Path | IO[bytes]) -> list[str]:

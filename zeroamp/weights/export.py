@@ -56,49 +56,52 @@ def export_hf(
     state = wrap_state(model)
     root, mesh = state.root, state.axes.whole
     ranks = RankGroup.for_saving(mesh)
-    written_dtype = partial(export_dtype, dtype, state.plan.policy.export_dtype)
+    written_dtype = partial(_export_dtype, dtype, state.plan.policy.export_dtype)
     weights: dict[str, Weight] = {}
 
     def check() -> dict[str, object]:
         require_libraries()
         _refuse_modules(root)
         weights.update((name, weight) for weight in find_weights(root) for name in weight.written_names)
-        found = {name: overflow(each.local, each.dtype_in(written_dtype())) for name, each in weights.items()}
-        refuse_overflows({name: value for name, value in found.items() if value is not None}, written_dtype())
+        for name, weight in weights.items():
+            _refuse_overflow(name, weight, written_dtype())
         return {"folder": os.fspath(folder), "dtype": written_dtype()}
 
     ranks.refuse_different("export_hf", check)
     tensors = gather_weights(weights, mesh, written_dtype())
     ranks.on_first(lambda: publish(root, tensors))
-    write_config = partial(save_config, root, dtype=written_dtype())
+    write_config = partial(_save_config, root, dtype=written_dtype())
     writer = write_weights(tensors, Path(folder), write_config, max_shard_bytes)
     while ranks.on_first(lambda: next(writer, False)):
         pass
 
 
-def find_adapter(root: nn.Module) -> str | None:
-    """Return the FQN of the first module of peft, or None if there is none."""
-    modules: dict[str, nn.Module] = dict(root.named_modules())
-    of_peft = (
-        fqn for fqn, each in modules.items() if any(c.__module__.startswith("peft.") for c in type(each).__mro__)
-    )
-    return next(of_peft, None)
-
-
 def _refuse_modules(root: nn.Module) -> None:
     """Raise CheckpointError for modules whose weights `from_pretrained` does not load: peft's and bitsandbytes'."""
-    if (fqn := find_adapter(root)) is not None:
-        raise CheckpointError(
-            f"export_hf cannot write {type(root).__name__}: {fqn or 'the model'} is a peft module, and from_pretrained "
-            "cannot load the names of adapters and of the layers that they wrap. Call zeroamp.integrations.peft: "
-            "export_adapter(model, folder) writes an adapter, which peft merges in one process (docs/peft.md)."
-        )
     for fqn, module in root.named_modules():
+        if any(cls.__module__.startswith("peft.") for cls in type(module).__mro__):
+            raise CheckpointError(
+                f"export_hf cannot write {type(root).__name__}: {fqn or 'the model'} is a peft module, and "
+                "from_pretrained cannot load the names of adapters and of the layers that they wrap. Call "
+                "zeroamp.integrations.peft: export_adapter(model, folder) writes an adapter, which peft merges in one "
+                "process (docs/peft.md)."
+            )
         if getattr(module, "quant_state", None) is not None:  # its scales are not among the parameters
             raise CheckpointError(
                 f"export_hf cannot write {fqn}.weight: it is quantized by bitsandbytes. "
                 "zeroamp.integrations.peft.export_adapter writes adapters."
             )
+
+
+def _refuse_overflow(name: str, weight: Weight, dtype: torch.dtype) -> None:
+    """Raise CheckpointError if a finite value of a weight would be infinite in an export as `dtype`."""
+    local, written = weight.local, weight.dtype_in(dtype)
+    if written != local.dtype and (beyond := local.to(written).isinf() & local.isfinite()).any():
+        raise CheckpointError(
+            f"{name} has a value of magnitude {float(local[beyond].abs().max()):g}, but the largest number of "
+            f"{short_name(written)} is {torch.finfo(written).max:g}. Export in fp32, or, if the model was trained in "
+            "it, in bf16."
+        )
 
 
 @torch.no_grad()
@@ -111,14 +114,14 @@ def gather_weights(
     """
     found: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
-        whole = whole_weight(weight, mesh, weight.dtype_in(dtype))
+        whole = _whole_weight(weight, mesh, weight.dtype_in(dtype))
         if is_first_rank(mesh):
             found[name] = whole.to("cpu", copy=True, memory_format=torch.contiguous_format)
         del whole  # before the next one is gathered
     return found
 
 
-def whole_weight(weight: Weight, mesh: DeviceMesh, dtype: torch.dtype) -> torch.Tensor:
+def _whole_weight(weight: Weight, mesh: DeviceMesh, dtype: torch.dtype) -> torch.Tensor:
     """Return the whole weight in `dtype`, on the mesh's device. Every rank of `mesh`, which has all ranks, calls this.
 
     The shard is cast before the all-gather, which moves fewer bytes. Rounding is per element, so the bits are the same.
@@ -132,7 +135,7 @@ def whole_weight(weight: Weight, mesh: DeviceMesh, dtype: torch.dtype) -> torch.
     return DTensor.from_local(local, own, placements, run_check=False, shape=shape, stride=stride).full_tensor()
 
 
-def save_config(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
+def _save_config(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
     """Write the config files that `from_pretrained` needs, if `model` is a transformers model."""
     transformers = sys.modules.get("transformers")  # imported if the model is a transformers model
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
@@ -147,7 +150,7 @@ def save_config(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def export_dtype(requested: str | torch.dtype | None, default: torch.dtype) -> torch.dtype:
+def _export_dtype(requested: str | torch.dtype | None, default: torch.dtype) -> torch.dtype:
     """Return `requested` as a torch dtype, or `default` for None.
 
     Raises:
@@ -159,21 +162,3 @@ def export_dtype(requested: str | torch.dtype | None, default: torch.dtype) -> t
         valid = '"fp32", "bf16" or "fp16"'
         raise CheckpointError(describe("the dtype of an export", repr(requested), valid, "Pass one of them."))
     return dtype
-
-
-def overflow(tensor: torch.Tensor, dtype: torch.dtype) -> float | None:
-    """Return the largest finite magnitude in `tensor` if `dtype` rounds it to infinity, else None."""
-    if dtype == tensor.dtype or torch.finfo(dtype).max >= torch.finfo(tensor.dtype).max:
-        return None
-    magnitudes = tensor.abs().where(tensor.isfinite(), 0)
-    largest = magnitudes.max() if tensor.numel() else tensor.new_zeros(())
-    return float(largest) if largest.to(dtype).isinf() else None
-
-
-def refuse_overflows(overflows: Mapping[str, float], dtype: torch.dtype) -> None:
-    """Raise CheckpointError if there are `overflows`: parameter -> largest magnitude, which `dtype` cannot hold."""
-    for name, largest in overflows.items():
-        raise CheckpointError(
-            f"{name} has a value of magnitude {largest:g}, but the largest number of {short_name(dtype)} is "
-            f"{torch.finfo(dtype).max:g}. Export in fp32, or, if the model was trained in it, in bf16."
-        )

@@ -143,7 +143,8 @@ def check_file(path: Path, record: FileRecord) -> None:
         _refuse_damage(path, error)
         raise
     if found != record:
-        raise DamagedCheckpointError(_damage(path, f"{found} instead of {record}"))
+        was = f"{record.num_bytes} bytes, sha256 {record.sha256}"
+        raise DamagedCheckpointError(_damage(path, f"{found.num_bytes} bytes, sha256 {found.sha256} instead of {was}"))
 
 
 def _refuse_damage(path: Path, error: OSError) -> None:

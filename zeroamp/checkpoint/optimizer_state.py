@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -12,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.checkpoint.model_state import MODEL, state_by_name
 from zeroamp.planning.mesh import local_part, num_shards_of
 from zeroamp.policies.errors import CheckpointError, describe, some_of
+from zeroamp.wrapping.state import wrap_state
 
 OPTIMIZER = "optimizer."
 
@@ -55,7 +55,7 @@ def optimizer_state(
                 continue
             own[fqn][key] = _local(value) if isinstance(value, torch.Tensor) else value
             if isinstance(value, torch.Tensor) and value.dim() > 0:
-                layouts[fqn] = _layout(parameter)
+                layouts[fqn] = _layout(parameter, root)
     groups = [
         {**group, "params": [_name_of(parameter, names) for parameter in group["params"]]}
         for group in optimizer.param_groups
@@ -102,13 +102,13 @@ def _refuse_other_sharding(value: DTensor, parameter: torch.Tensor, where: str) 
         raise CheckpointError(describe(where, found, valid, "Keep tensors of other shapes as plain tensors."))
 
 
-def _layout(parameter: torch.Tensor) -> str:
-    """Return how a parameter is divided over the ranks."""
+def _layout(parameter: torch.Tensor, root: nn.Module) -> str:
+    """Return how a parameter of the model is divided over the ranks."""
     if not isinstance(parameter, DTensor) or num_shards_of(parameter) == 1:
         return "not sharded"
     mesh = parameter.device_mesh
     axes = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False))
-    return f"sharded {parameter.placements} over {axes} of {dist.get_world_size()} ranks"
+    return f"sharded {parameter.placements} over {axes} of {wrap_state(root).axes.whole.size()} ranks"
 
 
 def _names(root: nn.Module) -> dict[int, str]:
@@ -147,7 +147,7 @@ def check_optimizer_fits(
             "load_checkpoint(folder, model)."
         )
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        fqn, here = names[id(parameter)], _layout(parameter)
+        fqn, here = names[id(parameter)], _layout(parameter, root)
         if (was := description["layouts"].get(fqn, here)) != here:
             raise CheckpointError(
                 f"{where} has optimizer state of {fqn} that cannot be resharded, such as 8-bit values in blocks: the "

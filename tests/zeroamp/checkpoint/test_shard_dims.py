@@ -89,8 +89,6 @@ CHANGES = {
     "dimension 0 to planned": (_case(2, options=DIM_0), _case(None)),
     "planned to dimension 0": (_case(2), _case(None, options=DIM_0)),
     "HSDP to 1-D": (Case(mesh_shape=(2, 2), build=OddModel), _case(None)),
-    "stage 0 to 3": (_case(2, stage=0), _case(None)),
-    "stage 3 to 1": (_case(None), _case(2, stage=1)),
 }
 
 

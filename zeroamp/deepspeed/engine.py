@@ -246,11 +246,15 @@ class DeepSpeedEngine(nn.Module):
         """Compile the module's forward by `torch.compile`, in place, with these arguments."""
         self.module.compile(**{**(compile_kwargs or {}), "backend": backend})
 
+    def empty_partition_cache(self) -> None:
+        """Reshard the parameters that an evaluation left unsharded."""
+        reshard(self.module.modules())
+
     def destroy(self) -> None:
         """Release gradients and unsharded parameters. The engine cannot train afterwards."""
         if self.train_step is not None:
             self.train_step.zero_grad()
-        reshard(self.module.modules())
+        self.empty_partition_cache()
         self.train_step = self.optimizer = None
 
     # Checkpoints
@@ -396,5 +400,5 @@ class DeepSpeedEngine(nn.Module):
         raise unknown(
             "The engine (and its module)",
             name,
-            (*READERS, *(each for each in dir(type(self)) if not each.startswith("_"))),
+            (*READERS, *(each for each in vars(type(self)) if not each.startswith("_"))),
         )

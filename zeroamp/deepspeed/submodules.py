@@ -13,6 +13,7 @@ PREFIX = "zeroamp.deepspeed."
 ALIASES = {
     "accelerator.real_accelerator": "accelerator",
     "comm.comm": "comm",
+    "moe.utils": "utils",
     "ops.adam": "adam",
     "ops.adam.cpu_adam": "adam",
     "ops.adam.fused_adam": "adam",

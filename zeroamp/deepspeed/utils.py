@@ -1,4 +1,4 @@
-"""`deepspeed.utils` and `deepspeed.runtime.utils`: logging, memory, leaf modules, and a loader that repeats."""
+"""`deepspeed.utils`, `runtime.utils` and `moe.utils`: logging, memory, leaf modules, and a loader that repeats."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from logging import INFO, getLogger  # not the module: the submodule `utils.logging` has its name
@@ -19,6 +19,7 @@ logger = getLogger("zeroamp.deepspeed")
 
 _LEAF = "_z3_leaf"  # attribute that marks a module as one unit without units inside
 _GIB = 1024**3
+_PUBLIC = ("see", "set", "log", "split", "Rep")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
@@ -73,6 +74,13 @@ def leaf_names(model: nn.Module) -> list[str]:
     return [fqn for fqn, module in model.named_modules() if getattr(module, _LEAF, False)]
 
 
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict[str, Any] | Iterable[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Return the param groups as a list: without expert-parallel layers there is nothing to split."""
+    return [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+
+
 def RepeatingLoader(loader: Iterable[Any]) -> Iterator[Any]:  # noqa: N802 - a class in DeepSpeed
     """Yield the batches of a loader without end: it starts again after the last one."""
     while True:
@@ -80,4 +88,4 @@ def RepeatingLoader(loader: Iterable[Any]) -> Iterator[Any]:  # noqa: N802 - a c
 
 
 def __getattr__(name: str) -> Any:
-    return missing(__name__, name, (each for each in globals() if each.startswith(("see", "set", "log", "Rep"))))
+    return missing(__name__, name, [each for each in globals() if each.startswith(_PUBLIC)])

@@ -92,7 +92,7 @@ def test_a_refused_class_is_no_base_class_and_has_no_instances():
         ("utils.zero_to_fp32", "load_hf"),
         ("utils.timer", "wall_clock_breakdown"),
         ("runtime.zero.stage3", "inside DeepSpeed"),
-        ("moe.utils", "no expert-parallel layers"),
+        ("moe.layer", "no expert-parallel layers"),
         ("ops.op_builder", "kernel of DeepSpeed"),
     ],
 )
@@ -210,6 +210,9 @@ def _comm(rank_free_port):
     comm.barrier()
     with pytest.raises(UnsupportedError, match="zeroamp.traffic"):
         comm.log_summary()
+    group = {"params": [], "name": "all"}
+    split = deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer
+    assert split(group) == split((group,)) == [group]
     loader = utils.RepeatingLoader([1, 2])
     assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
     with mock.patch.dict(os.environ):

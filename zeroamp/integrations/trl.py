@@ -62,12 +62,17 @@ class ZeroampMixin(ZeroampTrainerMixin):
             model.requires_grad_(False)
         return super().prepare_wrap(model, policy)
 
-    def example_inputs(self) -> dict[str, Any]:
-        """Return the arguments with which `compute_loss` calls the model for the first batch."""
+    def example_inputs(self) -> dict[str, Any] | None:
+        """Return the arguments with which `compute_loss` calls the model for the first batch.
+
+        None for trainers that generate the completions: the traced run then uses the model's dummy inputs.
+        """
         examples: Iterable[Any] = self.train_dataset
         with preserved_random_state(self.args.device.type):
             collate = self._get_collator_with_removed_columns(self.data_collator)
             batch = collate(list(islice(examples, self._train_batch_size)))
+            if not isinstance(batch, Mapping):  # prompts, with which the trainer generates
+                return None
             try:
                 self.compute_loss(_Recorder(self.model), dict(batch))
             except _FirstCall as call:

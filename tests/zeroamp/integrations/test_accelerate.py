@@ -625,31 +625,29 @@ def test_ranks_that_accelerate_does_not_count(ranks2):
     assert ranks2.run(_of_one_rank_each) == [1, 1]
 
 
-def _plugins():
-    from accelerate import utils
-
-    return {
-        "fsdp_plugin": {"fsdp_plugin": object()},
-        "deepspeed_plugin": {"deepspeed_plugin": object()},
-        "megatron_lm_plugin": {"megatron_lm_plugin": object()},
-        "parallelism_config": {"parallelism_config": object()},
-        "fp8": {"mixed_precision": "fp8"},
-        "torch_autocast.dtype": {"mixed_precision": "fp16"},
-        'precision "no"': {"mixed_precision": "no"},
-        "fp16.initial_scale_power": {"kwargs_handlers": [utils.GradScalerKwargs()]},
-        "accelerator.autocast": {"kwargs_handlers": [utils.AutocastKwargs()]},
-        "block.compile()": {"dynamo_backend": "eager"},
-    }
+REFUSED = {
+    "fsdp_plugin": {"fsdp_plugin": object()},
+    "deepspeed_plugin": {"deepspeed_plugin": object()},
+    "megatron_lm_plugin": {"megatron_lm_plugin": object()},
+    "parallelism_config": {"parallelism_config": object()},
+    "fp8": {"mixed_precision": "fp8"},
+    "torch_autocast.dtype": {"mixed_precision": "fp16"},
+    'precision "no"': {"mixed_precision": "no"},
+    "fp16.initial_scale_power": {"kwargs_handlers": ["GradScalerKwargs"]},
+    "accelerator.autocast": {"kwargs_handlers": ["AutocastKwargs"]},
+    "block.compile()": {"dynamo_backend": "eager"},
+}
+"""What the error names -> arguments."""
 
 
 @pytest.mark.usefixtures("_fresh")
-@pytest.mark.parametrize("name", [
-    "fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config", "fp8", "torch_autocast.dtype",
-    'precision "no"', "fp16.initial_scale_power", "accelerator.autocast", "block.compile()",
-])  # fmt: skip
+@pytest.mark.parametrize("name", REFUSED)
 def test_an_argument_that_cannot_be_honoured_is_refused(name):
+    from accelerate import utils
+
+    handlers = [getattr(utils, handler)() for handler in REFUSED[name].get("kwargs_handlers", ())]
     with pytest.raises(zeroamp.ConfigError) as error:
-        accelerator_of(1, **_plugins()[name])
+        accelerator_of(1, **REFUSED[name] | {"kwargs_handlers": handlers})
     assert name in str(error.value)
 
 

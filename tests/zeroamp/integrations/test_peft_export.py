@@ -1,6 +1,5 @@
 """Exported adapters load in peft with the bits of one process; calls that cannot work on a wrapped model say why."""
 
-import json
 import os
 
 import pytest
@@ -163,25 +162,3 @@ def test_calls_that_cannot_work_say_what_to_do(ranks2, tmp_path):
             assert says in text, f"{name}: {text}"
         assert differences == []
     assert sorted(os.listdir(tmp_path)) == ["checkpoints", "plain"]
-
-
-@quietly
-def _replaced(folder):
-    model = AdapterTraining(Adapted()).run(1).model
-    export_adapter(model, folder)
-    if dist.get_rank() == 0:
-        (folder / "README.md").write_text("mine")
-        (folder / "adapter_config.json").write_text("{}")
-    dist.barrier()
-    export_adapter(AdapterTraining(Adapted(seed=1)).model, folder)
-
-
-def test_an_earlier_adapter_is_replaced_and_other_files_stay(ranks2, tmp_path):
-    folder = tmp_path / "adapter"
-    ranks2.run(_replaced, folder)
-    assert sorted(os.listdir(folder)) == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
-    assert json.loads((folder / "adapter_config.json").read_text())["peft_type"] == "LORA"
-    files = load_file(folder / "adapter_model.safetensors")
-    name = next(name for name in files if "lora_B" in name)
-    expected = dict(quietly(lambda: Adapted(seed=1).build())().named_parameters())
-    assert torch.equal(files[name], expected[name.replace("lora_B", "lora_B.default")])

@@ -223,20 +223,6 @@ def test_other_folders_are_refused(ranks2, tmp_path):
         assert "neither a folder zeroamp nor weights alone" in text
 
 
-def _at_another_stage(folder):
-    trainer = _trainer(3, folder)
-    trainer.train()
-    other = _trainer(1, Path(folder) / "again", save_strategy="no")
-    other.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-4"))
-    same = parameters_of(trainer.model)
-    return all(torch.equal(value, same[name]) for name, value in parameters_of(other.model).items())
-
-
-@pytest.mark.slow
-def test_a_checkpoint_loads_at_another_stage(ranks2, tmp_path):
-    assert ranks2.run(_at_another_stage, tmp_path) == [True, True]
-
-
 def _preempted(folder):
     """The callback of docs/transformers.md, and a signal to one rank."""
     import re

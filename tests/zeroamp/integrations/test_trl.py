@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import zeroamp
 from tests.models.adapters import quietly
-from tests.processes.trl_training import STOCK, Case, build, differences, llama, outcome, silence, tokenizer, trained
+from tests.processes.trl_training import STOCK, Case, build, differences, llama, outcome, silence, trained
 from tests.selection import slow_but
 
 pytest.importorskip("trl", reason="trl is not installed: its trainers are tested")
@@ -226,31 +226,6 @@ def test_the_mixin_of_a_trainer_of_transformers_is_refused():
         type("Mine", (ZeroampMixin, SFTTrainer), {})(zeroamp={})
 
 
-def test_a_loss_that_does_not_call_the_model_is_refused():
-    from zeroamp.integrations.trl import ZeroampMixin
-
-    class Mine(ZeroampMixin):
-        train_dataset = (1, 2, 3)
-        data_collator = _train_batch_size = None
-        args = type("Args", (), {"device": torch.device("cpu")})
-        model = torch.nn.Linear(1, 1)
-
-        def __init__(self):
-            self._train_batch_size = 2
-
-        def _get_collator_with_removed_columns(self, collator):
-            return lambda rows: {"rows": rows}
-
-        def compute_loss(self, model, inputs):
-            assert inputs == {"rows": [1, 2]}
-            return self.model(torch.zeros(1))
-
-    with pytest.raises(
-        zeroamp.ConfigError, match=r"compute_loss of Mine must call its argument model.*model\(\*\*inputs\)"
-    ):
-        Mine().example_inputs()
-
-
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # trl's default sets it
 def test_arguments_have_the_defaults_of_trl():
     from transformers import HfArgumentParser
@@ -262,7 +237,3 @@ def test_arguments_have_the_defaults_of_trl():
     )
     assert args.learning_rate == 2e-5
     assert args.zeroamp == "config.json"
-
-
-def test_the_tokenizer_of_these_tests_has_one_token_per_byte():
-    assert len(tokenizer()("abc ")["input_ids"]) == 4

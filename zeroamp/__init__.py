@@ -52,7 +52,7 @@ EXTENSIONS = {
     "TrainStep.shard_state_dict": "zeroamp.optimizers.loaded_state:shard_state_dict",
     "TrainStep.resolve_overrides": "zeroamp.optimizers.kinds:resolve_overrides",
     "TrainStep.replicated_apart": "zeroamp.optimizers.kinds:replicated_apart",
-    "TrainStep.refuse_on_two_axes": "zeroamp.meshes.refused_optimizers:refuse_on_two_axes",
+    "TrainStep.refuse_on_two_axes": "zeroamp.meshes.tensor_parallel_replicas:refuse_on_two_axes",
     "torch.optim.Muon": "zeroamp.optimizers.muon:updating_matrices",
 }
 """Name -> a class or function that is loaded at its first use, as "module:name".

@@ -112,11 +112,6 @@ class ParameterGroup:
         """Discard FSDP2's sums that are not summed over replicas yet."""
         self._group._partial_reduce_output = None
 
-    @property
-    def reduced(self) -> Any:
-        """The event after which each `parameter.grad` is valid; None if it is valid already."""
-        return self._group._post_reduce_event
-
     def replace(self, method: Method, function: Callable[..., Any]) -> Callable[..., Any]:
         """Make FSDP2 call `function` instead of a method of this group, and return what it called before."""
         before: Callable[..., Any] = getattr(self._group, method)

@@ -19,7 +19,6 @@ REASONS = {
     "_reduce_dtype": "the dtype of unsharded sums can only be set before the first forward by public names",
     "_to_sharded": "`reshard` retains a group in whose forward an exception was raised",
     "_partial_reduce_output": "sums that await their replicas; an abandoned optimizer step must discard them",
-    "_post_reduce_event": "the event after which offloaded gradients are valid",
     "_register_post_backward_hook": "a unit that runs several times is reduced once: no public switch",
     "_training_state": "by which FSDP2 knows whether a group's backward has ended",
     "_pre_forward": "the hook that unshards; a group holder, which is never called, runs it with its unit",

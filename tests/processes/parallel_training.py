@@ -3,6 +3,7 @@
 import contextlib
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -132,6 +133,18 @@ def train(axes, cfg, num_steps, *, passed=None, ring=False, **options):
         parameters=full_parameters(model),
         placements={fqn: str(getattr(p, "placements", None)) for fqn, p in model.named_parameters()},
     )
+
+
+def check_close(run, oracle, bound):
+    """Losses, norms and gradients within a relative bound, each gradient by the norm of its difference."""
+    differences = {
+        fqn: float(torch.linalg.vector_norm(run.gradients[fqn] - expected) / torch.linalg.vector_norm(expected))
+        for fqn, expected in oracle.gradients.items()
+        if expected.dim() > 0
+    }
+    assert {fqn: each for fqn, each in differences.items() if each > bound} == {}
+    assert run.losses == pytest.approx(oracle.losses, rel=bound)
+    assert run.norms == pytest.approx(oracle.norms, rel=bound)
 
 
 def fp64_norm(tensors):

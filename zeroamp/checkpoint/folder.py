@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from zeroamp.checkpoint.manifest import Manifest, read_manifest
-from zeroamp.policies.errors import CheckpointError
-from zeroamp.weights.drafts import (
+from zeroamp.checkpoint.drafts import (
     WRITER,
     has_writer,
     make_draft,
@@ -29,6 +27,8 @@ from zeroamp.weights.drafts import (
     unlock,
     write_durably,
 )
+from zeroamp.checkpoint.manifest import Manifest, read_manifest
+from zeroamp.policies.errors import CheckpointError
 from zeroamp.weights.files import MANIFEST
 from zeroamp.weights.untrusted_files import read_regular
 

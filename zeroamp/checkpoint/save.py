@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
+from zeroamp.checkpoint.drafts import sync_to_disk, write_durably
 from zeroamp.checkpoint.folder import Draft, is_checkpoint_name, open_draft
 from zeroamp.checkpoint.manifest import VALUES, FileRecord, Manifest, rank_file, record_file
 from zeroamp.checkpoint.model_state import extra_states, frozen_names, model_tensors
@@ -38,7 +39,6 @@ from zeroamp.rank_group import RankGroup
 from zeroamp.training.refused_arguments import Scheduler, StatefulScheduler, refuse_unsharded
 from zeroamp.training.step import TrainStep, driver_of
 from zeroamp.version import __version__
-from zeroamp.weights.drafts import sync_to_disk, write_durably
 from zeroamp.weights.files import MANIFEST
 from zeroamp.wrapping.state import WrapState, reshard, wrap_state
 

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zeroamp.checkpoint.drafts import replace_durably
 from zeroamp.planning.mesh import local_part
 from zeroamp.policies.errors import CheckpointError, StepError, describe, some_of
-from zeroamp.weights.drafts import replace_durably
 from zeroamp.weights.full_tensors import full_parameter
 from zeroamp.weights.untrusted_files import read_regular
 from zeroamp.wrapping.refused_calls import replace_method

@@ -6,22 +6,21 @@ The files are those of peft. Merge an adapter in one process: `PeftModel.from_pr
 import copy
 import os
 import sys
-from dataclasses import replace
+from contextlib import ExitStack
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.rank_group import RankGroup
-from zeroamp.weights.export import Source, export_tensors, source_of, whole_weight
-from zeroamp.weights.files import ADAPTER_STEM
-from zeroamp.weights.load import fill_from_file
-from zeroamp.weights.model_weights import Weight, find_weights
+from zeroamp.weights.export import gather_weights
+from zeroamp.weights.files import ADAPTER_STEM, tensors_of_file, write_weights
+from zeroamp.weights.load import Found, fill_weights
+from zeroamp.weights.model_weights import find_weights
 from zeroamp.wrapping.state import wrap_state
 
 
@@ -47,26 +46,19 @@ def export_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: st
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
-    root, ranks = state.root, RankGroup.for_saving(state.axes.whole)
-    name = ranks.run(lambda: _adapter_of(root, adapter))[ranks.rank]
+    root, mesh = state.root, state.axes.whole
+    ranks = RankGroup.for_saving(mesh)
+    ranks.refuse_different("export_adapter", lambda: {"folder": str(folder), "adapter": _adapter_of(root, adapter)})
+    name = _adapter_of(root, adapter)
     path = Path(folder) if name == "default" else Path(folder) / name
     # One rank decides for all, since peft may look up the base model's config in a hub.
     names = ranks.on_first(lambda: _adapter_names(root, name))
-
-    def sources() -> list[Source]:
-        by_name = {each: weight for weight in find_weights(root) for each in weight.names}
-        return [_as_stored(written, by_name[own], state.mesh) for written, own in names.items()]
-
-    with torch.no_grad():
-        export_tensors(
-            sources,
-            path,
-            lambda: torch.float32,  # applies to no tensor: all are written as stored
-            sys.maxsize,  # peft reads a single file
-            lambda draft, _: _save_adapter_config(root, name, draft),
-            ranks,
-            ADAPTER_STEM,
-        )
+    by_name = {each: weight for weight in find_weights(root) for each in weight.names}
+    tensors = gather_weights({written: by_name[own] for written, own in names.items()}, mesh)
+    write_config = partial(_save_adapter_config, root, name)
+    writer = write_weights(tensors, path, write_config, sys.maxsize, ADAPTER_STEM)  # peft reads a single file
+    while ranks.on_first(lambda: next(writer, False)):
+        pass
     return path
 
 
@@ -88,12 +80,12 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: str 
     state = wrap_state(model)
     path = Path(folder).absolute() / f"{ADAPTER_STEM}.safetensors"
 
-    def weights_of() -> dict[str, Weight]:
+    def find(stack: ExitStack) -> Found:
         names = _adapter_names(state.root, _adapter_of(state.root, adapter))
         by_name = {each: weight for weight in find_weights(state.root) for each in weight.names}
-        return {name: by_name[own] for name, own in names.items()}
+        return {name: by_name[own] for name, own in names.items()}, tensors_of_file(path, stack)
 
-    fill_from_file(path, weights_of, state.mesh)
+    fill_weights(find, state.mesh, path)
 
 
 def _adapter_of(root: nn.Module, asked: str | None) -> str:
@@ -127,14 +119,6 @@ def _adapter_names(root: Any, adapter: str) -> dict[str, str]:
             "save_pretrained."
         )
     return {name: own[id(tensor)] for name, tensor in chosen.items()}
-
-
-def _as_stored(name: str, weight: Weight, mesh: DeviceMesh) -> Source:
-    def read(dtype: torch.dtype) -> torch.Tensor:
-        # A copy: one tensor may be written under two names.
-        return whole_weight(weight, mesh, dtype).clone(memory_format=torch.contiguous_format)
-
-    return replace(source_of(weight, name, mesh), is_parameter=False, read=read)  # only parameters are cast
 
 
 def _save_adapter_config(root: Any, adapter: str, folder: Path) -> None:

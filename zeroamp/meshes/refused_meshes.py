@@ -3,7 +3,7 @@
 `wrap_model` raises it before it shards anything. `docs/meshes.md` lists what is not supported.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from zeroamp.hooks._torch.dtensor import split_dim
 from zeroamp.planning.mesh import shard_size
 from zeroamp.planning.mesh_axes import MeshAxes
-from zeroamp.planning.parameter_uses import has_own_storage_class
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import WrapError
 from zeroamp.policies.extensions import extensions_of
@@ -30,7 +29,7 @@ def refuse_combinations(model: nn.Module, plan: Plan, axes: MeshAxes, *, materia
     """
     _refuse(_of_policy(plan.policy, is_plain=axes.is_plain, num_context=axes.num_context), axes.is_plain)
     if not axes.is_plain:
-        _refuse((*_of_axes(model, plan, axes), *_of_parameters(model, plan, axes, materialize=materialize)), False)
+        _refuse((*_of_axes(model, plan, axes), *_of_parameters(model, axes, materialize=materialize)), False)
 
 
 def _refuse(found: "Iterator[str] | tuple[str, ...]", is_plain: bool) -> None:
@@ -69,29 +68,17 @@ def _of_axes(model: nn.Module, plan: Plan, axes: MeshAxes) -> Iterator[str]:
         yield f"transformers' style {_ALL_REDUCED} at ZeRO stage 1 (use stage 2)"
 
 
-def _of_parameters(model: nn.Module, plan: Plan, axes: MeshAxes, *, materialize: bool) -> Iterator[str]:
+def _of_parameters(model: nn.Module, axes: MeshAxes, *, materialize: bool) -> Iterator[str]:
     """Yield the first parameter of each kind that cannot be sharded beside a tensor or expert axis."""
     num_shards = shard_size(axes.fsdp if axes.experts is None else axes.experts)
-    kinds: dict[str, Callable[[DTensor], bool]] = {
-        "quantized parameters": _is_quantized,
-        "sums over the ranks of the axis (Partial)": lambda each: any(kind.is_partial() for kind in each.placements),
-        "0-D DTensors": lambda each: each.dim() == 0,
-        "dimensions that the axis does not divide": _is_uneven,
-        "dimensions whose parts the data ranks do not divide": lambda each: _is_padded(each, num_shards),
-    }
     named = dict(model.named_parameters())
     split = {fqn: parameter for fqn, parameter in named.items() if isinstance(parameter, DTensor)}
-    for kind, applies in kinds.items():
-        if fqn := next((fqn for fqn, parameter in split.items() if applies(parameter)), ""):
-            yield f"{kind} ({fqn})"
-    if fqn := next((fqn for fqn in split if fqn in plan.ignored_fqns), ""):
-        yield f"DTensors in ignored_params ({fqn})"
+    if fqn := next((fqn for fqn, parameter in split.items() if _is_uneven(parameter)), ""):
+        yield f"dimensions that the axis does not divide ({fqn})"
+    if fqn := next((fqn for fqn, parameter in split.items() if _is_padded(parameter, num_shards)), ""):
+        yield f"dimensions whose parts the data ranks do not divide ({fqn})"
     if materialize and (fqn := next((fqn for fqn, each in named.items() if each.is_meta), "")):
         yield f"initialisation of parameters on the meta device ({fqn}; pass materialize=False)"
-
-
-def _is_quantized(parameter: torch.Tensor) -> bool:
-    return hasattr(parameter, "quant_state") or not parameter.is_floating_point() or has_own_storage_class(parameter)
 
 
 def _is_uneven(parameter: DTensor) -> bool:

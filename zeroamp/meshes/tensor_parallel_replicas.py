@@ -1,4 +1,4 @@
-"""Checks that the ranks of a tensor axis have equal gradients of the parameters that each of them holds whole.
+"""Checks of a step with tensor parallelism: the optimizer, and gradients of parameters that each rank holds whole.
 
 [Note: Gradients of copies]
 Tensor parallelism distributes some parameters. Each rank of the tensor axis has a copy of the others, and the copies
@@ -22,6 +22,7 @@ from zeroamp.planning.mesh import device_of
 from zeroamp.planning.mesh_axes import MeshAxes
 from zeroamp.policies.errors import StepError, some_of
 from zeroamp.training.norm_and_clip import local_sum_of_squares
+from zeroamp.training.optimizer_kinds import full_name, kind_of
 
 TOLERANCE = 1e-3
 
@@ -77,3 +78,14 @@ def is_split(parameter: torch.Tensor, axes: MeshAxes) -> bool:
     return any(
         name == own and split_dim(kind) is not None for name, kind in zip(names, parameter.placements, strict=True)
     )
+
+
+def refuse_on_two_axes(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> None:
+    """Raise StepError for an optimizer that is not updated on shards, with tensor or expert parallelism."""
+    if kind_of(optimizer, on_shards=on_shards) != "shards":
+        raise StepError(
+            f"TrainStep was given {full_name(optimizer)}, which is not updated on plain shards. With tensor or expert "
+            "parallelism that is not supported, because parameters are DTensors on meshes of one axis and of two. "
+            "Use torch.optim.AdamW or another of docs/optimizers.md that is updated on shards, or pass on_shards=True "
+            "if the optimizer is element-wise."
+        )

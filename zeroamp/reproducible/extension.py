@@ -48,7 +48,7 @@ class Reproducible(Extension):
         if state.plan.policy.stage < 2:
             self._unsharded = [UnshardedSums(group) for group in state.gradients]
             return
-        sums = accumulate_shards(model, state, TreeSum)
+        sums = accumulate_shards(state, TreeSum)
         for group in state.gradients:
             group.take_sum = lambda parameter: take_shard_sum(sums, parameter)
 

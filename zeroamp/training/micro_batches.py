@@ -75,6 +75,8 @@ class MicroBatches:
                 loss.backward()  # type: ignore[no-untyped-call]
                 for group in self._state.gradients:
                     group.end_backward()
+                if accumulator is not None:
+                    accumulator.end_backward()
                 self.arithmetic.after_backward()
         except RuntimeError as error:
             raise peer_lost(error, None, self._state.listeners) from error

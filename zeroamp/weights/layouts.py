@@ -1,89 +1,46 @@
-"""Reads files in another layout than the model, by the rules with which transformers renames and fuses tensors.
+"""Reads and writes tensors in the layout in which a transformers model is published.
 
-transformers has, for each architecture, the rules that `from_pretrained` applies to the tensors of a file: other names,
-and operations such as stacking the experts of a layer. A renamed tensor is read in part. For an operation, each rank
-reads the sources of one tensor whole, and runs transformers' own operation.
+transformers has, for each architecture, the rules that `from_pretrained` applies to the tensors of a file, and
+`save_pretrained` in reverse: other names, and operations such as stacking the experts of a layer. A renamed tensor is
+read in part. For an operation, each rank reads the sources of one tensor whole.
 """
 
+import copy
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-Slices = tuple[slice, ...]
-"""One slice for each dimension."""
+from zeroamp.weights.files import Stored
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
-    """A tensor that a file contains as it is."""
-
-    name: str
-    open: Callable[[], Any]
-    """Returns the open safetensors file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
-        return tuple(self.open().get_slice(self.name).get_shape())
-
-    @property
-    def dtype_name(self) -> str:
-        """Name of the dtype in safetensors: "F32", "BF16"."""
-        return str(self.open().get_slice(self.name).get_dtype())
-
-    @property
-    def sources(self) -> "list[Stored]":
-        """Only this tensor."""
-        return [self]
-
-    def read(self, part: Slices | None = None) -> torch.Tensor:
-        """Return `part` of the tensor, or the whole tensor for None, on the CPU."""
-        file = self.open()
-        tensor: torch.Tensor = file.get_tensor(self.name) if part is None else file.get_slice(self.name)[part]
-        return tensor
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Converted:
     """A tensor that transformers' operations compute from whole tensors of files. It has the interface of `Stored`."""
 
     name: str
-    """Its name among the results of the operations."""
-    sources: list[Stored]
-    convert: Callable[[Callable[[Stored], torch.Tensor]], Mapping[str, Any]]
+    """Its name in the model."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    convert: Callable[[Callable[[Stored], torch.Tensor]], Mapping[str, torch.Tensor]]
     """Runs the operations on what the given function returns for each source."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor, computed on the meta device."""
-        return tuple(self._whole(lambda source: torch.empty(source.shape, device="meta")).shape)
-
-    @property
-    def dtype_name(self) -> str:
-        """That of the first source."""
-        return self.sources[0].dtype_name
-
-    def _whole(self, read: Callable[[Stored], torch.Tensor]) -> torch.Tensor:
-        made = self.convert(read)[self.name]
-        tensor: torch.Tensor = made[0] if isinstance(made, list) else made
-        return tensor
-
-    def read(self, part: Slices | None = None) -> torch.Tensor:
+    def read(self, part: tuple[slice, ...] | None = None) -> torch.Tensor:
         """Compute the whole tensor, and return `part` of it, or all of it for None."""
-        whole = self._whole(lambda source: source.read())
-        return whole if part is None else whole[part].clone()
+        whole = self.convert(Stored.read)[self.name]
+        return whole if part is None else whole[part]
 
 
 Part = Stored | Converted
 
 
-def parts_of_model(root: nn.Module, stored: Mapping[str, Stored], names: set[str]) -> dict[str, Part]:
+def parts_of_model(root: nn.Module, stored: Mapping[str, Stored], names: Iterable[str]) -> dict[str, Part]:
     """Return the tensors of files by their names in a transformers model. Tensors without a rule keep their names.
 
     Args:
@@ -91,78 +48,81 @@ def parts_of_model(root: nn.Module, stored: Mapping[str, Stored], names: set[str
         stored: the tensors of the files, by name.
         names: the names of all tensors of the model.
     """
-    library = sys.modules.get("transformers")  # imported if the model is a transformers model
-    if library is None or not isinstance(root, library.PreTrainedModel):
+    outline = _outline_of_model(root)
+    if outline is None:
         return dict(stored)
-    loading, renamings, converters = _rules(root)
-    meta = dict.fromkeys(names, True)
-    prefix = root.base_model_prefix
-    found: dict[str, Part] = {}
-    gathered: dict[str, tuple[Any, dict[str, list[Stored]]]] = {}  # first target -> converter, its sources
+    from transformers import conversion_mapping, core_model_loading
+
+    rules = conversion_mapping.get_model_conversion_mapping(outline)
+    converters = [rule for rule in rules if isinstance(rule, core_model_loading.WeightConverter)]
+    renamings = [rule for rule in rules if not isinstance(rule, core_model_loading.WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    for name in sorted(stored, key=loading.dot_natural_key):
-        new, pattern = loading.rename_source_key(name, renamings, converters, prefix, meta)
+    meta: dict[str, Any] = dict.fromkeys(names, True)
+    found: dict[str, Part] = {}
+    sources: dict[str, list[tuple[str, Stored]]] = defaultdict(list)  # first target -> source pattern, tensor
+    for name in sorted(stored, key=core_model_loading.dot_natural_key):
+        rename = partial(core_model_loading.rename_source_key, name)
+        new, pattern = rename(renamings, converters, root.base_model_prefix, meta)
         if new not in meta and name in meta:
-            new, pattern = loading.rename_source_key(name, [], [], prefix, meta)
+            new, pattern = rename([], [], root.base_model_prefix, meta)
         if pattern is None or new not in meta:
             found[new if new in meta else name] = stored[name]
-            continue
-        converter, sources = gathered.setdefault(new, (by_pattern[pattern], defaultdict(list)))
-        sources[pattern].append(stored[name])
-    for target, (converter, sources) in gathered.items():
-        found.update(_made(target, converter, sources, root))
+        else:
+            sources[new].append((pattern, stored[name]))
+    for target, parts in sources.items():
+        convert = partial(_convert, outline, target, by_pattern[parts[0][0]], parts)
+        shapes = convert(lambda source: torch.empty(source.shape, device="meta"))
+        found |= {name: Converted(name, tuple(made.shape), convert) for name, made in shapes.items()}
     return found
 
 
-def _made(
-    target: str, converter: Any, sources: dict[str, list[Stored]], root: nn.Module
-) -> Iterator[tuple[str, Converted]]:
-    """Yield (name in the model, tensor) of each tensor that a converter computes."""
-
-    def convert(read: Callable[[Stored], torch.Tensor]) -> Mapping[str, Any]:
-        made: dict[str, Any] = {pattern: [read(each) for each in parts] for pattern, parts in sources.items()}
-        for operation in converter.operations:
-            made = operation.convert(
-                made,
-                source_patterns=converter.source_patterns,
-                target_patterns=converter.target_patterns,
-                full_layer_name=target,
-                model=root,
-                config=root.config,
-                missing_keys=None,
-            )
-        return made
-
-    first = converter.target_patterns[0]
-    parts = [each for pattern in sources.values() for each in pattern]
-    for pattern in converter.target_patterns:
-        yield target.replace(first, pattern, 1), Converted(name=pattern, sources=parts, convert=convert)
+def _convert(
+    outline: Any, target: str, converter: Any, parts: list[tuple[str, Stored]], read: Callable[[Stored], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Run a converter of transformers. Return the tensors by their names in the model."""
+    converter = copy.deepcopy(converter)
+    for pattern, source in parts:
+        converter.add_tensor(target, source.name, pattern, partial(read, source))
+    made: dict[str, Any] = converter.convert(target, model=outline, config=outline.config)
+    return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
 
 
-def _rules(root: nn.Module) -> tuple[Any, list[Any], list[Any]]:
-    """Return transformers' module `core_model_loading`, and the renamings and the converters of a model."""
-    from transformers import conversion_mapping, core_model_loading
+def publish(root: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Bring the tensors of a transformers model into the layout that its `save_pretrained` writes."""
+    outline = _outline_of_model(root)
+    if outline is None:
+        return
+    from transformers.core_model_loading import revert_weight_conversion
 
-    rules = conversion_mapping.get_model_conversion_mapping(_outline(root, {}))
-    converter = core_model_loading.WeightConverter
-    renamings = [rule for rule in rules if not isinstance(rule, converter)]
-    return core_model_loading, renamings, [rule for rule in rules if isinstance(rule, converter)]
+    made = dict(revert_weight_conversion(outline, tensors))
+    tensors.clear()
+    tensors.update((name, tensor.contiguous()) for name, tensor in made.items())
 
 
-def _outline(module: nn.Module, outlines: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Return a tree of modules with the names of `module`'s, without tensors: transformers finds its rules by it.
+def _outline_of_model(root: nn.Module) -> Any:
+    """Return a tree of modules for which transformers finds the rules of `root`; None if `root` is not transformers'.
 
     transformers looks rules up by the classes and configs of the models in the tree, and `fully_shard` has changed the
-    classes. The models of the returned tree have the classes before. `outlines` has the modules that were returned.
+    classes. The returned tree has the names and parameters of `root`'s, and the classes before.
     """
-    if module not in outlines:
-        is_model = isinstance(module, sys.modules["transformers"].PreTrainedModel)
-        before = next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
-        outline: Any = before.__new__(before) if is_model else nn.Module()
-        nn.Module.__init__(outline)  # not that of the model, which would make tensors
-        if is_model:
-            outline.config = module.config
-        outlines[module] = outline
-        for name, child in module.named_children():
-            setattr(outline, name, _outline(child, outlines))
-    return outlines[module]
+    library = sys.modules.get("transformers")  # imported if the model is a transformers model
+    if library is None or not isinstance(root, library.PreTrainedModel):
+        return None
+    outlines: dict[nn.Module, nn.Module] = {}
+
+    def outline_of(module: nn.Module) -> nn.Module:
+        if module not in outlines:
+            is_model = isinstance(module, library.PreTrainedModel)
+            before = next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
+            outline: nn.Module = before.__new__(before) if is_model else nn.Module()  # type: ignore[assignment]
+            outlines[module] = outline
+            nn.Module.__init__(outline)  # not that of the model, which would make tensors
+            outline._parameters.update(module._parameters)  # operations look at their shapes
+            for name in ("config", "_weight_conversions") if is_model else ():
+                if name in vars(module):  # the latter: the rules by which `from_pretrained` has read the model
+                    setattr(outline, name, vars(module)[name])
+            for name, child in module.named_children():
+                setattr(outline, name, outline_of(child))
+        return outlines[module]
+
+    return outline_of(root)

@@ -23,14 +23,23 @@ class Weight:
     """All names in the model: a tied parameter has several."""
     tensor: torch.Tensor
     """The parameter or buffer itself. A parameter is a sharded DTensor, unless FSDP2 does not shard it."""
-    is_parameter: bool
     written_names: tuple[str, ...]
     """Those of `names` under which an export writes the tensor: see `find_weights`."""
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether this is a parameter, not a buffer."""
+        return isinstance(self.tensor, nn.Parameter)
 
     @property
     def local(self) -> torch.Tensor:
         """This rank's shard, or the whole tensor if it is not sharded."""
         return local_part(self.tensor.detach())
+
+    def dtype_in(self, dtype: torch.dtype | None) -> torch.dtype:
+        """Return the dtype of this weight in an export as `dtype`. Buffers and integers keep their own, as for None."""
+        is_cast = dtype is not None and self.is_parameter and self.tensor.is_floating_point()
+        return dtype if is_cast else self.tensor.dtype  # type: ignore[return-value]
 
 
 def find_weights(root: nn.Module) -> list[Weight]:
@@ -45,34 +54,22 @@ def find_weights(root: nn.Module) -> list[Weight]:
         CheckpointError: the model's state_dict() holds something other than tensors.
     """
     reshard(root.modules())
-    # The live objects, not detached: tied parameters are found by identity.
-    state = live_state(root)
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, torch.Tensor] = {}
-    weights: list[Weight | int] = []  # int: the id of a parameter
-    for key, tensor in state.items():
+    found: dict[int | str, tuple[torch.Tensor, list[str]]] = {}
+    for key, tensor in live_state(root).items():
         name = file_name(key)
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(
                 f"{name} of the model's state must be a tensor, but is a {type(tensor).__name__}: safetensors files "
                 "hold tensors only. Leave it out of the state_dict()."
             )
-        if not isinstance(tensor, nn.Parameter):
-            weights.append(Weight(names=(name,), tensor=tensor, is_parameter=False, written_names=(name,)))
-            continue
-        if id(tensor) not in names:
-            weights.append(id(tensor))
-        names.setdefault(id(tensor), []).append(name)
-        tensors[id(tensor)] = tensor
-    return [
-        weight if isinstance(weight, Weight) else _parameter(root, names[weight], tensors[weight]) for weight in weights
-    ]
-
-
-def _parameter(root: nn.Module, names: list[str], tensor: torch.Tensor) -> Weight:
+        # Tied parameters are one object.
+        found.setdefault(id(tensor) if isinstance(tensor, nn.Parameter) else name, (tensor, []))[1].append(name)
     tied = getattr(root, "all_tied_weights_keys", None)  # transformers': {name: the name it is tied to}
-    written = names[:1] if tied is None else [name for name in names if name not in tied] or names[:1]
-    return Weight(names=tuple(names), tensor=tensor, is_parameter=True, written_names=tuple(written))
+    weights = []
+    for tensor, names in found.values():
+        written = names[:1] if tied is None else [name for name in names if name not in tied] or names[:1]
+        weights.append(Weight(names=tuple(names), tensor=tensor, written_names=tuple(written)))
+    return weights
 
 
 def file_name(key: str) -> str:

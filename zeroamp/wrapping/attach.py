@@ -74,7 +74,7 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     for module in state.plan.fp32_regions.modules_of(model):
         run_in_fp32(module, state.mesh.device_type, output_dtype)
     if sharded_accumulation(policy) != torch.float32:
-        load("wrap_model.round_sums")(model, state)
+        load("wrap_model.round_sums")(state)
     _add_own_units(model, state, hooks)
     hooks.register()
     refuse_calls(model)

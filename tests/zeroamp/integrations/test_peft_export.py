@@ -143,9 +143,9 @@ def _refused(folder):
         "save_pretrained": (lambda: model.save_pretrained(folder), "export_adapter(model, folder)"),
         "export_hf": (lambda: zeroamp.export_hf(model, folder), "export_adapter(model, folder)"),
         "no adapters": (lambda: export_adapter(plain, folder), "is not a PeftModel"),
-        "other folders": (lambda: export_adapter(model, f"{folder}/{rank}"), "the folder differs"),
+        "other folders": (lambda: export_adapter(model, f"{folder}/{rank}"), "same folder on all ranks"),
         "other adapters": (lambda: export_adapter(model, folder, ["default", "x"][rank]), "no adapter 'x'"),
-        "a file": (lambda: export_adapter(model, path / "zeroamp.json"), "it is a file"),
+        "a file": (lambda: export_adapter(model, path / "zeroamp.json"), "File exists"),
         "prompt": (lambda: export_adapter(prompt, folder), "save_pretrained"),
     }
     configs = {name: adapter_config.to_dict() for name, adapter_config in model.peft_config.items()}

@@ -3,13 +3,12 @@
 import math
 
 import pytest
-import torch
 
 import zeroamp
 from tests.models import parallel
 from tests.oracles import whole_model
 from tests.processes import parallel_training
-from tests.processes.parallel_training import fp64_norm, mesh_of, reported
+from tests.processes.parallel_training import check_close, fp64_norm, mesh_of, reported
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, same_bits
 
@@ -19,22 +18,12 @@ BOUND = 2e-6
 times the rounding of one addition (1.2e-7)."""
 
 
-def _check_close(run, oracle):
-    differences = {
-        fqn: float(torch.linalg.vector_norm(run.gradients[fqn] - expected) / torch.linalg.vector_norm(expected))
-        for fqn, expected in oracle.gradients.items()
-    }
-    assert {fqn: each for fqn, each in differences.items() if each > BOUND} == {}
-    assert run.losses == pytest.approx(oracle.losses, rel=BOUND)
-    assert run.norms == pytest.approx(oracle.norms, rel=BOUND)
-
-
 def test_transformers_own_plan_equals_one_process(ranks4):
     pytest.importorskip("transformers.distributed.expert_parallel")
     oracle = whole_model.train(parallel.hf_moe_decoder(), parallel.samples, 2, num_data=4, clip=0.5)
     axes, cfg = {**AXES, "tp": 1}, config(3, dtype=None, clip=0.5)
     run = ranks4.run(parallel_training.train, axes, cfg, 2, experts=True, hf=True)[0]
-    _check_close(run, oracle)
+    check_close(run, oracle, BOUND)
     assert "_StridedShard" in run.placements["lm.model.layers.0.mlp.experts.down_proj"]
 
 
@@ -42,7 +31,7 @@ def test_it_equals_one_process(ranks4):
     oracle = whole_model.train(parallel.moe_decoder(), parallel.samples, 2, num_data=4, accumulation=2, clip=0.5)
     cfg = config(3, dtype=None, clip=0.5, accumulation=2)
     runs = ranks4.run(parallel_training.train, AXES, cfg, 2, experts=True)
-    _check_close(runs[0], oracle)
+    check_close(runs[0], oracle, BOUND)
     assert "_StridedShard" in runs[0].placements["blocks.0.experts.up"]
     for other in runs[1:]:
         assert (other.losses, other.norms) == (runs[0].losses, runs[0].norms)

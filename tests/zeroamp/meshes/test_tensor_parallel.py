@@ -10,7 +10,7 @@ import zeroamp
 from tests.models import parallel
 from tests.oracles import whole_model
 from tests.processes import parallel_training
-from tests.processes.parallel_training import fp64_norm, mesh_of, reported
+from tests.processes.parallel_training import check_close, fp64_norm, mesh_of, reported
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, same_bits
 from tests.selection import slow_but
@@ -26,17 +26,6 @@ def _data_axis(mesh):
     return mesh["dp"]
 
 
-def _check_close(run, oracle, bound=BOUND):
-    differences = {
-        fqn: float(torch.linalg.vector_norm(run.gradients[fqn] - expected) / torch.linalg.vector_norm(expected))
-        for fqn, expected in oracle.gradients.items()
-        if expected.dim() > 0
-    }
-    assert {fqn: each for fqn, each in differences.items() if each > bound} == {}
-    assert run.losses == pytest.approx(oracle.losses, rel=bound)
-    assert run.norms == pytest.approx(oracle.norms, rel=bound)
-
-
 @pytest.mark.parametrize(
     ("tied", "sequence", "passed"),
     [(False, False, _data_axis), pytest.param(True, False, None, marks=pytest.mark.slow), (False, True, None)],
@@ -47,7 +36,7 @@ def test_it_equals_one_process(ranks4, tied, sequence, passed):
     cfg = config(3, dtype=None, clip=0.5, accumulation=2)
     options = {"tied": tied, "sequence": sequence}
     runs = ranks4.run(parallel_training.train, AXES, cfg, 2, passed=passed, **options)
-    _check_close(runs[0], oracle)
+    check_close(runs[0], oracle, BOUND)
     for other in runs[1:]:
         assert (other.losses, other.norms) == (runs[0].losses, runs[0].norms)
         assert same_bits(other.parameters, runs[0].parameters) == []
@@ -59,7 +48,7 @@ def test_transformers_own_plan_equals_one_process(ranks4, tied):
     pytest.importorskip("transformers.distributed.tensor_parallel")
     oracle = whole_model.train(parallel.hf_decoder(tied=tied), parallel.samples, 2, num_data=2, clip=0.5)
     run = ranks4.run(parallel_training.train, AXES, config(3, dtype=None, clip=0.5), 2, hf=True, tied=tied)[0]
-    _check_close(run, oracle)
+    check_close(run, oracle, BOUND)
     assert "_StridedShard" in run.placements["lm.model.layers.0.self_attn.q_proj.weight"]
 
 
@@ -67,7 +56,7 @@ def test_transformers_own_plan_equals_one_process(ranks4, tied):
 def test_0_d_and_frozen_parameters(ranks4, part):
     oracle = whole_model.train(parallel.decoder(**{part: True}), parallel.samples, 2, num_data=2, clip=0.5)
     runs = ranks4.run(parallel_training.train, AXES, config(3, dtype=None, clip=0.5), 2, **{part: True})
-    _check_close(runs[0], oracle)  # the norm has the gradient of the 0-D parameter, too
+    check_close(runs[0], oracle, BOUND)  # the norm has the gradient of the 0-D parameter, too
     for other in runs[1:]:
         assert same_bits(other.parameters, runs[0].parameters) == []
     if part == "scaled":

@@ -2,9 +2,9 @@
 
 import json
 import os
-import re
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, load_model
@@ -13,7 +13,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroamp
-from tests.measuring.storage_peak import StoragePeak
 from tests.models.architectures import mixtral, seeded_conv_net
 from tests.models.small import Llama, batch, build, hf_llama, loss_of
 from tests.processes.training import check_same_run, config, full_parameters, policy, same_bits, train, wrapped
@@ -96,11 +95,16 @@ def _export_mixtral(folder):
     return full_parameters(model)
 
 
-def test_a_mixture_of_experts_comes_back_by_from_pretrained(ranks2, tmp_path):
+def test_a_mixture_of_experts_is_written_as_it_is_published(ranks2, tmp_path):
     transformers = pytest.importorskip("transformers", reason="the model is transformers'")
-    parameters = ranks2.run(_export_mixtral, tmp_path)[0]
-    again = full_parameters(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
-    assert same_bits(again, {name: p.to(torch.bfloat16) for name, p in parameters.items()}) == []
+    parameters = ranks2.run(_export_mixtral, tmp_path / "ours")[0]
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.bfloat16)
+    assert same_bits(full_parameters(again), {name: p.to(torch.bfloat16) for name, p in parameters.items()}) == []
+    torch.manual_seed(0)
+    mixtral("eager")[0].to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
+    assert any("experts.3.w1" in name for name in theirs)
+    assert same_bits(ours, theirs) == []
 
 
 def _export_conv(folder):
@@ -181,25 +185,6 @@ def test_the_config_chooses_the_dtype_where_the_caller_does_not(ranks2, tmp_path
         assert written["dtype"] == str(dtype).removeprefix("torch.")
 
 
-def _peak(folder, dtype, max_shard_bytes):
-    model = wrapped("llama_untied", config(3))
-    zeroamp.export_hf(model, folder / "first", dtype, max_shard_bytes=max_shard_bytes)
-    files = [load_file(path) for path in sorted((folder / "first").glob("*.safetensors"))]
-    mine = max((sum(t.nbytes for t in file.values()) for file in files[dist.get_rank() :: 2]), default=0)
-    tensor = max(t.nbytes for file in files for t in file.values())
-    limit = mine + tensor + tensor // 2  # the shard that travels is cast too
-    del files
-    with StoragePeak(limit) as peak:
-        zeroamp.export_hf(model, folder / "second", dtype, max_shard_bytes=max_shard_bytes)
-    return tensor, peak.num_bytes, limit, mine
-
-
-@pytest.mark.parametrize(("dtype", "max_shard_bytes"), [("fp32", 20_000), ("bf16", 20_000), ("bf16", 10**9)])
-def test_a_rank_holds_no_more_than_its_file_and_one_tensor(ranks2, tmp_path, dtype, max_shard_bytes):
-    for tensor, peak, limit, file in ranks2.run(_peak, tmp_path, dtype, max_shard_bytes):
-        assert max(tensor, file) <= peak <= limit
-
-
 def _overflow(folder, dtype, value):
     model = wrapped("llama_untied", config(3))
     with torch.no_grad():
@@ -218,74 +203,74 @@ def _overflow(folder, dtype, value):
 def test_a_finite_value_that_would_become_infinite_is_refused(ranks2, tmp_path, dtype, value, limit):
     texts = ranks2.run(_overflow, tmp_path, dtype, value)
     assert texts[0] == texts[1]
-    assert texts[0].startswith("blocks.1.down.bias ")
-    for part in (f"{value:g}", limit, 'dtype="fp32"'):
+    assert texts[0].startswith("rank 1: blocks.1.down.bias ")
+    for part in (f"{value:g}", limit, "Export in fp32"):
         assert part in texts[0]
     found = load_file(tmp_path / "model.safetensors")  # fp32: infinities that were there are no error
     assert found["blocks.1.down.bias"].isinf().sum() == 2
 
 
-def _fails_on_the_second_rank(folder):
-    import zeroamp.weights.files
-
+def _on_a_full_disk(folder):
     model = wrapped("llama_untied", config(3))
-    real = zeroamp.weights.files.safetensors_torch
-    if dist.get_rank() == 1:
-        zeroamp.weights.files.safetensors_torch = _FullDisk
+    real, safetensors.torch.save_file = safetensors.torch.save_file, _full_disk
     try:
         with pytest.raises(zeroamp.CheckpointError) as raised:
             zeroamp.export_hf(model, folder, max_shard_bytes=20_000)
     finally:
-        zeroamp.weights.files.safetensors_torch = real
+        safetensors.torch.save_file = real
     return str(raised.value)
 
 
-class _FullDisk:
-    @staticmethod
-    def save_file(*_, **__):
+def _full_disk(tensors, path, **options):
+    if "00002" in path.name:
         raise OSError(28, "No space left on device")
+    path.write_text("new")
 
 
-@pytest.mark.parametrize("exists", [False, True])
-def test_a_rank_that_cannot_write_is_an_error_on_all_and_leaves_the_folder_as_it_was(ranks2, tmp_path, exists):
-    folder = tmp_path / "out"
-    if exists:
-        folder.mkdir()
-        (folder / "model.safetensors").write_text("of before")
-    texts = ranks2.run(_fails_on_the_second_rank, folder)
-    assert texts == ["rank 1: OSError: [Errno 28] No space left on device"] * 2
-    assert [path.read_text() for path in tmp_path.rglob("*") if path.is_file()] == ["of before"] * exists
-    assert os.listdir(tmp_path) == ["out"] * exists
+def test_a_failed_export_is_an_error_on_all_ranks_and_leaves_the_folder_as_it_was(ranks2, tmp_path):
+    (tmp_path / "model.safetensors").write_text("of before")
+    texts = ranks2.run(_on_a_full_disk, tmp_path)
+    assert texts == ["rank 0: OSError: [Errno 28] No space left on device"] * 2
+    assert [path.read_text() for path in tmp_path.rglob("*")] == ["of before"]
+
+
+def _export_llama_untied(folder):
+    zeroamp.export_hf(wrapped("llama_untied", config(3)), folder)
+
+
+def test_old_weights_are_replaced_and_other_files_stay(ranks2, tmp_path):
+    tmp_path.chmod(0o750)
+    old = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"}
+    others = {"tokenizer.json", "model-lora.safetensors"}
+    for name in old | others:
+        (tmp_path / name).write_text("old")
+    ranks2.run(_export_llama_untied, tmp_path)
+    assert set(os.listdir(tmp_path)) == others | {"model.safetensors"}
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640  # who may read the folder may read it
 
 
 def _refused(folder):
     model = wrapped("llama_untied", config(3))
     rank = dist.get_rank()
     (folder / "file").touch()
-    calls = {
-        "file": (folder / "file",),
-        "dtype": (folder / "out", "int8"),
-        "torch dtype": (folder / "out", torch.float64),
-        "ranks": (folder / f"out{rank}",),
-        "dtypes": (folder / "out", ("bf16", "fp32")[rank]),
-    }
-    texts = {}
-    for name, arguments in calls.items():
-        with pytest.raises(zeroamp.CheckpointError) as raised:
+    (folder / "checkpoint").mkdir(exist_ok=True)
+    (folder / "checkpoint" / "zeroamp.json").touch()
+    calls = [
+        ((folder / "file",), "file"),
+        ((folder / "checkpoint",), "it is a checkpoint. Pass another folder"),
+        ((folder / "out", "int8"), "the dtype of an export must be .*'int8'"),
+        ((folder / "out", torch.float64), "the dtype of an export must be .*torch.float64"),
+        ((folder / f"out{rank}",), "same folder on all ranks, but got .*out0' and .*out1'"),
+        ((folder / "out", ("bf16", "fp32")[rank]), "same dtype on all ranks, .*torch.bfloat16 and torch.float32"),
+    ]
+    for arguments, text in calls:
+        with pytest.raises(zeroamp.CheckpointError, match=text):
             zeroamp.export_hf(model, *arguments)
-        texts[name] = str(raised.value)
-    return texts
 
 
 def test_what_cannot_be_written_is_refused_on_all_ranks(ranks2, tmp_path):
-    first, second = ranks2.run(_refused, tmp_path)
-    assert first == second
-    assert f"{tmp_path / 'file'}: it is a file" in first["file"]
-    assert re.search(r"^the dtype of an export must be .*'int8'", first["dtype"])
-    assert re.search(r"the dtype of an export must be .*torch.float64", first["torch dtype"])
-    assert re.search("folder differs: .*out0 and .*out1", first["ranks"])
-    assert "dtype differs: torch.bfloat16 and torch.float32" in first["dtypes"]
-    assert os.listdir(tmp_path) == ["file"]
+    ranks2.run(_refused, tmp_path)
+    assert set(os.listdir(tmp_path)) == {"file", "checkpoint"}
 
 
 def _without_safetensors(folder):

@@ -219,9 +219,9 @@ def test_what_is_wrong_is_named(ranks2):
         expected = [
             "A parameter of shape (2,) is not one of a wrapped model. Pass one that model.named_parameters() yields",
             "is not one of a wrapped model",
-            "set_full_parameter(value=) must be of the whole shape, (5, 4), but is of shape (4, 5)",
+            "The value to set must be of the whole shape, (5, 4), but is of shape (4, 5)",
             "set_full_gradient was given a parameter of shape (5, 4) without a gradient",
-            'full_optimizer_state found no tensor "exp_avg" in the state of AdamW',
-            "which has step, exp_avg, exp_avg_sq",
+            'no whole tensor "exp_avg" for a parameter of shape (5, 4): its tensors are none',
+            "its tensors are step, exp_avg, exp_avg_sq",
         ]
         assert [part for part, text in zip(expected, texts, strict=True) if part not in text] == []

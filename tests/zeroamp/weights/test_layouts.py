@@ -8,8 +8,8 @@ import zeroamp
 from tests.models.architectures import IDS, SMALL, mixtral
 from tests.processes.training import config, full_parameters, policy, same_bits
 from tests.selection import slow_but
-from zeroamp.weights.files import INDEX
-from zeroamp.weights.layouts import Stored, _rules, parts_of_model
+from zeroamp.weights.files import INDEX, Stored
+from zeroamp.weights.layouts import _outline_of_model, parts_of_model
 
 pytest.importorskip("transformers", reason="the rules are transformers'")
 
@@ -19,7 +19,7 @@ def _stored(folder, tensors):
 
     save_file(tensors, folder / "some.safetensors")
     file = safe_open(folder / "some.safetensors", framework="pt")
-    return {name: Stored(name=name, open=lambda: file) for name in tensors}
+    return {name: Stored(name, file) for name in tensors}
 
 
 def _qwen3_moe():
@@ -107,8 +107,10 @@ def test_operations_on_whole_tensors(tmp_path):
 
 def _described(model):
     """The rules of transformers that are found for a model, as plain values that can be compared."""
-    _, renamings, converters = _rules(model)
-    return [(rule.source_patterns, rule.target_patterns, rule.scope_prefix) for rule in (*renamings, *converters)]
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    rules = get_model_conversion_mapping(_outline_of_model(model))
+    return [(rule.source_patterns, rule.target_patterns, rule.scope_prefix) for rule in rules]
 
 
 def _load_experts(folder, name, shard_dim):

@@ -141,7 +141,9 @@ def _load_plain(folder, tied):
 @pytest.mark.parametrize("name", ["embed.weight", "head.weight", "both"])
 def test_a_tied_parameter_is_found_under_any_of_its_names(ranks2, tmp_path, name):
     tensors = {key: value.clone() for key, value in build("llama_tied", seed=3).state_dict().items()}
-    if name != "both":
+    if name == "both":
+        tensors["head.weight"] += 1  # the first name counts
+    else:
         del tensors["embed.weight" if name == "head.weight" else "head.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     parameters = ranks2.run(_load_plain, tmp_path, True)[0]
@@ -210,23 +212,8 @@ def test_other_shapes_are_refused(ranks2, tmp_path, tensors):
     save_file(tensors, tmp_path / "model.safetensors")
     text, unchanged = refusal(ranks2, tmp_path)
     assert unchanged
-    assert re.search(r"up_proj.weight is \(32, 64\) .*\(64, 32\), model.norm.weight is \(33,\) .*\(32,\)", text)
-
-
-def test_integers_for_parameters_are_refused(ranks2, tmp_path, tensors):
-    tensors["model.norm.weight"] = torch.ones(32, dtype=torch.int8)
-    save_file(tensors, tmp_path / "model.safetensors")
-    text, _ = refusal(ranks2, tmp_path)
-    assert re.search("model.norm.weight is I8 .*torch.float32.*from_pretrained", text)
-
-
-def test_a_tied_parameter_of_two_values_is_refused(ranks2, tmp_path, tensors):
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors["lm_head.weight"][-1, -1] += 1  # on the second rank only
-    save_file(tensors, tmp_path / "model.safetensors")
-    text, _ = refusal(ranks2, tmp_path)
-    assert text.startswith("rank 1: ")
-    assert re.search("lm_head.weight .*different values.*tie_word_embeddings=False", text)
+    for part in ("2 have another shape", "up_proj.weight is (32, 64) instead of (64, 32)", "norm.weight is (33,)"):
+        assert part in text
 
 
 def _load_with_frequencies(folder):
@@ -334,31 +321,6 @@ def test_a_link_out_of_the_folder_is_refused_unless_it_leads_into_the_hubs_cache
     text, unchanged = refusal(ranks2, tmp_path / "in")
     assert unchanged
     assert re.search("model.safetensors .*is a link to .*ffff. Copy the file", text)
-
-
-def _wide(folder, value, dtype):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 6)
-    tensors = {"weight": torch.ones(6, 4, dtype=dtype), "bias": torch.ones(6, dtype=dtype)}
-    tensors["weight"][5, 3] = value  # in the rows of the last rank
-    if dist.get_rank() == 0:
-        save_file(tensors, folder / "model.safetensors")
-    dist.barrier()
-    model = zeroamp.wrap_model(model, policy(config(3)))
-    before = full_parameters(model)
-    try:
-        zeroamp.load_hf(model, folder)
-    except zeroamp.CheckpointError as error:
-        return str(error), same_bits(full_parameters(model), before) == []
-    return None, torch.equal(full_parameters(model)["weight"].double(), tensors["weight"])
-
-
-def test_a_finite_float64_that_fp32_does_not_hold_is_refused_with_the_model_unchanged(ranks2, tmp_path):
-    for text, unchanged in ranks2.run(_wide, tmp_path, 1e300, torch.float64):
-        assert unchanged
-        assert re.search(r"weight has a value of magnitude 1e\+300, .*fp32 is 3.40282e\+38.* correct the files", text)
-    assert ranks2.run(_wide, tmp_path, float("inf"), torch.float64) == [(None, True)] * 2
-    assert ranks2.run(_wide, tmp_path, 0.5, torch.float64) == [(None, True)] * 2
 
 
 @pytest.mark.timeout(60)

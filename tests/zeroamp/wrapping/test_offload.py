@@ -24,7 +24,6 @@ from tests.processes.training import (
 )
 from tests.selection import slow_but
 from zeroamp.accumulation.shard_accumulator import RoundedSum, ShardAccumulator
-from zeroamp.hooks._torch.after_reduction import after_each_reduction
 from zeroamp.planning.mesh import shard_device
 from zeroamp.policies.policy import NO_OFFLOAD, Offload
 from zeroamp.training.norm_and_clip import local_sum_of_squares, multiply_gradients
@@ -159,85 +158,26 @@ def test_the_clip_factor_follows_the_gradients(monkeypatch):
     assert _factor_on(monkeypatch, "meta", "cpu") == [("meta", "meta")]
 
 
-class _Event:
-    """An event that ends the copy of gradients to the CPU: they have their values only after the host has waited."""
-
-    def __init__(self, log, name, gradients=()):
-        self._log, self._name, self._gradients = log, name, [(grad, grad.clone()) for grad in gradients]
-        for gradient in gradients:
-            gradient.fill_(float("nan"))
-
-    def synchronize(self):
-        self._log.append(self._name)
-        for gradient, values in self._gradients:
-            gradient.copy_(values)
-
-
-def _accumulate_two_groups():
-    """Return the waits, and the sums over two micro-batches, of two groups of two parameters each."""
-    mesh, log = init_device_mesh("cpu", (2,)), []
-    groups = [fully_shard(nn.Linear(4, 4), mesh=mesh) for _ in range(2)]
-    accumulator = ShardAccumulator(partial(RoundedSum, torch.bfloat16), "cuda")
-    accumulator.watch([parameter for group in groups for parameter in group.parameters()])
-    for micro_batch in (1.0, 2.0):
-        for index, group in enumerate(groups):
-            for parameter in group.parameters():
-                parameter.grad = torch.full_like(parameter, micro_batch + index)
-            parts = [parameter.grad.to_local() for parameter in group.parameters()]
-            accumulator.take(list(group.parameters()), _Event(log, (micro_batch, index), parts))
-            assert all(parameter.grad is None for parameter in group.parameters())
-            log.append("reduced")
-    sums = [total.unique().tolist() for total in accumulator.sums.values()]
-    dtypes = {total.dtype for total in accumulator.sums.values()}
-    return log, sums, dtypes
-
-
-def test_an_offloaded_gradient_is_read_after_one_wait_per_group(ranks2):
-    log, sums, dtypes = ranks2.run(_accumulate_two_groups)[0]
-    # Each group waits for the next one to be reduced, and the last one until its sum is read.
-    first, second = [(1.0, 0), "reduced", (1.0, 1), "reduced"], [(2.0, 0), "reduced", (2.0, 1)]
-    assert log == ["reduced", *first, *second]
-    assert sums == [[3.0]] * 2 + [[5.0]] * 2
-    assert dtypes == {torch.bfloat16}
-
-
-class _Stream(torch.cpu.Stream):
-    """A stream that records events and counts the host's waits for them."""
-
-    num_waits = 0
-
-    def record_event(self):
-        return self
-
-    def synchronize(self):
-        _Stream.num_waits += 1
-
-
 def _train_beside_an_accelerator(is_offloaded):
     """Two steps of three micro-batches whose shards are on another device than "cuda", and the number of waits."""
     model = wrapped("llama_tied", config(3, **LOW, comm="fp32"), fields=ON_CPU)
-    state = wrap_state(model)
     if is_offloaded:
-        state.step.shard_accumulator = ShardAccumulator(partial(RoundedSum, torch.bfloat16), "cuda")
-        after_each_reduction(model, state.step.shard_accumulator.take)
+        wrap_state(model).step.shard_accumulator = ShardAccumulator(partial(RoundedSum, torch.bfloat16), "cuda")
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    original, torch.cpu.Stream = torch.cpu.Stream, _Stream  # FSDP2 makes its streams in the first forward
-    _Stream.num_waits = 0
-    try:
+    waits = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "synchronize", lambda: waits.append(1))
         for index in range(6):
             step.backward(loss_of(model, batch("llama_tied", index)))
             step.step()
-    finally:
-        torch.cpu.Stream = original
-    num_groups = sum(group.is_trainable for group in state.plan.groups)
-    return full_parameters(model), _Stream.num_waits, 6 * num_groups
+    return full_parameters(model), len(waits)
 
 
-def test_offloaded_gradients_accumulate_to_the_same_bits_with_one_wait_per_reduction(ranks2):
-    ours, num_waits, num_reductions = ranks2.run(_train_beside_an_accelerator, True)[0]
-    expected, no_waits, _ = ranks2.run(_train_beside_an_accelerator, False)[0]
+def test_offloaded_gradients_accumulate_to_the_same_bits_with_one_wait_per_micro_batch(ranks2):
+    ours, num_waits = ranks2.run(_train_beside_an_accelerator, True)[0]
+    expected, no_waits = ranks2.run(_train_beside_an_accelerator, False)[0]
     assert same_bits(ours, expected) == []
-    assert (num_waits, no_waits) == (num_reductions, 0)
+    assert (num_waits, no_waits) == (6, 0)
 
 
 def test_memory_is_pinned_only_beside_an_accelerator(caplog):

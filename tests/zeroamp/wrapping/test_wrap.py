@@ -190,27 +190,6 @@ def test_meta_buffers_of_every_dtype_and_what_a_parent_sets_in_its_child(ranks2)
     assert bias == 0.0  # nn.MultiheadAttention zeroes it after nn.Linear has drawn it
 
 
-class ForgetsBuffer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.register_buffer("mask", torch.empty(4, dtype=torch.bool))
-
-    def reset_parameters(self):
-        pass
-
-
-def _meta_forgotten_buffer():
-    with torch.device("meta"):
-        model = ForgetsBuffer()
-    zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)))
-
-
-def test_a_boolean_buffer_that_nothing_initialises_is_refused_too(ranks2):
-    with pytest.raises(RankError, match="mask .*meta device.*ForgetsBuffer .*reset_parameters"):
-        ranks2.run(_meta_forgotten_buffer)
-
-
 def _sliced_mesh(stage):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
     torch.manual_seed(0)

@@ -173,7 +173,9 @@ class GroupReduceScatter:
         if self.collective == "all_to_all":
             self._row_length = row_length(numel // self.world_size, self.communication_dtype, device)
             room = self.world_size * self._row_length
-        tensor = torch.empty(room, dtype=self.communication_dtype, device=device)[:numel]
+        tensor = torch.empty(room, dtype=self.communication_dtype, device=device)
+        if room != numel:
+            tensor = tensor[:numel]
         self._pending_input = backward, numel
         self._input = tensor if self.world_size == 1 and self.replicas is not None else None
         return tensor

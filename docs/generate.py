@@ -31,7 +31,7 @@ from zeroamp.planning.group_dtypes import group_dtypes, param_dtypes
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.safe_parameters import Precision
 from zeroamp.policies.accumulation import ACCUMULATE, COMPUTE, STAGES, refusal
-from zeroamp.policies.dtypes import LOW_DTYPES, short_name
+from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.policy import Mode, Policy, policy_from_config
 from zeroamp.policies.schema import (
     SAME,
@@ -195,16 +195,15 @@ def _policy(mode: Mode, dtype: torch.dtype | None, stage: int) -> Policy:
 
 
 def _reduction_rows() -> Iterator[dict[str, str]]:
-    """Yield how gradients of low-precision parameters are reduced at each stage, without and with replicas."""
-    for dtype, how, stage, replicas in product(LOW_DTYPES, ("fp32", "native"), (0, 1), (None, 2)):
-        if stage == 0 and (replicas is None or (dtype == torch.float16 and how == "native")):
-            continue  # stage 0 always replicates; a native all-reduce of fp16 is refused
-        policy = _policy("autocast", dtype, stage).replace(reduce_accumulate_dtype=how)
+    """Yield how bf16 gradients are reduced at each stage, without and with replicas."""
+    for how, stage, replicas in product(("fp32", "native"), (0, 1), (None, 2)):
+        if stage == 0 and replicas is None:
+            continue  # stage 0 always replicates
+        policy = _policy("autocast", torch.bfloat16, stage).replace(reduce_accumulate_dtype=how)
         safe = Precision(is_low=True, compute="low", reason="")
         _, key = param_dtypes(nn.Parameter(torch.empty(1, device="meta")), policy, safe)
         dtypes = group_dtypes(key, policy, Ranks(num_shards=8, num_replicas=replicas))
         yield {
-            "raw gradient": short_name(dtypes.param),
             "`reduce_accumulate_dtype`": how,
             "stage": "0" if stage == 0 else "1 to 3",
             "mesh": "replicas" if stage == 0 else ("shards" if replicas is None else "replicas x shards"),

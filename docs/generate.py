@@ -144,7 +144,7 @@ def _calls(members: dict[str, object]) -> str:
 def _first_sentence(member: object) -> str:
     if isinstance(member, str):
         return member
-    return " ".join((inspect.getdoc(member) or "").split("\n\n")[0].split())
+    return " ".join((inspect.getdoc(member) or "").split("\n\n")[0].split()).partition(". ")[0].removesuffix(".") + "."
 
 
 def _defined_in(name: str) -> Iterator[tuple[str, object]]:

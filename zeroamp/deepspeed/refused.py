@@ -58,7 +58,7 @@ _NAMES = {
     'Write "scheduler": {"type": "WarmupLR", ...} in the config, or pass initialize(lr_scheduler=).': (
         "runtime.lr_schedules add_tuning_arguments"
     ),
-    "Run the script zero_to_fp32.py in the folder that DeepSpeed wrote, and zeroamp.load_hf on its output. Call "
+    "Run `zero_to_fp32.py . OUTPUT --safe_serialization` in DeepSpeed's folder, then zeroamp.load_hf on OUTPUT. Call "
     "engine.save_16bit_model for a run of zeroamp.": ("utils.zero_to_fp32 checkpoint"),
     "Call zeroamp.full_parameter, full_gradient, full_optimizer_state or their set_full_*: docs/full-tensors.md.": (
         "utils.safe_get_full_fp32_param utils.safe_get_full_grad utils.safe_get_full_optimizer_state "

@@ -1,8 +1,8 @@
 """Writes the tables of the docs that the code decides: python docs/generate.py
 
-`config.md`, `accumulation.md` and the defaults of `migrating-from-deepspeed.md` from the schema, those of
-`precision.md` from planning, those of `deepspeed-api.md` from docstrings; `cli.md` from the commands, and the names of
-`api.md`, whose docstrings mkdocstrings reads when the site is built.
+`config.md` and `accumulation.md` from the schema, those of `precision.md` from planning, those of `deepspeed-api.md`
+from docstrings; `cli.md` from the commands, and the names of `api.md`, whose docstrings mkdocstrings reads when the
+site is built.
 """
 
 import inspect
@@ -31,7 +31,7 @@ from zeroamp.planning.group_dtypes import group_dtypes, param_dtypes
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.safe_parameters import Precision
 from zeroamp.policies.accumulation import ACCUMULATE, COMPUTE, STAGES, refusal
-from zeroamp.policies.dtypes import LOW_DTYPES, short_name
+from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.policy import Mode, Policy, policy_from_config
 from zeroamp.policies.schema import (
     SAME,
@@ -54,9 +54,10 @@ def tables() -> dict[str, str]:
     return {
         "honoured": _table([_honoured_row(key) for key in keys if isinstance(key.key_class, Honoured)]),
         "overrides": _table([_override_row(key) for key in iter_keys(OverrideBlock)]),
-        "native": _table([_row(key, "why") for key in keys if isinstance(key.key_class, Native)]),
-        "unsupported": _table([_unsupported_row(key) for key in keys if isinstance(key.key_class, Unsupported)]),
-        "defaults": _table([_defaults_row(key) for key in keys if _differs(key)]),
+        "native": _grouped("keys", [_row(key, "why") for key in keys if isinstance(key.key_class, Native)]),
+        "unsupported": _grouped(
+            "keys", [_row(key, "instead") for key in keys if isinstance(key.key_class, Unsupported)]
+        ),
         "optimizers": _table([_params_row(name, block) for name, block in OPTIMIZER_PARAMS.items()]),
         "accumulation": _accumulation(),
         "schedulers": _table([_params_row(name, block) for name, block in SCHEDULER_PARAMS.items()]),
@@ -76,17 +77,17 @@ def deepspeed_tables() -> dict[str, str]:
     engine: dict[str, object] = {f"`engine.{name}`": value for name, value in _members(DeepSpeedEngine)}
     engine |= {", ".join(f"`engine.{name}`" for name in READERS): "Return this value of the config."}
     optimizer = {f"`optimizer.{name}`": value for name, value in _members(ZeroOptimizer)}
-    accelerator = {f"`get_accelerator().{name}`": value for name, value in _members(Accelerator)}
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in REFUSED.items():
-        by_reason.setdefault(reason, []).append(f"`{name}`")
+    refused = [{"names": f"`{name}`", "instead": reason} for name, reason in REFUSED.items()]
     return {
         "deepspeed-functions": _calls(calls | in_modules),
         "deepspeed-engine": _calls(engine | optimizer),
-        "deepspeed-accelerator": _calls(accelerator),
-        "deepspeed-refused": _table([{"names": ", ".join(names), "instead": why} for why, names in by_reason.items()]),
+        "deepspeed-accelerator": f"{', '.join(f'`{name}`' for name, _ in _members(Accelerator))}.\n",
+        "deepspeed-refused": _grouped("names", refused),
     }
 
+
+FIRST = ("wrap_model", "TrainStep")
+"""The public names with which `api.md` begins."""
 
 API = {
     "Config": ("policies",),
@@ -106,6 +107,7 @@ def api_page() -> str:
     errors = {name for name in homes if homes[name].startswith("zeroamp.policies.errors.")}
     intro = "This page describes every public name. All are names of `zeroamp`: `zeroamp.wrap_model`."
     parts = ["# API", f"{intro} `docs/generate.py` writes the list."]
+    parts += ["## Wrap and train", *(f"::: {homes.pop(name)}" for name in FIRST)]
     for title, packages in API.items():
         names = [name for name in homes if homes[name].split(".")[1] in packages and name not in errors]
         parts += [f"## {title}", *(f"::: {homes[name]}" for name in sorted(names, key=str.lower))]
@@ -136,14 +138,13 @@ _NOT_CALLS = {"logger", "ZeroOptimizer", "UnsupportedError", "DeepSpeedEngine"}
 
 
 def _calls(members: dict[str, object]) -> str:
-    rows = [{"call": name, "does": _first_sentence(member)} for name, member in members.items()]
-    return _table(rows)
+    return _grouped("call", [{"call": name, "does": _first_sentence(member)} for name, member in members.items()])
 
 
 def _first_sentence(member: object) -> str:
     if isinstance(member, str):
         return member
-    return " ".join((inspect.getdoc(member) or "").split("\n\n")[0].split())
+    return " ".join((inspect.getdoc(member) or "").split("\n\n")[0].split()).partition(". ")[0].removesuffix(".") + "."
 
 
 def _defined_in(name: str) -> Iterator[tuple[str, object]]:
@@ -194,16 +195,15 @@ def _policy(mode: Mode, dtype: torch.dtype | None, stage: int) -> Policy:
 
 
 def _reduction_rows() -> Iterator[dict[str, str]]:
-    """Yield how gradients of low-precision parameters are reduced at each stage, without and with replicas."""
-    for dtype, how, stage, replicas in product(LOW_DTYPES, ("fp32", "native"), (0, 1), (None, 2)):
-        if stage == 0 and (replicas is None or (dtype == torch.float16 and how == "native")):
-            continue  # stage 0 always replicates; a native all-reduce of fp16 is refused
-        policy = _policy("autocast", dtype, stage).replace(reduce_accumulate_dtype=how)
+    """Yield how bf16 gradients are reduced at each stage, without and with replicas."""
+    for how, stage, replicas in product(("fp32", "native"), (0, 1), (None, 2)):
+        if stage == 0 and replicas is None:
+            continue  # stage 0 always replicates
+        policy = _policy("autocast", torch.bfloat16, stage).replace(reduce_accumulate_dtype=how)
         safe = Precision(is_low=True, compute="low", reason="")
         _, key = param_dtypes(nn.Parameter(torch.empty(1, device="meta")), policy, safe)
         dtypes = group_dtypes(key, policy, Ranks(num_shards=8, num_replicas=replicas))
         yield {
-            "raw gradient": short_name(dtypes.param),
             "`reduce_accumulate_dtype`": how,
             "stage": "0" if stage == 0 else "1 to 3",
             "mesh": "replicas" if stage == 0 else ("shards" if replicas is None else "replicas x shards"),
@@ -214,43 +214,28 @@ def _reduction_rows() -> Iterator[dict[str, str]]:
 
 
 def _note(key: Key) -> str:
-    other = None if isinstance(key.key_class, Unsupported) else key.key_class.other_name
+    if isinstance(key.key_class, Unsupported):
+        values = [_json(value) for value in key.key_class.off if value not in (None, False)]
+        return f"{key.key_class.note} {' or '.join(values)} is accepted." if values else key.key_class.note
+    other = key.key_class.other_name
     return key.key_class.note + (f". Also named `{other}`" if other else "")
 
 
 def _row(key: Key, heading: str) -> dict[str, str]:
-    return {"key": f"`{key.path}`", heading: _note(key)}
+    return {"keys": f"`{key.path}`", heading: _note(key)}
 
 
 def _honoured_row(key: Key) -> dict[str, str]:
-    return {"key": f"`{key.path}`", "default": _json(key.default), "meaning": _note(key)}
+    if not isinstance(key.key_class, Honoured):
+        raise AssertionError(f"expected an honoured key, got {key.key_class}")
+    default, theirs = _json(key.default), key.key_class.deepspeed_default
+    if theirs is not SAME:
+        default += f" (DeepSpeed: {theirs if isinstance(theirs, str) else _json(theirs)})"
+    return {"key": f"`{key.path}`", "default": default, "meaning": _note(key)}
 
 
 def _override_row(key: Key) -> dict[str, str]:
     return {"key of an override": f"`{key.path}`", "default": _json(key.default), "meaning": _note(key)}
-
-
-def _unsupported_row(key: Key) -> dict[str, str]:
-    if not isinstance(key.key_class, Unsupported):
-        raise AssertionError(f"expected an unsupported key, got {key.key_class}")
-    off = ", ".join(_json(value) for value in key.key_class.off if value is not None)
-    return {"key": f"`{key.path}`", "accepted": off or "-", "instead": key.key_class.note}
-
-
-def _differs(key: Key) -> bool:
-    return isinstance(key.key_class, Honoured) and key.key_class.deepspeed_default is not SAME
-
-
-def _defaults_row(key: Key) -> dict[str, str]:
-    if not isinstance(key.key_class, Honoured):
-        raise AssertionError(f"expected an honoured key, got {key.key_class}")
-    theirs = key.key_class.deepspeed_default
-    return {
-        "key": f"`{key.path}`",
-        "zeroamp": _json(key.default),
-        "DeepSpeed 0.19.8": theirs if isinstance(theirs, str) else _json(theirs),
-        "meaning": key.key_class.note,
-    }
 
 
 def _params_row(name: str, block: type) -> dict[str, str]:
@@ -286,6 +271,15 @@ def _table(rows: list[dict[str, str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def _grouped(column: str, rows: list[dict[str, str]]) -> str:
+    """Return a table in which rows that differ only in `column` are one, with all of its values."""
+    groups: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        rest = tuple(value for name, value in row.items() if name != column)
+        groups[rest] = {**row, column: f"{groups[rest][column]}, {row[column]}"} if rest in groups else row
+    return _table(list(groups.values()))
+
+
 def render(text: str) -> str:
     """Return `text` with every generated table replaced by that of the code."""
     for name, table in (tables() | precision_tables() | deepspeed_tables()).items():
@@ -297,7 +291,7 @@ def render(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for name in ("config.md", "migrating-from-deepspeed.md", "accumulation.md", "precision.md", "deepspeed-api.md"):
+    for name in ("config.md", "accumulation.md", "precision.md", "deepspeed-api.md"):
         path = HERE / name
         path.write_text(render(path.read_text()))
         sys.stdout.write(f"wrote {path.name}\n")

@@ -47,24 +47,22 @@ class ZeroampBlock(Block):
     reduce_accumulate_dtype: Annotated[
         Literal["fp32", "native"],
         Honoured(
-            "sum of gradients over ranks. `fp32`: sent in the communication dtype, summed in fp32 in the order of a "
-            "balanced tree. `native`: summed by the backend in the communication dtype"
+            "sum of gradients over ranks. `fp32`: in fp32, in the order of a balanced tree; `native`: by the backend, "
+            "in the communication dtype"
         ),
     ] = "fp32"
     param_gather_dtype: Annotated[
         Literal["float8_e4m3fn"] | None,
         Honoured(
-            "the weights of Linears that would be all-gathered in bf16 are rounded to this dtype, with one scale per "
-            "weight, and are all-gathered and unsharded in it; the Linears compute in bf16. Needs torchao. See "
-            "docs/float8.md"
+            "weights of Linears are all-gathered in this dtype instead of bf16; the Linears compute in bf16. Needs "
+            "torchao: docs/float8.md"
         ),
     ] = None
     overrides: Annotated[
         tuple[OverrideBlock, ...],
         BeforeValidator(as_tuple),
         Honoured(
-            "other dtypes for some modules: a list of objects with the keys below. The first object that matches a "
-            "parameter applies, instead of the lists of classes"
+            "other dtypes for some modules: a list of objects with the keys below. The first that matches applies"
         ),
     ] = ()
     external_autocast: Annotated[
@@ -79,17 +77,13 @@ class ZeroampBlock(Block):
     ranks_per_node: Annotated[
         Literal["auto", "off"] | PositiveInt,
         Honoured(
-            "ranks per node: reductions and all-gathers over several nodes then run in two levels, with the same bits. "
-            "`auto`: the launcher's `LOCAL_WORLD_SIZE`, else by the names of hosts; `off` or 1: one level "
-            "(docs/precision.md)"
+            "ranks per node, for collectives in two levels (docs/precision.md). `auto`: the launcher's "
+            "`LOCAL_WORLD_SIZE`, else by the names of hosts; `off` or 1: one level"
         ),
     ] = "auto"
     partials_between_nodes: Annotated[
         Literal["fp32", "bf16"],
-        Honoured(
-            "dtype in which the sums of a node are sent to other nodes: `fp32` is exact; `bf16` halves the bytes, with "
-            "a relative error of at most 2^-8"
-        ),
+        Honoured("dtype in which sums of a node are sent to other nodes: `fp32` is exact; `bf16` halves the bytes"),
     ] = "fp32"
     sync_module_states: Annotated[
         bool,
@@ -104,44 +98,36 @@ class ZeroampBlock(Block):
     ] = None
     reduce: Annotated[
         Literal["mean", "sum"],
-        Honoured(
-            "whether gradients are averaged or summed over ranks. `sum` is for a loss that is normalised over all ranks"
-        ),
+        Honoured("whether gradients are averaged or summed over ranks. `sum`: for a loss normalised over all ranks"),
     ] = "mean"
     skip_nonfinite_steps: Annotated[
         bool,
         Honoured(
-            "skip steps whose gradient norm is inf or nan, in every mode, as always with float16. The host then reads "
-            "the norm in each step: with fused optimizers after it has launched the update, else before the update"
+            "skip steps whose gradient norm is inf or nan, in every mode, as always with float16. The host then waits "
+            "for the norm in each step"
         ),
     ] = False
     reproducible: Annotated[
         bool,
-        Honoured(
-            "losses, norms and weights have the same bits on any number of ranks that is a power of two, with the same "
-            "global batch: see docs/reproducible.md"
-        ),
+        Honoured("the same bits on any number of ranks that is a power of two: docs/reproducible.md"),
     ] = False
     seed: Annotated[
         Count | None,
-        Honoured(
-            "with `reproducible`: seed of the random numbers in forwards, such as dropout. The generator of a "
-            "micro-batch is seeded by this, the step, and the place of the micro-batch in the step. Default: 0"
-        ),
+        Honoured("with `reproducible`: seed of the random numbers in forwards, such as dropout. Default: 0"),
     ] = None
     shard_dim: Annotated[
         Literal["auto", 0],
         BeforeValidator(_auto_or_zero),
         Honoured(
-            "dimension over which a parameter is sharded. `auto`: if padding adds at least 1 % to dimension 0, another "
-            "dimension that needs no padding (docs/precision.md); `0`: always dimension 0"
+            "dimension over which a parameter is sharded. `auto`: another than 0 where that saves padding "
+            "(docs/precision.md)"
         ),
     ] = "auto"
     own_units: Annotated[
         bool,
         Honoured(
-            "at stage 3, embeddings and output heads outside of all units are units of their own, from "
-            "`stage3_param_persistence_threshold` elements on. With false, they stay unsharded with the root; same bits"
+            "stage 3: embeddings and output heads outside of all units are units of their own. With false, they stay "
+            "unsharded with the root"
         ),
     ] = True
 
@@ -210,21 +196,18 @@ class Config(Block):
     gradient_clipping: Annotated[
         Number,
         Field(ge=0),
-        Honoured("largest global 2-norm of the gradient; larger gradients are scaled down to it. 0: off", 1.0),
+        Honoured("largest global 2-norm of the gradient; larger ones are scaled down to it. 0: off", 1.0),
     ] = 0.0
     torch_autocast: TorchAutocastBlock = TorchAutocastBlock()
     bf16: Bf16Block = Bf16Block()
     fp16: Fp16Block = Fp16Block()
     data_types: DataTypesBlock = DataTypesBlock()
-    gradient_accumulation_dtype: Annotated[
-        Dtype | None, Honoured("another name of data_types.grad_accum_dtype; both must be equal")
-    ] = None
+    gradient_accumulation_dtype: Annotated[Dtype | None, Honoured("another name of data_types.grad_accum_dtype")] = None
     communication_data_type: Annotated[
         Dtype | None,
         Honoured(
             "communication dtype of the gradients of low-precision parameters, in mode fp32 of all parameters. "
-            "Default: the dtype of the raw gradients, which autograd produces. Under autocast, other parameters are "
-            "always reduced in fp32"
+            "Default: the dtype of the raw gradients"
         ),
     ] = None
     zero_optimization: ZeroOptimizationBlock = ZeroOptimizationBlock()
@@ -234,8 +217,7 @@ class Config(Block):
     steps_per_print: Annotated[
         Steps | None,
         Honoured(
-            "optimizer steps between two log lines of `TrainStep` (logger zeroamp, INFO, first rank). 0 and infinity: "
-            "no lines. Default: no lines",
+            "optimizer steps between two log lines of `TrainStep`. Default, 0 and infinity: no lines",
             10,
         ),
     ] = None

@@ -20,8 +20,8 @@ class TorchAutocastBlock(Block):
     lower_precision_safe_modules: Annotated[
         Literal["auto"] | Names | None,
         Honoured(
-            "classes, `package.module.Class` or bare, whose parameters are safe; subclasses count. `auto`: found by a "
-            "traced run. Default: Linear, Conv1d, Conv2d, Conv3d"
+            "classes, `package.module.Class` or bare, whose parameters are safe. `auto`: found by a traced run. "
+            "Default: Linear, Conv1d, Conv2d, Conv3d"
         ),
     ] = None
 
@@ -64,27 +64,20 @@ class DataTypesBlock(Block):
 
     grad_accum_dtype: Annotated[
         Dtype | None,
-        Honoured(
-            "dtype in which gradients of micro-batches are summed, unsharded at stages 0 and 1, sharded at 2 "
-            "and 3: fp32, `bf16`, or `fp16` with float16 compute"
-        ),
+        Honoured("dtype in which gradients of micro-batches are summed: docs/accumulation.md. Default: fp32"),
     ] = None
     param_dtype: Annotated[
         Dtype | None, Honoured("must be the dtype of the enabled `bf16` or `fp16` block, else fp32")
     ] = None
     buffer_dtype: Annotated[
         Dtype | None,
-        Honoured(
-            "`wrap_model` casts floating-point buffers to this dtype, except those that a key keeps in fp32. "
-            "Default: buffers are not cast"
-        ),
+        Honoured("`wrap_model` casts floating-point buffers to this dtype. Default: buffers are not cast"),
     ] = None
     keep_in_fp32_modules: Annotated[
         Literal["auto"] | Names,
         Honoured(
-            "names, parts of names or classes (`*` and `?` too) that are all-gathered and computed in fp32 in every "
-            "mode; `auto`: a transformers model's `_keep_in_fp32_modules_strict`, and in mode fp16 also its "
-            "`_keep_in_fp32_modules`"
+            "modules that are all-gathered and computed in fp32 in every mode (docs/precision.md). `auto`: those that "
+            "a transformers model names"
         ),
     ] = "auto"
 
@@ -104,15 +97,15 @@ class OverrideBlock(Block):
         Names,
         BeforeValidator(_as_list),
         Honoured(
-            "one pattern or a list: an FQN or its last parts, or a class, `package.module.Class` or bare, subclasses "
-            "included; with `*` and `?` too. A pattern that matches a module applies to all inside it"
+            "one pattern or a list: an FQN or its last parts, or a class, `package.module.Class` or bare; `*` and `?` "
+            "too. It applies to all modules inside"
         ),
     ]
     compute: Annotated[
         Dtype | None,
         Honoured(
-            "`fp32`: inputs are cast to fp32, the modules compute in fp32 with autocast off, and their parameters are "
-            "all-gathered in fp32. The config's low dtype: the parameters are all-gathered in it, whatever their class"
+            "`fp32`: the modules compute in fp32, and their parameters are all-gathered in it. The config's low dtype: "
+            "the parameters are all-gathered in it, whatever their class"
         ),
     ] = None
     param: Annotated[

@@ -69,16 +69,14 @@ class ZeroOptimizationBlock(Block):
     stage3_param_persistence_threshold: Annotated[
         Elements,
         Honoured(
-            "elements. Smaller fp32 parameters of units that also have low-precision ones, and the root's own, are "
-            "all-gathered once per optimizer step in one group, at every stage",
+            "elements. Smaller fp32 parameters are all-gathered once per optimizer step, in one group of the model",
             other_name="param_persistence_threshold",
         ),
     ] = 100_000
     stage3_max_live_parameters: Annotated[
         Elements,
         Honoured(
-            "stage 3: elements that may stay unsharded from forward to backward. The last units of the forward stay "
-            "so, as many as fit. Default: none",
+            "stage 3: elements that may stay unsharded from forward to backward",
             1_000_000_000,
             other_name="max_live_parameters",
         ),
@@ -86,18 +84,14 @@ class ZeroOptimizationBlock(Block):
     stage3_prefetch_bucket_size: Annotated[
         Elements,
         Honoured(
-            "stage 3: elements to prefetch. A unit starts the all-gathers of the units after it, as many as fit. "
-            "Default: FSDP2's, one unit in the backward",
+            "stage 3: elements to prefetch. 0: as FSDP2 does, one unit in the backward",
             50_000_000,
             other_name="prefetch_bucket_size",
         ),
     ] = 0
     zero_hpz_partition_size: Annotated[
         PositiveInt,
-        Honoured(
-            "stage 3: number of ranks over which a parameter is sharded between forward and backward. Must divide the "
-            "number of ranks that shard. 1: all of them"
-        ),
+        Honoured("stage 3: ranks over which a parameter is sharded between forward and backward. 1: all of them"),
     ] = 1
     offload_param: OffloadParamBlock | None = None
     offload_optimizer: OffloadOptimizerBlock | None = None

@@ -55,16 +55,12 @@ _NAMES = {
     "engine.optimizer.param_groups has the values of each param group, to read and to set.": (
         "engine.get_mom engine.get_type engine.set_lr"
     ),
-    'Write the scheduler in the config, "scheduler": {"type": "WarmupLR", ...}, or pass initialize(lr_scheduler=). In '
-    "place of OneCycle and LRRangeTest, torch.optim.lr_scheduler has CyclicLR, OneCycleLR and LambdaLR.": (
+    'Write "scheduler": {"type": "WarmupLR", ...} in the config, or pass initialize(lr_scheduler=).': (
         "runtime.lr_schedules add_tuning_arguments"
     ),
-    "DeepSpeed's own script converts folders that DeepSpeed wrote: `zero_to_fp32.py . OUTPUT --safe_serialization`. "
-    "zeroamp.load_hf reads the result. engine.save_16bit_model writes the weights of a run of zeroamp.": (
-        "utils.zero_to_fp32 checkpoint"
-    ),
-    "Call zeroamp.full_parameter(param), zeroamp.full_gradient(param) or zeroamp.full_optimizer_state("
-    "engine.optimizer.optimizer, param, key), and their set_full_*: docs/full-tensors.md.": (
+    "Run `zero_to_fp32.py . OUTPUT --safe_serialization` in DeepSpeed's folder, then zeroamp.load_hf on OUTPUT. Call "
+    "engine.save_16bit_model for a run of zeroamp.": ("utils.zero_to_fp32 checkpoint"),
+    "Call zeroamp.full_parameter, full_gradient, full_optimizer_state or their set_full_*: docs/full-tensors.md.": (
         "utils.safe_get_full_fp32_param utils.safe_get_full_grad utils.safe_get_full_optimizer_state "
         "utils.safe_set_full_fp32_param utils.safe_set_full_grad utils.safe_set_full_optimizer_state "
         "utils.safe_update_full_grad_vectorized utils.tensor_fragment"

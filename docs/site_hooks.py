@@ -8,6 +8,7 @@ from mkdocs.exceptions import PluginError
 
 HERE = Path(__file__).parent
 _PAGE = re.compile(r"(?<!\[)`docs/([\w-]+\.md)`")
+_CODE_IN_TABLE = re.compile(r"(?<=<td><code>)[\w.]+(?=</code>)")
 
 
 def on_config(config: Any) -> Any:
@@ -33,3 +34,8 @@ def on_post_page(output: str, *, page: Any, **_: Any) -> str:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Link the pages that a page names."""
     return _PAGE.sub(lambda found: f"[{found[1].removesuffix('.md')}]({found[1]})", markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let keys in tables break between their words: the theme breaks them at any letter (see tables.css)."""
+    return _CODE_IN_TABLE.sub(lambda found: re.sub(r"([._])(?=\w)", r"\1<wbr>", found[0]), html)

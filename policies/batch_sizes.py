@@ -32,7 +32,7 @@ def resolve_batch_sizes(
     if steps is None:
         steps = _accumulation_steps(total, micro, ranks)
     if total is not None and micro is None and ranks is not None:
-        micro = _divide(total, steps * ranks, f"{steps} accumulation steps x {ranks} ranks", ranks, steps)
+        micro = _divide(total, steps * ranks, f"{steps} accumulation steps x {ranks} ranks")
     if total is None and micro is not None and ranks is not None:
         total = micro * steps * ranks
     check_batch_sizes(total, micro, steps, ranks)
@@ -73,27 +73,15 @@ def _accumulation_steps(total: int | None, micro: int | None, ranks: int | None)
             "of ranks. Pass world_size= to policy_from_config (--world-size on the command line), start with torchrun, "
             "or set the key."
         )
-    return _divide(total, micro * ranks, f"{_MICRO} {micro} x {ranks} ranks", ranks, micro)
+    return _divide(total, micro * ranks, f"{_MICRO} {micro} x {ranks} ranks")
 
 
-def _divide(total: int, factor: int, words: str, ranks: int, micro: int = 1) -> int:
+def _divide(total: int, factor: int, words: str) -> int:
     if total % factor:
         valid = f"a multiple of {factor} = {words}"
-        remedy = f"Change one of them: sizes are not rounded. {_what_divides(total, factor, ranks, micro)}"
+        remedy = "Change one of them: sizes are not rounded."
         raise ConfigError(describe(_TOTAL, f"{total}", valid, remedy))
     return total // factor
-
-
-def _what_divides(total: int, factor: int, ranks: int, per_rank: int) -> str:
-    """Return a sentence with the nearest valid totals and numbers of ranks: a lost host may have changed the ranks."""
-    totals = [str(near) for near in (total // factor * factor, -(-total // factor) * factor) if near]
-    words = f"With {ranks} ranks, {_TOTAL} {' or '.join(totals)} is valid"
-    if total % per_rank:
-        return f"{words}."
-    fitting = [number for number in range(1, total // per_rank + 1) if total // per_rank % number == 0]
-    near = [max((n for n in fitting if n < ranks), default=None), min((n for n in fitting if n > ranks), default=None)]
-    numbers = " or ".join(str(number) for number in near if number is not None)
-    return f"{words}. With {_TOTAL} {total}, {numbers} ranks are valid."
 
 
 def data_parallel_ranks(world_size: int | None) -> int | None:

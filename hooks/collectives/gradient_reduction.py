@@ -147,6 +147,8 @@ class GroupReduceScatter:
     _pending_input: tuple[int, int] | None = None
     """(backward, elements) of an input whose output is not allocated yet. FSDP2 calls `allocate` in the same way for
     input and output, so `allocate` compares its call with this."""
+    _row_length: int = 0
+    """Elements from one rank's chunk of the input to the next: see [Note: Aligned rows]."""
     _stream: Any = None
     """The stream in which the input of an own unit was allocated; None on a CPU: see [Note: Receive buffers]."""
     _input: torch.Tensor | None = None
@@ -169,8 +171,11 @@ class GroupReduceScatter:
             self._stream = stream_of(device)
         room = numel
         if self.collective == "all_to_all":
-            room = self.world_size * row_length(numel // self.world_size, self.communication_dtype, device)
-        tensor = torch.empty(room, dtype=self.communication_dtype, device=device)[:numel]
+            self._row_length = row_length(numel // self.world_size, self.communication_dtype, device)
+            room = self.world_size * self._row_length
+        tensor = torch.empty(room, dtype=self.communication_dtype, device=device)
+        if room != numel:
+            tensor = tensor[:numel]
         self._pending_input = backward, numel
         self._input = tensor if self.world_size == 1 and self.replicas is not None else None
         return tensor
@@ -226,8 +231,7 @@ class GroupReduceScatter:
     def _sum(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, divide_by: float
     ) -> None:
-        numel, num_ranks = output_tensor.numel(), self.world_size
-        length = row_length(numel, input_tensor.dtype, input_tensor.device)
+        numel, num_ranks, length = output_tensor.numel(), self.world_size, self._row_length
         chunks = input_tensor
         if length != numel:
             chunks = input_tensor.as_strided((num_ranks * length,), (1,))  # with the room that `allocate` left

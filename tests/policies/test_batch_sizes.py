@@ -75,21 +75,6 @@ def test_nothing_is_rounded(total):
             sizes({"train_batch_size": total, **given}, world_size=3)
 
 
-@pytest.mark.parametrize(
-    ("total", "micro", "ranks", "words"),
-    [
-        (24, 2, 5, "With 5 ranks, train_batch_size 20 or 30 is valid. With train_batch_size 24, 4 or 6 ranks are"),
-        (6, 2, 2, "With 2 ranks, train_batch_size 4 or 8 is valid. With train_batch_size 6, 1 or 3 ranks are valid"),
-        (4, 2, 3, "With 3 ranks, train_batch_size 6 is valid. With train_batch_size 4, 2 ranks are valid"),
-        (5, 2, 2, "With 2 ranks, train_batch_size 4 or 8 is valid."),
-    ],
-)
-def test_the_error_names_what_would_divide(total, micro, ranks, words):
-    given = {"train_batch_size": total, "train_micro_batch_size_per_gpu": micro}
-    with pytest.raises(ConfigError, match=words):
-        sizes(given, world_size=ranks)
-
-
 def test_a_total_that_is_no_multiple_is_refused_before_the_ranks_are_known():
     cfg = {"train_batch_size": 25, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
     with pytest.raises(ConfigError, match="train_batch_size must be a multiple of 8 = .* is 25"):

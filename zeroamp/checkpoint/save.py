@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -166,6 +167,23 @@ def _to_bytes(content: dict[str, Any], where: str) -> bytes:
     return file.getvalue()
 
 
+def stager(device_type: str) -> DefaultStager:
+    """Return what copies the tensors of a save to CPU memory, and waits for the copies.
+
+    From an accelerator they are copied to pinned memory without blocking, several times as fast as to other memory.
+    Pinning takes long, so the memory is kept for the next save.
+    """
+    return _pinned_stager() if device_type != "cpu" else DefaultStager(StagingOptions(False, False, False, False))
+
+
+@cache
+def _pinned_stager() -> DefaultStager:
+    options = StagingOptions(
+        use_pinned_memory=True, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=True
+    )
+    return DefaultStager(options)
+
+
 @dataclass(slots=True, kw_only=True)
 class _Save:
     """Saves one checkpoint together with the other ranks."""
@@ -232,7 +250,7 @@ class _Save:
 
     def _stage(self) -> None:
         """Copy the tensors to CPU memory. On all ranks before the thread starts, which uses the same process group."""
-        staged = DefaultStager(StagingOptions(False, False, False, False)).stage(self.tensors)
+        staged = stager(device_of(self.state.mesh).type).stage(self.tensors)
         if isinstance(staged, Future):
             raise AssertionError("expected a stager that waits, got a future")
         self.tensors = staged

@@ -31,8 +31,8 @@ def check_config(policy: Policy) -> None:
             )
     if policy.stage < 2:
         raise ConfigError(
-            f"zeroamp.reproducible needs zero_optimization.stage 2 or 3, but the stage is {policy.stage}. Stage 2 has "
-            "the same memory but for gradients, of which it holds less. Set it."
+            f"zeroamp.reproducible needs zero_optimization.stage 2 or 3, but the stage is {policy.stage}. Set it "
+            "to 2, which needs less memory for gradients."
         )
 
 

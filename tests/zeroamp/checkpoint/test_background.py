@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.staging import StagingOptions
 
 import zeroamp
 from tests.models.small import batch, loss_of
@@ -150,3 +151,16 @@ def _device_calls_of_a_background_save(folder):
 
 def test_the_thread_of_a_background_save_uses_no_gpu(ranks2, tmp_path):
     assert ranks2.run(_device_calls_of_a_background_save, tmp_path / "checkpoints") == [[], []]
+
+
+def test_tensors_of_an_accelerator_are_copied_to_pinned_memory_that_is_kept(monkeypatch):
+    made = []
+    monkeypatch.setattr(save_module, "DefaultStager", lambda options: made.append(options) or object())
+    save_module._pinned_stager.cache_clear()
+    assert save_module.stager("cuda") is save_module.stager("cuda")
+    assert save_module.stager("cpu") is not save_module.stager("cpu")
+    pinned = StagingOptions(
+        use_pinned_memory=True, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=True
+    )
+    assert made == [pinned, *[StagingOptions(False, False, False, False)] * 2]
+    save_module._pinned_stager.cache_clear()

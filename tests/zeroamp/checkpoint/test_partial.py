@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
 import zeroamp
 from tests.processes.checkpoint_training import Case, Small, Training, differences, error_of, full
@@ -116,7 +115,6 @@ def _without_frozen(folder):
     torch.set_rng_state(generator)  # of the dropout: both trainings draw from it
     gone_on = _differing(gone_on, saved.run(2, 4).state())
     errors = [error_of(Training(Case(build=build), seed=7).load, path) for build in (Unfrozen, Gone)]
-    zeroamp.export_hf(saved.model, f"{folder}/export", exclude_frozen_parameters=True)
     return differing, is_kept, gone_on, errors
 
 
@@ -128,9 +126,6 @@ def test_frozen_parameters_can_be_left_out(ranks2, tmp_path):
         for error in errors:
             assert error.startswith("CheckpointError: ")
             assert "saved with exclude_frozen_parameters, without frozen, but in the model these are trainable" in error
-    names = set(load_file(tmp_path / "export" / "model.safetensors"))
-    assert "frozen" not in names
-    assert {"scale", "mean", "blocks.0.up.weight"} <= names
 
 
 OTHER_ARGUMENTS = {

@@ -101,7 +101,7 @@ def _failures(folder):
 
 def test_a_full_disk_on_one_rank_fails_on_all_and_leaves_nothing(ranks2, tmp_path):
     for found, name, after_load, against_undisturbed in ranks2.run(_failures, str(tmp_path)):
-        assert [sum(rank == which for _, rank, _ in found) - 2 for which in (0, 1)] == [10, 3]
+        assert [sum(rank == which for _, rank, _ in found) - 2 for which in (0, 1)] == [11, 3]
         for (kind, rank, async_), (error, names) in found.items():
             where = (kind, rank, async_)
             assert error.startswith(f"CheckpointError: Step 1 is not saved in {tmp_path}: rank {rank}: "), where

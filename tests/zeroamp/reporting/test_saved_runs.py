@@ -182,7 +182,7 @@ def test_lines_that_json_reads_but_no_run_has_are_left_out(tmp_path):
     path.write_text(path.read_text() + "".join(json.dumps(line) + "\n" for line in broken))
     code, stdout, stderr = report(path, "--markdown")
     assert code == 0
-    assert stderr == f"WARNING: {path}, from line 3: 3 lines are skipped: cut, or not written by RunReport\n"
+    assert stderr == f"{path}, from line 3: 3 lines are skipped: cut, or not written by RunReport\n"
     assert (rows(stdout)["steps (skipped)"], rows(stdout)["starts"]) == (["1 (0)"], ["1"])
     assert zeroamp.read_run(path).num_unreadable == 3
 
@@ -199,5 +199,5 @@ def test_a_file_of_something_else_has_one_warning_and_not_one_per_line(tmp_path)
     code, _, stderr = report(path)
     assert code == 1
     warning, error = stderr.splitlines()
-    assert warning == f"WARNING: {path}, from line 1: 1,000 lines are skipped: cut, or not written by RunReport"
+    assert warning == f"{path}, from line 1: 1,000 lines are skipped: cut, or not written by RunReport"
     assert error.startswith(f"Error: {path} has no header of a RunReport")

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import zeroamp
-from tests.models.small import build
 from tests.oracles import tree_of_micro_batches
 from tests.processes import reproducible
 from tests.processes.ranks import RankError, Ranks
@@ -193,7 +192,9 @@ def _refused():
         return zeroamp.wrap_model(model, zeroamp.policy_from_config(cfg_of(stage, **more)))
 
     attempt(zeroamp.ConfigError, wrapped, reproducible.build_model("dropout"), zeroamp={"dp_replicate_size": 2})
-    attempt(zeroamp.WrapError, wrapped, build("scaled"))
+    scaled = nn.Linear(2, 2)
+    scaled.temperature = nn.Parameter(torch.tensor(1.0))
+    attempt(zeroamp.WrapError, wrapped, scaled)
     attempt(zeroamp.WrapError, wrapped, nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
     model = wrapped(reproducible.build_model("dropout"), gradient_accumulation_steps=2)
     attempt(zeroamp.StepError, zeroamp.TrainStep, model, torch.optim.LBFGS(model.parameters()))

@@ -64,9 +64,6 @@ class GroupGradients:
         self._awaits_replicas = False  # `parameter.grad` holds sums of this replica alone
         self._in_reduction: list[int] = []  # positions in the flat gradients that are reduced now
         self._of_all_replicas: dict[int, torch.Tensor] = {}  # position -> `parameter.grad` before such sums
-        self.take_sum: Callable[[nn.Parameter], Callable[[torch.Tensor], None] | None] = lambda _parameter: None
-        """Removes a parameter's sum of earlier micro-batches that is not in `parameter.grad`, and returns a function
-        that adds it to a shard in place. None if there is no such sum."""
         self.awaits_backward: Callable[[], bool] = lambda: False
         """Whether the backward must not end yet, because a later one follows: see `SecondDerivatives`."""
         self._pre_forward_of_fsdp = group.replace("pre_forward", self._pre_forward)
@@ -107,14 +104,6 @@ class GroupGradients:
         self._reduces_once = True
         self.group.end_backward_if(lambda: self._num_forwards == 1 and not is_in_backward())
 
-    def around_reduction(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace FSDP2's post-backward of the group, which reduces it, by what `wrap` returns for it."""
-        self._post_backward_of_fsdp = wrap(self._post_backward_of_fsdp)
-
-    def note_reduced(self) -> None:
-        """Note which parameters the reduction that follows reduces. Call after unsharded gradients were set."""
-        self._in_reduction = [i for i, each in enumerate(self.group.parameters) if each.has_gradient]
-
     def end_backward(self) -> None:
         """Discard the count of forwards whose backward did not run. Call after each backward of the root."""
         self._num_forwards = 0
@@ -151,9 +140,8 @@ class GroupGradients:
         self._awaits_replicas, offset = False, 0
         for index, parameter in enumerate(self.group.parameters):
             sharded = parameter.sharded
-            add_partial_sums = self.take_sum(sharded)
             if index not in self._in_reduction:
-                if sharded.grad is not None or add_partial_sums is not None or index in self._of_all_replicas:
+                if sharded.grad is not None or index in self._of_all_replicas:
                     raise RuntimeError(
                         f"A parameter of shape {tuple(sharded.shape)} was frozen between two micro-batches of an "
                         "optimizer step. With replicas (HSDP) the sum of its gradients cannot be completed then. "
@@ -161,8 +149,6 @@ class GroupGradients:
                     )
                 continue
             shard = parameter.shard_of(reduced, offset)
-            if add_partial_sums is not None:
-                add_partial_sums(shard)
             if sharded.grad is not None:
                 partial = cast(DTensor, sharded.grad).to_local()
                 shard.add_(partial.to(reduced.device, non_blocking=True))

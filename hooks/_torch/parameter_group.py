@@ -53,15 +53,6 @@ class GroupParameter:
         """Whether this rank has an unsharded gradient, of this micro-batch or of an earlier one."""
         return self._param.unsharded_accumulated_grad is not None or self._param.unsharded_param.grad is not None
 
-    def take_gradient(self) -> torch.Tensor:
-        """Remove the unsharded gradient, and return it."""
-        total = self._param.unsharded_accumulated_grad
-        gradient: torch.Tensor = self._param.unsharded_param.grad if total is None else total
-        self._param.unsharded_param.grad = None
-        if not self.autograd_sums:
-            self._param.unsharded_accumulated_grad = None
-        return gradient
-
     def set_sum(self, total: torch.Tensor) -> None:
         """Set the unsharded gradient to a sum, which may have another dtype than the parameter."""
         if self.autograd_sums:

@@ -5,7 +5,6 @@ from zeroamp.policies.schema.config import (
     Config,
     OptimizerBlock,
     SchedulerBlock,
-    known_part,
     validate,
 )
 from zeroamp.policies.schema.keys import SAME, Block, Honoured, Key, KeyClass, Native, Unsupported, iter_keys, own_class
@@ -29,7 +28,6 @@ __all__ = [
     "Unsupported",
     "ZeroOptimizationBlock",
     "iter_keys",
-    "known_part",
     "own_class",
     "validate",
 ]

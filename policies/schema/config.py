@@ -18,7 +18,6 @@ from zeroamp.policies.schema.keys import (
     PositiveInt,
     Steps,
     as_tuple,
-    inner_block,
     refused,
 )
 from zeroamp.policies.schema.precision import Bf16Block, DataTypesBlock, Fp16Block, OverrideBlock, TorchAutocastBlock
@@ -228,16 +227,6 @@ class Config(Block):
         AfterValidator(_no_deepcompile),
         Native("without `deepcompile`, which is an error, it has no effect in DeepSpeed either; use torch.compile"),
     ] = None
-
-
-def known_part(cfg: Mapping[str, Any], block: type[Block] = Config) -> dict[str, Any]:
-    """Return the config of a checkpoint without the keys that the version which saved it had, and this one has not."""
-    known = {}
-    for name, value in cfg.items():
-        if name in block.model_fields:
-            inner = inner_block(block.model_fields[name])
-            known[name] = known_part(value, inner) if inner is not None and isinstance(value, dict) else value
-    return known
 
 
 def validate(cfg: Mapping[str, Any]) -> Config:

@@ -281,7 +281,8 @@ OTHER_VALUES = {
 }
 ENABLED_BY = {
     "torch_autocast": {"fp16.enabled": False, "torch_autocast.enabled": True, "torch_autocast.dtype": "half"},
-    "zeroamp.seed": {"zeroamp.reproducible": True},
+    "zeroamp.seed": {"zeroamp.reproducible": True, "zero_optimization.stage": 2},
+    "zeroamp.reproducible": {"zero_optimization.stage": 2},
     "zeroamp.param_gather_dtype": {"fp16.enabled": False, "bf16.enabled": True},
     "bf16": {"fp16.enabled": False, "bf16.enabled": True},
     "optimizer": {"optimizer.type": "Adam"},

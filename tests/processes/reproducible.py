@@ -26,7 +26,7 @@ class DropoutLlama(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.dropout = nn.Dropout(0.2)
         self.norm = RMSNorm(WIDTH)
-        self.temperature = nn.Parameter(torch.tensor(1.5))  # 0-D
+        self.temperature = nn.Parameter(torch.tensor([1.5]))
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embed.weight
 

@@ -124,10 +124,6 @@ class ShardAccumulator:
             if parameter.grad is not None:
                 self._take(parameter)
 
-    def take_sum(self, parameter: nn.Parameter) -> MicroBatchSum | None:
-        """Remove and return the sum of a parameter; None if it has none."""
-        return self._sums.pop(parameter, None)
-
     def flush(self) -> None:
         """Move the sums into `parameter.grad`, as DTensors of the parameter's dtype."""
         for parameter, total in self._sums.items():

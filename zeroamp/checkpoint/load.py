@@ -209,8 +209,6 @@ class _Load:
         load_extra_states(self.state.root, self.own["extra_states"])
         if self.train is not None:
             self._finish_training(self.train)
-            if self.ranks.rank == 0 and self.manifest.config.get("zeroamp", {}).get("reproducible"):
-                self._warn_of_broken_bits()
         if not self.is_same_size and self.ranks.rank == 0:
             logger.warning(
                 "%s was saved by %d ranks and loaded by %d: random generators keep their state, and buffers and "
@@ -219,14 +217,6 @@ class _Load:
                 self.manifest.world_size,
                 self.ranks.num_ranks,
             )
-
-    def _warn_of_broken_bits(self) -> None:
-        from zeroamp.reproducible.resume import broken_bits
-
-        config, policy = self.manifest.config, self.state.plan.policy
-        if why := broken_bits(config, self.manifest.world_size, policy, self.ranks.num_ranks):
-            text = "%s was saved by a reproducible run. This run continues with other bits: %s."
-            logger.warning(text, self.path, why)
 
     def _finish_training(self, train: TrainStep) -> None:
         if self.has_optimizer:

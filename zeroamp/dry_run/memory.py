@@ -172,8 +172,6 @@ class _GroupMemory(Replay):
         """Add the partial sums of the earlier micro-batches, except the first sum, which is counted already."""
         more = self._num_partial - 1
         self._writer.add("gradients", more * sum(self._sizes[group].gradient for group in self._with_gradient))
-        summed = sum(sum(self._sizes[group].summed.values()) for group in self._sums)
-        self._writer.add("unsharded gradients", more * summed)
 
     def end_step(self) -> None:
         """Cast sums of shards in a low dtype back to gradients."""
@@ -208,7 +206,7 @@ class _GroupMemory(Replay):
     def _accumulate(self, event: GradientReady) -> None:
         """Free a new gradient that autograd has added to the existing one."""
         group = self._group_of[event.param]
-        if group in self._sums and self._sizes[group].sums_as_is and not self._num_partial:
+        if group in self._sums and self._sizes[group].sums_as_is:
             self._raw[group] -= event.num_bytes
             self._writer.add("unsharded gradients", -event.num_bytes)
 

@@ -231,12 +231,10 @@ def reopen(driver: StepDriver) -> None:
     backward, so every backward reduces its gradients. Nothing happens if the last micro-batch has not run.
 
     Raises:
-        StepError: `data_types.grad_accum_dtype` is not fp32, or with `zeroamp.reproducible` the order of additions
-            depends on the number of micro-batches (stages 0 and 1, replicas).
+        StepError: `data_types.grad_accum_dtype` is not fp32.
     """
     if not driver.is_reduced:
         return
-    driver.micro_batches.arithmetic.refuse_reopen()
     dtype = driver.state.plan.policy.grad_accum_dtype
     if dtype != torch.float32:
         raise StepError(

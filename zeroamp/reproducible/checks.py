@@ -7,10 +7,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroamp.optimizers.kinds import is_of_bitsandbytes
 from zeroamp.planning.mesh import replicate_size, shard_size
 from zeroamp.planning.plan import Plan
-from zeroamp.policies.dtypes import LOW_DTYPES, short_name
+from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import ConfigError, StepError, WrapError
 from zeroamp.policies.policy import Policy
-from zeroamp.reproducible.order import micro_batch_order
 from zeroamp.training.optimizer_kinds import ELEMENTWISE
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -30,39 +29,34 @@ def check_config(policy: Policy) -> None:
                 f'{key} must be "fp32", but is "{value}". With zeroamp.reproducible, gradients are added in one order, '
                 "in fp32. Remove the key."
             )
-    if policy.stage == 1 and policy.communication_dtype != torch.float32:
+    if policy.stage < 2:
         raise ConfigError(
-            'communication_data_type must be "fp32" at stage 1 with zeroamp.reproducible, but is '
-            f'"{short_name(policy.communication_dtype)}". Stage 1 sends sums of micro-batches, which would be rounded. '
-            'Set it to "fp32", or use stage 2 or 3.'
+            f"zeroamp.reproducible needs zero_optimization.stage 2 or 3, but the stage is {policy.stage}. Set it "
+            "to 2, which needs less memory for gradients."
         )
-    for index, override in enumerate(policy.overrides):
-        if policy.stage == 1 and override.communication in LOW_DTYPES:
-            raise ConfigError(
-                f'zeroamp.overrides.{index}.communication must be "fp32" at stage 1 with zeroamp.reproducible, but is '
-                f'"{short_name(override.communication)}". Remove it, or use stage 2 or 3.'
-            )
 
 
 def check_reproducible(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Raise if the bits of a run would depend on the number of ranks.
 
     Raises:
-        ConfigError: a number of ranks or micro-batches is not a power of two.
-        WrapError: the model computes statistics over a micro-batch of each rank.
+        ConfigError: the number of ranks is not a power of two, or there are replicas.
+        WrapError: the model trains a 0-D parameter, or computes statistics over a micro-batch of each rank.
     """
-    per_rank = plan.policy.gradient_accumulation_steps
-    for number, what in ((shard_size(mesh), "ranks that shard"), (replicate_size(mesh), "replicas")):
-        if not _is_power_of_two(number):
-            raise ConfigError(
-                f"{_WHY}. The number of {what} must be a power of two, but is {number}. Change the number."
-            )
-    order = micro_batch_order(plan.policy, mesh)
-    if order.depends_on_count and not _is_power_of_two(per_rank):
+    if replicate_size(mesh) > 1:
         raise ConfigError(
-            "gradient_accumulation_steps must be a power of two at stages 0 and 1 and with replicas, but is "
-            f"{per_rank}. {_WHY}. Change the number, or use stage 2 or 3 without replicas."
+            f"{_WHY}, but replicas would be added last. Leave zeroamp.dp_replicate_size out, and pass no mesh of "
+            "replicas. zeroamp.ranks_per_node may be set."
         )
+    num_ranks = shard_size(mesh)
+    if num_ranks & (num_ranks - 1) != 0:
+        raise ConfigError(f"{_WHY}. The number of ranks must be a power of two, but is {num_ranks}. Change the number.")
+    for param in () if plan.replicated is None else plan.replicated.params:
+        if param.is_trainable:
+            raise WrapError(
+                f"{param.fqn} is a trainable 0-D parameter, whose gradient is not added in the order of "
+                "zeroamp.reproducible. Give it the shape (1,), or freeze it."
+            )
     for fqn, module in model.named_modules():
         if isinstance(module, _BATCH_NORMS) or getattr(module, "track_running_stats", False):
             raise WrapError(
@@ -118,7 +112,3 @@ def refuse_dependence_on_shards(optimizer: torch.optim.Optimizer, *, on_shards: 
             "Use torch.optim.AdamW, another element-wise optimizer of torch, or torch.optim.Muon. "
             "If the optimizer is element-wise, pass on_shards=True."
         )
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0

@@ -15,7 +15,7 @@ from zeroamp.reproducible.arithmetic import ReproducibleArithmetic
 from zeroamp.reproducible.checks import check_config, check_reproducible, refuse_dependence_on_shards
 from zeroamp.reproducible.exact_sum import NUM_NUMBERS
 from zeroamp.reproducible.seeds import MicroBatchRandomness, micro_batch_seed
-from zeroamp.reproducible.tree_sums import TreeSum, UnshardedSums, take_shard_sum
+from zeroamp.reproducible.tree_sums import TreeSum
 from zeroamp.training.micro_batches import MicroBatches
 from zeroamp.training.step import TrainStep, driver_of
 from zeroamp.wrapping.state import WrapState
@@ -29,7 +29,6 @@ class Reproducible(Extension):
 
     def __init__(self) -> None:
         self._state: WrapState | None = None
-        self._unsharded: list[UnshardedSums] = []
 
     def check_config(self, policy: Policy) -> None:
         """Raise for keys with which the bits would depend on the number of ranks."""
@@ -45,18 +44,13 @@ class Reproducible(Extension):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
-        if state.plan.policy.stage < 2:
-            self._unsharded = [UnshardedSums(group) for group in state.gradients]
-            return
-        sums = accumulate_shards(state, TreeSum)
-        for group in state.gradients:
-            group.take_sum = lambda parameter: take_shard_sum(sums, parameter)
+        accumulate_shards(state, TreeSum)
 
     def attach_micro_batches(self, micro_batches: MicroBatches) -> None:
         """Replace the arithmetic of the steps."""
         if self._state is None:
             raise AssertionError("expected `attach` to be called before")
-        micro_batches.arithmetic = ReproducibleArithmetic(self._state, micro_batches, self._unsharded)
+        micro_batches.arithmetic = ReproducibleArithmetic(self._state, micro_batches)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer, *, on_shards: bool) -> None:
         """Raise for an optimizer whose updates may depend on the shards."""
@@ -70,8 +64,7 @@ class Reproducible(Extension):
         arithmetic.randomness = MicroBatchRandomness(self._state, lambda: micro_batch_seed(train))
 
     def add_traffic(self, plan: Plan, ranks: Ranks, traffic: Traffic) -> None:
-        """Add the numbers of the exact sums, and the gradients of 0-D parameters of each micro-batch of each rank."""
-        num_replicated = 0 if plan.replicated is None else len(plan.replicated.params)
-        num_gradients = plan.policy.gradient_accumulation_steps * (ranks.num_ranks or 1)
-        num_more = 2 * (NUM_NUMBERS - 1) + num_replicated * (num_gradients - 1)
+        """Add the numbers of the exact sums."""
+        del plan, ranks
+        num_more = 2 * (NUM_NUMBERS - 1)
         traffic.num_bytes[TrafficKey("all_reduce", torch.float64, STEP)] += num_more * torch.float64.itemsize

@@ -79,7 +79,7 @@ class StepAllReduce:
             self._micro_batches.finish()
             of_step = arithmetic.local(losses)
             of_copies, on_host, readers = self._read_on_host()
-            has_gradient = bool(self._micro_batches.with_gradient()) or replicated.have_gradient()
+            has_gradient = bool(self._micro_batches.with_gradient())
         if not has_gradient:
             raise no_gradient()
         usage, of_replicated = self._unused.usage(), replicated.statistics(of_step.device)

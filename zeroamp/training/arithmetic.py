@@ -41,23 +41,11 @@ class StepArithmetic:
         del is_divided
         return 1
 
-    def refuse_count(self, *, is_last: bool) -> None:
-        """Raise StepError if the number of micro-batches does not fit. Called before each backward."""
-
-    def refuse_reopen(self) -> None:
-        """Raise StepError if a step cannot continue after its last micro-batch."""
-
     def before_backward(self) -> None:
         """Prepare the backward of a micro-batch."""
 
-    def after_backward(self) -> None:
-        """Take the gradients of a micro-batch, when its backward has ended."""
-
     def end_micro_batch(self) -> None:
         """Restore what the forward of a micro-batch changed. Called when its backward ended or raised."""
-
-    def reset(self) -> None:
-        """Discard the sums of an optimizer step."""
 
     def local(self, losses: Sequence[LossSum]) -> torch.Tensor:
         """Return this rank's part of the mean loss and of the sum of squares, 1-D fp64 of 2 elements.

@@ -77,7 +77,6 @@ class MicroBatches:
                     group.end_backward()
                 if accumulator is not None:
                     accumulator.end_backward()
-                self.arithmetic.after_backward()
         except RuntimeError as error:
             raise peer_lost(error, None, self._state.listeners) from error
         finally:
@@ -185,8 +184,6 @@ class MicroBatches:
         for group in self._state.gradients:
             group.reset()
         self._earlier.note([])
-        self.replicated.reset()
-        self.arithmetic.reset()
         self._step.reset()
 
     def discard(self) -> None:

@@ -19,13 +19,6 @@ class ReplicatedGradients:
         """Take all parameters of a wrapped model, in the order that all ranks have."""
         self._parameters = [parameter for parameter in parameters if parameter.dim() == 0]
 
-    def reset(self) -> None:
-        """Discard gradients that are not in `grad`."""
-
-    def have_gradient(self) -> bool:
-        """Return whether there is a gradient that is not in `grad`."""
-        return False
-
     def sharded(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
         """Return those of `parameters` that are not replicated."""
         return [parameter for parameter in parameters if parameter.dim() > 0] if self._parameters else parameters
@@ -43,10 +36,6 @@ class ReplicatedGradients:
         """Return for each parameter whether this rank has a gradient."""
         return [parameter.grad is not None for parameter in self._parameters]
 
-    def _added(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the sum of each parameter's gradients from the sums over ranks, 1-D."""
-        return sums
-
     @torch.no_grad()
     def set_gradients(self, statistics: torch.Tensor, divide_factor: float) -> torch.Tensor:
         """Set the gradients to the sums over ranks, divided. Return the sum of their squares, 0-D fp64.
@@ -60,7 +49,7 @@ class ReplicatedGradients:
         """
         squares = statistics.new_zeros(())
         num = len(self._parameters)
-        sums, num_used = self._added(statistics[:-num]), statistics[-num:]
+        sums, num_used = statistics[:-num], statistics[-num:]
         for index, (parameter, is_used) in enumerate(zip(self._parameters, self._are_used(), strict=True)):
             if not is_used and (not parameter.requires_grad or num_used[index] == 0):
                 continue

@@ -160,7 +160,6 @@ class StepDriver:
         if is_between_steps:
             self._begin()
         step, arithmetic = self.step_state, self.micro_batches.arithmetic
-        arithmetic.refuse_count(is_last=is_last)
         self.micro_batches.refuse_lost_gradients()
         refuse_loss(loss)
         divisor = arithmetic.loss_divisor(divide=divide, others=step.are_divided)

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 import zeroamp
-from zeroamp.reproducible.order import MicroBatchOrder
 
 
 @pytest.fixture(autouse=True)
@@ -15,10 +14,9 @@ def _no_context_axis(monkeypatch):
     monkeypatch.setattr("zeroamp.reproducible.sampler.micro_batch_indices", lambda train: train.indices)
 
 
-def _train(num_ranks, rank, per_rank, *, num_shards=None, num_steps=0):
+def _train(num_ranks, rank, per_rank, *, num_steps=0):
     """What the sampler reads of a `TrainStep`."""
-    order = MicroBatchOrder(num_ranks=num_ranks, rank=rank, num_shards=num_ranks if num_shards is None else num_shards)
-    indices = order.indices(per_rank)
+    indices = range(rank, num_ranks * per_rank, num_ranks)
     axes = SimpleNamespace(num_context=1, fsdp=SimpleNamespace(size=lambda: num_ranks))
     return SimpleNamespace(
         model=SimpleNamespace(axes=axes),
@@ -44,15 +42,14 @@ def _steps(num_ranks, per_rank, num_samples, size, **more):
     return [[step[index] for index in range(num_ranks * per_rank)] for step in steps]
 
 
-@pytest.mark.parametrize("num_shards", [None, 1, 2])
-def test_every_number_of_ranks_deals_the_same_micro_batches_and_each_sample_once(num_shards):
+def test_every_number_of_ranks_deals_the_same_micro_batches_and_each_sample_once():
     expected = _steps(1, 8, 100, 3)
     assert len(expected) == 4  # of 24 samples each; 4 are left over
     used = [sample for step in expected for samples in step for sample in samples]
     assert len(set(used)) == len(used) == 96
     assert used != sorted(used)
     for num_ranks in (2, 4, 8):
-        assert _steps(num_ranks, 8 // num_ranks, 100, 3, num_shards=num_shards) == expected
+        assert _steps(num_ranks, 8 // num_ranks, 100, 3) == expected
 
 
 def test_iterating_goes_on_at_the_next_step_and_shuffles_each_epoch_anew():

@@ -41,17 +41,6 @@ def test_terms_that_are_missing_count_as_zeros(num):
         assert torch.equal(total.total(), expected), present
 
 
-def test_the_last_term_gets_the_partial_sums():
-    for num in (1, 2, 4, 8, 16):
-        terms, total = _terms(num), TreeSum()
-        for number, term in enumerate(terms[:-1]):
-            total.add(number, term.clone())
-        last = terms[-1].clone()
-        total.add_to(last, num - 1)
-        assert torch.equal(last, tree(terms))
-        assert total.partial == []
-
-
 def test_sums_one_after_the_other_have_other_bits():
     terms, total = _terms(8), RoundedSum(torch.float32)
     for number, term in enumerate(terms):

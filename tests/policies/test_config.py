@@ -17,7 +17,6 @@ from zeroamp.policies.json_values import flatten, nest
 from zeroamp.policies.policy import NO_OFFLOAD, Offload
 from zeroamp.policies.safe_modules import resolve_safe_classes
 from zeroamp.policies.schema import Config, Honoured, iter_keys
-from zeroamp.reporting.key_report import report_rows
 
 AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
 
@@ -379,12 +378,3 @@ def test_a_policy_is_frozen_and_says_what_to_call(name):
         setattr(policy, name, 1)
     with pytest.raises(ConfigError, match=f"^policy.{name}"):
         delattr(policy, name)
-
-
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("key", ["zeroamp.own_units", "zero_optimization.stage3_prefetch_bucket_size"])
-def test_a_key_of_stage_3_has_no_effect_at_others(key, stage):
-    cfg = {"zero_optimization": {"stage": stage, "stage3_prefetch_bucket_size": 5}, "zeroamp": {"own_units": False}}
-    row = next(row for row in report_rows(policy_from_config(cfg)) if row["key"] == key)
-    expected = "honoured" if stage == 3 else "no effect"
-    assert (row["status"], row["note"] == f"stage is {stage}") == (expected, stage != 3)

@@ -47,37 +47,13 @@ def report_rows(policy: "Policy") -> list[dict[str, str]]:
 
 
 def _status(path: str, value: Any, key: Key, policy: "Policy") -> tuple[str, str]:
-    key_class, depth = key.key_class, key.path.count(".")
-    if isinstance(key_class, Native):
-        return "native", key_class.note
-    if isinstance(key_class, Unsupported):
-        is_key = path.count(".") == depth
-        return "off", "this value disables the key; any other value is an error" if is_key else "its block is off"
-    if reason := _idle(path, policy):
-        return "no effect", reason
-    note = key_class.note
-    if path == "train_batch_size" and value and (micro := policy.train_micro_batch_size_per_gpu) is not None:
-        num_ranks = value // (micro * policy.gradient_accumulation_steps)
-        note += f". The sizes imply {num_ranks} rank{'' if num_ranks == 1 else 's'}"
-    return "default" if value is None else "honoured", note
-
-
-def _idle(path: str, policy: "Policy") -> str | None:
-    """Return why an honoured key has no effect in this policy, or None if it has an effect."""
+    if isinstance(key.key_class, Native):
+        return "native", key.key_class.note
+    if isinstance(key.key_class, Unsupported):
+        return "off", "this value disables the key, or the key's block; any other value is an error"
     if reason := unread(path, policy.config):
-        return reason
-    name = path.rpartition(".")[2]
-    if name in ("stage3_max_live_parameters", "stage3_prefetch_bucket_size", "own_units") and policy.stage != 3:
-        return f"stage is {policy.stage}"
-    if name == "external_autocast" and policy.mode == "autocast":
-        return "with torch_autocast, the config's autocast replaces any other"
-    if name == "keep_in_fp32_modules" and policy.mode == "fp32":
-        return "everything is in fp32"
-    if name == "pin_memory" and not policy.offload.to_cpu:
-        return "nothing is offloaded"
-    if name in ("grad_accum_dtype", "gradient_accumulation_dtype") and policy.gradient_accumulation_steps == 1:
-        return "gradient_accumulation_steps is 1"
-    return None
+        return "no effect", reason
+    return "default" if value is None else "honoured", key.key_class.note
 
 
 def render_report(policy: "Policy", *, defaults: bool) -> str:

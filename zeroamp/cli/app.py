@@ -155,7 +155,7 @@ def profile(options: Namespace) -> None:
     The script runs to its end. The first rank prints its labels with their times.
     """
     schedule = {"wait": options.wait, "warmup": options.warmup, "active": options.active}
-    recording = Profile(None, options.out, **schedule, compress=options.gz)
+    recording = Profile(None, options.out, **schedule)
     with recording, _as_main(options.script, options.arguments):
         try:
             runpy.run_path(str(options.script), run_name="__main__")
@@ -224,7 +224,6 @@ def parsers() -> list[ArgumentParser]:
     of_profile.add_argument("--wait", metavar="N", type=int, default=1, help="Optimizer steps before profiling.")
     of_profile.add_argument("--warmup", metavar="N", type=int, default=1, help="Profiled steps to discard.")
     of_profile.add_argument("--active", metavar="N", type=int, default=3, help="Steps to record.")
-    of_profile.add_argument("--gz", action="store_true", help="Write rank0.json.gz.")
     return [root, of_check, of_explain, of_plan, of_report, of_profile]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from zeroamp.dry_run.timeline import KINDS, PHASES
 from zeroamp.ledger.rows import ledger_rows
 from zeroamp.policies.dtypes import short_name
-from zeroamp.reporting.tables import Row, Table, TableStyle, document, in_one_unit
+from zeroamp.reporting.tables import Row, Table, document, in_one_unit
 
 if TYPE_CHECKING:
     from zeroamp.dry_run.run_plan import RunPlan, StagePlan
@@ -21,8 +21,8 @@ _NOTE = (
 )
 
 
-def render_run(run: RunPlan, style: TableStyle = "simple") -> str:
-    """Return the tables of a plan and its notes as text, Markdown or HTML."""
+def render_run(run: RunPlan) -> str:
+    """Return the tables of a plan and its notes as text."""
     parts: list[str | Table] = [
         title(run),
         Table("Stages", _stage_rows(run)),
@@ -32,7 +32,7 @@ def render_run(run: RunPlan, style: TableStyle = "simple") -> str:
         Table("Communicated per step", _traffic_rows(run)),
         _NOTE,
     ]
-    return document(parts, style)
+    return document(parts)
 
 
 def _remedies(run: RunPlan) -> list[str | Table]:

@@ -87,10 +87,6 @@ class RunPlan:
         """Return the model's size, the run and the GPU in one line."""
         return f"RunPlan({title(self).removeprefix('zeroamp: ')})"
 
-    def _repr_html_(self) -> str:
-        """Return the tables that `print` shows, for a notebook."""
-        return render_run(self, "html")
-
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON, in bytes. Its keys are stable; new ones may be added."""
         return run_to_dict(self)

@@ -91,11 +91,6 @@ class Verification:
         """Return the result in one line."""
         return f"Verification({self.title()}; {self.traffic_result()})"
 
-    def _repr_html_(self) -> str:
-        """Return the table that `print` shows, for a notebook."""
-        html: str = load("Verification.text")(self, "html")
-        return html
-
     def title(self) -> str:
         """Return what was compared: the numbers of parameters and micro-batches."""
         total = sum(len(group.params) for group in self.plan.all_groups)

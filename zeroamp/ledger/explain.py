@@ -1,7 +1,7 @@
 """The dtype ledger: the seven dtypes of every group and parameter, and their bytes per step and per rank."""
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -43,17 +43,9 @@ class Ledger:
         """Return mode, stage, units, groups and parameters in one line."""
         return f"Ledger({self.title().removeprefix('zeroamp: ')})"
 
-    def _repr_html_(self) -> str:
-        """Return the tables that `print` shows, for a notebook."""
-        html: str = load("Ledger.text")(self, "html")
-        return html
-
-    def per_parameter(self, style: Literal["simple", "github", "html"] = "simple") -> str:
-        """Return three tables of one row per parameter: dtypes; bytes; class, group and the reason for the dtypes.
-
-        With the style "github", return one Markdown table, and with "html" one of HTML.
-        """
-        text: str = load("Ledger.parameter_text")(self, style)
+    def per_parameter(self) -> str:
+        """Return a table of one row per parameter: class, group, dtypes, bytes and the reason for the dtypes."""
+        text: str = load("Ledger.parameter_text")(self)
         return text
 
     def to_markdown(self, *, per_parameter: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""Draws a `Ledger` and a `Verification`: their tables and notes as text, as Markdown and as HTML.
+"""Draws a `Ledger` and a `Verification`: their tables and notes as text and as Markdown.
 
 The rows are those of `zeroamp/ledger`, which loads this module when it is printed.
 """
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zeroamp.ledger.dtype_differences import REPLICAS, Verification
-from zeroamp.ledger.rows import BYTES, DTYPE_COLUMNS, PER_RANK, PER_STEP, SHARD_DIM, cells, ledger_rows
+from zeroamp.ledger.rows import DTYPE_COLUMNS, PER_RANK, PER_STEP, SHARD_DIM, cells, ledger_rows
 from zeroamp.planning.group_dtypes import PER_OP
 from zeroamp.policies.errors import some_of
-from zeroamp.reporting.tables import Row, Table, TableStyle, document, fold, in_one_unit, paragraph, render
+from zeroamp.reporting.tables import Row, Table, TableStyle, document, fold, in_one_unit, render
 
 if TYPE_CHECKING:
     from zeroamp.ledger.explain import Ledger
@@ -43,37 +43,26 @@ _BYTES = {
 def ledger_text(ledger: "Ledger", style: TableStyle = "simple", *, per_parameter: bool = False) -> str:
     """Return the summary, one row per module class and dtypes, and one per group; equal neighbours share one.
 
-    Markdown may be wide: it has one table of the groups. `per_parameter` adds a table of all parameters.
+    `per_parameter` adds a table of all parameters.
     """
-    all_rows, groups = ledger_rows(ledger.plan, ledger.ranks), fold(ledger.group_rows())
+    all_rows = ledger_rows(ledger.plan, ledger.ranks)
     tables = {
         "Dtypes between ranks": [_of_dtypes(row) for row in all_rows.summary],
         "Module classes": [cells(row, ("class", "params", "elements", *DTYPE_COLUMNS)) for row in all_rows.classes],
-        "Groups": groups if style == "github" else _columns(groups, but=BYTES),
+        "Groups": fold(ledger.group_rows()),
     }
-    if style != "github":
-        tables["Bytes of the groups"] = _columns(groups, ("group", "groups", *BYTES))
     if per_parameter:
         tables["Parameters"] = ledger.parameter_rows()
     drawn = [Table(heading, _in_units(rows)) for heading, rows in tables.items()]
     return document([ledger.title(), *drawn, _notes(ledger)], style)
 
 
-def parameter_text(ledger: "Ledger", style: TableStyle = "simple") -> str:
-    """Return three tables of one row per parameter as text, or one as Markdown or HTML."""
-    rows = ledger.parameter_rows()
-    if style != "simple":
-        return render(_in_units(rows), style)
-    dtypes, num_bytes = (SHARD_DIM, *DTYPE_COLUMNS), ("elements", *BYTES)
-    tables = [
-        _columns(rows, ("parameter", *dtypes)),
-        _columns(rows, ("parameter", *num_bytes)),
-        _columns(rows, but=(*dtypes, *num_bytes)),
-    ]
-    return "\n\n".join(render(_in_units(table)) for table in tables)
+def parameter_text(ledger: "Ledger") -> str:
+    """Return a table of one row per parameter."""
+    return render(_in_units(ledger.parameter_rows()))
 
 
-def verification_text(verification: Verification, style: TableStyle = "simple") -> str:
+def verification_text(verification: Verification) -> str:
     """Return a table of two rows per group: the expected and the observed dtypes."""
     dicts = verification.to_dict()["groups"]
     has_replicas = any(row["observed"][REPLICAS] for row in dicts)
@@ -97,7 +86,7 @@ def verification_text(verification: Verification, style: TableStyle = "simple") 
         f'For "{PER_OP}" no dtype is expected. "-": nothing to observe, or a module that did not run.\n'
         f"C{verification.traffic_result()[1:]}."
     )
-    return document([Table(paragraph(f"zeroamp: {verification.title()}"), rows), note], style)
+    return document([Table(f"zeroamp: {verification.title()}", rows), note])
 
 
 def _notes(ledger: "Ledger") -> str:
@@ -122,7 +111,3 @@ def _of_dtypes(row: Row) -> Row:
 def _in_units(rows: Sequence[Row]) -> list[Row]:
     """Return rows with their bytes in one unit, and the headers of these columns."""
     return in_one_unit([{_BYTES.get(key, key): value for key, value in row.items()} for row in rows], _BYTES.values())
-
-
-def _columns(rows: Sequence[Row], only: Sequence[str] = (), but: Sequence[str] = ()) -> list[Row]:
-    return [{key: value for key, value in row.items() if (not only or key in only) and key not in but} for row in rows]

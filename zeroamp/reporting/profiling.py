@@ -42,7 +42,6 @@ class Profile(Callback):
         wait: int = 1,
         warmup: int = 1,
         active: int = 3,
-        compress: bool = False,
     ) -> None:
         """Prepare the profiler.
 
@@ -53,9 +52,8 @@ class Profile(Callback):
             wait: steps before the profiler starts. They cost nothing.
             warmup: steps whose events are discarded: the first profiled steps are slow.
             active: steps to record. Fewer are recorded if the context ends before.
-            compress: write `rank0.json.gz`.
         """
-        self.folder, self._suffix = Path(folder), ".json.gz" if compress else ".json"
+        self.folder = Path(folder)
         self.path: Path | None = None
         """This rank's trace, once it is written."""
         self.times: list[Row] = []
@@ -121,7 +119,7 @@ class Profile(Callback):
                 self._contexts.callback(handle.remove)
 
     def _write(self, _profiler: torch.profiler.profile) -> None:
-        path = self.folder / f"rank{self.rank}{self._suffix}"
+        path = self.folder / f"rank{self.rank}.json"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             path.touch()  # torch logs an error where a file cannot be written, and raises none

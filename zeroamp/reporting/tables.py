@@ -1,4 +1,4 @@
-"""Draws tables of rows by tabulate: as Markdown, as HTML, and as text that fits the terminal."""
+"""Draws tables of rows by tabulate: as Markdown, and as text that fits the terminal."""
 
 import math
 import re
@@ -6,7 +6,6 @@ import shutil
 import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import groupby
 from typing import Any, Literal
 
@@ -14,8 +13,8 @@ from tabulate import tabulate
 
 from zeroamp.policies.numbers import decimals_of, float_text
 
-TableStyle = Literal["simple", "github", "html"]
-"""tabulate's names: "simple" is plain text, "github" is Markdown, "html" is for notebooks."""
+TableStyle = Literal["simple", "github"]
+"""tabulate's names: "simple" is plain text, "github" is Markdown."""
 
 Row = dict[str, Any]
 Column = tuple[str, ...]
@@ -23,8 +22,6 @@ Column = tuple[str, ...]
 
 WIDTH = 100
 """Columns of text if there is neither `COLUMNS` in the environment nor a terminal."""
-_MOST_TRANSPOSED = 8
-"""The largest number of rows with which a table that is too wide is transposed."""
 _NARROWEST = 24
 """The smallest width, in characters, to which a column of text is narrowed."""
 
@@ -59,23 +56,22 @@ def in_one_unit(rows: Sequence[Row], keys: Collection[str]) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A part of a document: rows, the line above them, and a paragraph below them."""
+    """A part of a document: rows, and the line above them."""
 
     heading: str
     rows: Sequence[Row]
-    note: str = ""
 
 
 def document(parts: Sequence[str | Table], style: TableStyle = "simple") -> str:
-    """Return paragraphs and tables as one text: wrapped to the terminal, as Markdown, or as HTML."""
+    """Return paragraphs and tables as one text: wrapped to the terminal, or as Markdown."""
     return "\n\n".join(_part(part, style) for part in parts)
 
 
 def _part(part: str | Table, style: TableStyle) -> str:
     if isinstance(part, str):
-        return {"simple": paragraph(part), "github": part, "html": f"<p>{escape(part)}</p>"}[style]
-    heading = {"simple": part.heading, "github": f"### {part.heading}\n", "html": f"<h4>{escape(part.heading)}</h4>"}
-    return "\n".join([heading[style], render(part.rows, style), *([_part(part.note, style)] if part.note else [])])
+        return paragraph(part) if style == "simple" else part
+    heading = paragraph(part.heading) if style == "simple" else f"### {part.heading}\n"
+    return f"{heading}\n{render(part.rows, style)}"
 
 
 def render(rows: Sequence[Row], style: TableStyle = "simple", *, names: Collection[str] = ()) -> str:
@@ -83,8 +79,8 @@ def render(rows: Sequence[Row], style: TableStyle = "simple", *, names: Collecti
 
     Integers have commas. The floats of a column have the same number of decimals. A float that would show as 0.00 is
     "<0.01", 0.0 is "0", and None is "-". In a text table that is wider than the terminal, headers and the widest
-    columns of text are wrapped. If that is not enough, few rows are transposed, and more are split into several tables,
-    which all begin with the first column. Markdown and HTML are not narrowed.
+    columns of text are wrapped. If that is not enough, the table is split into several, which all begin with the first
+    column. Markdown is not narrowed.
 
     Args:
         rows: dicts with equal keys.
@@ -94,23 +90,22 @@ def render(rows: Sequence[Row], style: TableStyle = "simple", *, names: Collecti
     if not rows:
         return ""
     columns = [(key if key in names else key.replace("_", " "), *_texts([row[key] for row in rows])) for key in rows[0]]
-    if style != "simple":
-        return _tabulated(list(zip(*columns, strict=True)), columns, style)
-    turned: list[Column] = list(zip(*columns, strict=True))
-    if not _fits(columns) and len(rows) <= _MOST_TRANSPOSED and _fits(turned):
-        columns = turned
     first, *others = columns
     parts = [[first]]
     for column in others:
-        if len(parts[-1]) > 1 and not _fits([*parts[-1], column]):
+        is_full = len(parts[-1]) > 1 and _width(_limits([*parts[-1], column])) > terminal_width()
+        if is_full and style == "simple":
             parts.append([first])
         parts[-1].append(column)
-    return "\n\n".join(map(_text_table, parts))
+    return "\n\n".join(_tabulated(part, style) for part in parts)
 
 
-def _text_table(columns: Sequence[Column]) -> str:
+def _tabulated(columns: Sequence[Column], style: TableStyle) -> str:
+    aligned = [_alignment(column) for column in columns]
+    if style == "github":
+        return tabulate(list(zip(*columns, strict=True)), "firstrow", style, disable_numparse=True, colalign=aligned)
     limits = _limits(columns)
-    # Wrapped here, because tabulate's maxcolwidths fails for a text column with the cell "1,000.0".
+    # Wrapped here, because tabulate's maxcolwidths fails for a cell such as "1,000.0" in a column of text.
     wrapped = [
         [textwrap.fill(text, limit, break_on_hyphens=False) for text in column]
         for column, limit in zip(columns, limits, strict=True)
@@ -118,13 +113,8 @@ def _text_table(columns: Sequence[Column]) -> str:
     head, *lines = zip(*wrapped, strict=True)
     # The header is a row, because tabulate pads headers.
     at = ["bottom", *["top"] * (len(lines) + 1)]
-    return _tabulated([head, ["-" * limit for limit in limits], *lines], columns, "plain", rowalign=at)
-
-
-def _tabulated(lines: Sequence[Sequence[str]], columns: Sequence[Column], style: str, **options: Any) -> str:
-    aligned = [_alignment(column) for column in columns]
-    headers = () if style == "plain" else "firstrow"
-    return tabulate(lines, headers, tablefmt=style, disable_numparse=True, colalign=aligned, **options)
+    rows = [head, ["-" * limit for limit in limits], *lines]
+    return tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=aligned, rowalign=at)
 
 
 def _limits(columns: Sequence[Column]) -> list[int]:
@@ -137,10 +127,6 @@ def _limits(columns: Sequence[Column]) -> list[int]:
     while _width(limits) > terminal_width() and (wide := [index for index in texts if limits[index] > _NARROWEST]):
         limits[max(wide, key=limits.__getitem__)] -= 1
     return limits
-
-
-def _fits(columns: Sequence[Column]) -> bool:
-    return _width(_limits(columns)) <= terminal_width()
 
 
 def _width(limits: Sequence[int]) -> int:

@@ -104,6 +104,6 @@ def test_a_plan_is_one_line_and_in_a_notebook_its_tables(stages):
         "checkpointing, GPU (0.0 GiB), 95.6% of the trainable elements in bf16)"
     )
     html = run._repr_html_()
-    headings = ["Stages", "Memory of one rank", "Communicated per step"]
-    assert [found.startswith(heading) for found, heading in zip(_headings(html), headings, strict=True)] == [True] * 3
-    assert html.count("<table>") == 3
+    headings = ["Stages", "Memory of one rank"]
+    assert [found.startswith(heading) for found, heading in zip(_headings(html), headings, strict=True)] == [True] * 2
+    assert html.count("<table>") == 2

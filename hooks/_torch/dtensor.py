@@ -20,11 +20,6 @@ def without_wrapper(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
-def is_wrapper(kind: type) -> bool:
-    """Return whether tensors of a class run their ops on another tensor: see `without_wrapper`."""
-    return issubclass(kind, DTensor | AsyncCollectiveTensor)
-
-
 def split_dim(placement: Any) -> int | None:
     """Return the dimension that a placement shards; None for Replicate and Partial.
 

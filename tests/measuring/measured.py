@@ -6,7 +6,6 @@ from torch.utils.checkpoint import checkpoint
 import zeroamp
 from tests.measuring.allocated import Allocated
 from tests.models.small import batch, build
-from tests.processes.parallel_training import inputs_of, mesh_of, prepared
 from tests.processes.training import config, wrapped
 from zeroamp.dry_run.memory import memory_timeline
 from zeroamp.dry_run.optimizer_step import optimizer_costs
@@ -14,7 +13,6 @@ from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.dry_run.timeline import KINDS
 from zeroamp.dry_run.traced_micro_batch import trace_micro_batch
 from zeroamp.planning.mesh import ranks_of
-from zeroamp.planning.mesh_axes import ranks_of_axes
 from zeroamp.wrapping.state import wrap_state
 
 NUM_STEPS = 5
@@ -46,18 +44,6 @@ def measured_step(name, options, checkpointing=False, fields=None, mesh_shape=No
         found = _measured(allocated, model, forward_arguments(name, inputs), checkpointing)
     state = wrap_state(model)
     return found, predicted_step(name, state.plan, ranks_of(state.mesh), inputs, checkpointing, prepare)
-
-
-def measured_on_axes(axes, options, checkpointing=False, **parts):
-    """The same for a Decoder that is parallelized over a named mesh."""
-    mesh = mesh_of(**axes)
-    with Allocated() as allocated:
-        policy = zeroamp.policy_from_config(config(**options))
-        model = zeroamp.wrap_model(prepared(mesh, **parts), policy, mesh)
-        arguments = (inputs_of(mesh, 0), {})
-        found = _measured(allocated, model, arguments, checkpointing)
-    state = wrap_state(model)
-    return found, predicted(prepared(mesh, **parts), state.plan, ranks_of_axes(state.axes), arguments, checkpointing)
 
 
 def _measured(allocated, model, arguments, checkpointing):

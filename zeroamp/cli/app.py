@@ -10,7 +10,6 @@ import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,13 @@ import torch
 
 import zeroamp
 from zeroamp.cli import arguments
-from zeroamp.cli.model_source import load_function, load_model, model_and_mesh
+from zeroamp.cli.model_source import load_function, load_model
 from zeroamp.dry_run.gpu_memory import GPUS_GB
 from zeroamp.dry_run.render import title
 from zeroamp.dry_run.run_plan import STAGES, plan_run
 from zeroamp.ledger.explain import Ledger
-from zeroamp.meshes.refused_meshes import refuse_combinations
 from zeroamp.module_dtypes.extension import overridden
 from zeroamp.planning.mesh import mesh_shape
-from zeroamp.planning.mesh_axes import find_axes, ranks_of_axes
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies.errors import ConfigError, ZeroAmpError, some_of
 from zeroamp.policies.policy import Policy
@@ -90,19 +87,15 @@ def _describe(plan: Plan) -> str:
 def explain(options: Namespace) -> str:
     """Print the dtype ledger: the dtypes of every parameter, and the bytes of an optimizer step.
 
-    The model is built on the meta device. Bytes per rank need --world-size or --mesh.
+    The model is built on the meta device. Bytes per rank need --world-size.
     """
-    policy = _policy(options, _num_data_ranks(options))
+    policy = _policy(options, options.world_size)
     _check_page(options)
-    with model_and_mesh(options.model, options.mesh) as (model, mesh):
-        plan = build_plan(model, policy, options.auto_wrap, _example_inputs(options))
-        ledger = Ledger(plan=plan)
-        if mesh is not None and (axes := find_axes(model, mesh)) is not None:
-            refuse_combinations(model, plan, axes, materialize=False)
-            ledger = Ledger(plan=plan, **asdict(ranks_of_axes(axes)))
-        elif options.world_size is not None:
-            *replicas, num_shards = mesh_shape(policy.stage, options.world_size, policy.dp_replicate_size)
-            ledger = Ledger(plan=plan, num_shards=num_shards, num_replicas=replicas[0] if replicas else None)
+    plan = build_plan(load_model(options.model), policy, options.auto_wrap, _example_inputs(options))
+    ledger = Ledger(plan=plan)
+    if options.world_size is not None:
+        *replicas, num_shards = mesh_shape(policy.stage, options.world_size, policy.dp_replicate_size)
+        ledger = Ledger(plan=plan, num_shards=num_shards, num_replicas=replicas[0] if replicas else None)
     _write_page(options, "ledger", f"dtype ledger of {options.model}", ledger.title(), ledger.to_dict())
     if options.json:
         return _to_json(ledger.to_dict())
@@ -113,24 +106,21 @@ def explain(options: Namespace) -> str:
 
 def plan(options: Namespace) -> str:
     """Predict memory and traffic of an optimizer step at every ZeRO stage, without weights, GPUs or ranks."""
-    policy = _policy(options, _num_data_ranks(options))
+    policy = _policy(options, options.world_size)
     _check_page(options)
-    with model_and_mesh(options.model, options.mesh) as (model, mesh):
-        run = plan_run(
-            model,
-            policy,
-            world_size=options.world_size if mesh is None else mesh.size(),
-            mesh=mesh,
-            batch=options.batch,
-            seq=options.seq,
-            stages=options.stages,
-            checkpointing=options.checkpointing,
-            gpu=options.gpu,
-            gpus_per_node=options.gpus_per_node,
-            inputs=None if options.inputs is None else load_function(options.inputs, "--inputs"),
-            loss_fn=None if options.loss is None else load_function(options.loss, "--loss"),
-            auto_wrap_policy=options.auto_wrap,
-        )
+    run = plan_run(
+        load_model(options.model),
+        policy,
+        world_size=options.world_size,
+        batch=options.batch,
+        seq=options.seq,
+        stages=options.stages,
+        checkpointing=options.checkpointing,
+        gpu=options.gpu,
+        inputs=None if options.inputs is None else load_function(options.inputs, "--inputs"),
+        loss_fn=None if options.loss is None else load_function(options.loss, "--loss"),
+        auto_wrap_policy=options.auto_wrap,
+    )
     timelines = [{"stage": stage.stage, **stage.memory.drawn()} for stage in run.stages]
     data = {"plan": run.to_dict(), "timelines": timelines}
     _write_page(options, "plan", f"plan of {options.model}", title(run), data)
@@ -180,7 +170,7 @@ def parsers() -> list[ArgumentParser]:
     of_check = arguments.add_command(commands, check)
     arguments.add_config(of_check, nargs="?")
     arguments.add_model(of_check, required=False)
-    of_check.add_argument("--world-size", metavar="N", type=arguments.positive, help=arguments.WORLD_SIZE)
+    arguments.add_ranks(of_check, required=False)
     of_check.add_argument("--all", action="store_true", help="Also list the defaults of all other keys.")
 
     of_explain = arguments.add_command(commands, explain)
@@ -209,7 +199,6 @@ def parsers() -> list[ArgumentParser]:
     add("--checkpointing", action="store_true", help="Each unit recomputes its forward.")
     gpu = f"One of {', '.join(GPUS_GB)} (the default is h100), or the memory of another GPU in GB."
     add("--gpu", metavar="NAME|GB", type=arguments.gpu, default="h100", help=gpu)
-    add("--gpus-per-node", metavar="N", type=arguments.positive, default=8, help="For the memory of NCCL. Default: 8.")
     add("--loss", metavar="FUNCTION", help="Of the model's output; returns the loss. Default: the output's .loss.")
     arguments.add_formats(of_plan, "One JSON object, in bytes.", has_markdown=False)
 
@@ -234,12 +223,6 @@ def _policy(options: Namespace, num_ranks: int | None) -> Policy:
     except ConfigError as error:
         text = str(error)
         raise ConfigError(text if str(options.config) in text else f"{options.config}: {text}") from error
-
-
-def _num_data_ranks(options: Namespace) -> int | None:
-    """Return the number of ranks that get different samples. Batch sizes are multiplied by it."""
-    world_size: int | None = options.world_size
-    return world_size if options.mesh is None else arguments.num_data_ranks(options.mesh)
 
 
 def _example_inputs(options: Namespace) -> Any:

@@ -1,15 +1,10 @@
 """The arguments that several commands share, and what their texts stand for."""
 
 import json
-import math
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from zeroamp.planning.mesh_axes import ROLES
-
-WORLD_SIZE = "Ranks of the run."
 
 
 def add_command(commands: Any, run: Callable[..., Any]) -> ArgumentParser:
@@ -49,11 +44,8 @@ def add_model(parser: ArgumentParser, *, required: bool = True) -> None:
 
 
 def add_ranks(parser: ArgumentParser, *, required: bool = True) -> None:
-    """Add the number of ranks, and the axes of a mesh."""
-    ranks = parser.add_mutually_exclusive_group(required=required)
-    ranks.add_argument("--world-size", metavar="N", type=positive, help=WORLD_SIZE)
-    help = "Axes of the mesh, such as dp=8,tp=4, for a factory with an argument mesh."
-    ranks.add_argument("--mesh", metavar="AXES", type=mesh_sizes, help=help)
+    """Add the number of ranks."""
+    parser.add_argument("--world-size", metavar="N", type=positive, required=required, help="Ranks of the run.")
 
 
 def add_formats(parser: ArgumentParser, json_help: str, *, has_markdown: bool = True) -> None:
@@ -104,17 +96,3 @@ def stages(text: str) -> tuple[int, ...]:
     if wrong := [name for name in text.split(",") if name not in ("0", "1", "2", "3")]:
         raise ArgumentTypeError(f"{wrong[0]!r} is not one of 0, 1, 2, 3.")
     return tuple(map(int, text.split(",")))
-
-
-def mesh_sizes(text: str) -> dict[str, int]:
-    """Return the sizes of the axes of a text such as "dp=8,tp=4". The ranks of the last axes are in one node."""
-    parts = [part.partition("=") for part in text.split(",")]
-    for name, _, size in parts:
-        if name not in ROLES or not size.isdecimal() or int(size) < 1:
-            raise ArgumentTypeError(f"{name}={size} is not NAME=SIZE with a name of {', '.join(ROLES)}.")
-    return {name: int(size) for name, _, size in parts}
-
-
-def num_data_ranks(sizes: Mapping[str, int]) -> int:
-    """Return the number of ranks of a mesh that get different samples."""
-    return math.prod(size for name, size in sizes.items() if ROLES[name] in ("replicate", "shard", "expert"))

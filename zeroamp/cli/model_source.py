@@ -4,57 +4,34 @@ A function is `package.module:function` or `path/to/file.py:function`. It is imp
 Models are built on the meta device: shapes, classes and names, no weights.
 """
 
-import inspect
-import math
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zeroamp.hooks._torch.fake_ranks import fake_ranks
-from zeroamp.planning.mesh import current_device_type
 from zeroamp.policies.errors import WrapError
 
 
-@contextmanager
-def model_and_mesh(source: str, sizes: Mapping[str, int] | None) -> Iterator[tuple[nn.Module, DeviceMesh | None]]:
-    """Return the model that `--model` names, and the mesh of `--mesh`, which consists of ranks that do not exist."""
-    if sizes is None:
-        yield load_model(source), None
-        return
-    with fake_ranks(math.prod(sizes.values())):
-        mesh = init_device_mesh(current_device_type(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        yield load_model(source, mesh), mesh
-
-
-def load_model(source: str, mesh: DeviceMesh | None = None) -> nn.Module:
+def load_model(source: str) -> nn.Module:
     """Build the model that `source` names under `torch.device("meta")`. Nothing is downloaded.
 
     Args:
         source: a folder with a transformers `config.json`, built in fp32 from its `architectures`, or as a causal
             language model if it has none; or a factory, a callable that returns a module.
-        mesh: is passed to the factory as the argument `mesh`.
 
     Raises:
         WrapError: there is no such model, or building it failed. The text has the class and text of the error.
     """
     is_folder = Path(source).is_dir()
     build: Callable[..., Any] = load_function(source, "--model") if not is_folder else partial(_build, Path(source))
-    if mesh is not None and "mesh" not in inspect.signature(build).parameters:
-        raise WrapError(
-            f"--model {source} must be a factory with an argument mesh, because --mesh is given: return the model "
-            "after parallelize_module over mesh. Or pass --world-size: a rank then holds no less."
-        )
     try:
         with torch.device("meta"):
-            model = build() if mesh is None else build(mesh=mesh)
+            model = build()
     except (Exception, SystemExit) as error:
         raise WrapError(
             f'--model {source}: building it under torch.device("meta") raised {type(error).__name__}: {error}. Tensors '

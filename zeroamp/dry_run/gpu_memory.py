@@ -1,26 +1,38 @@
-"""The memory of GPUs, and the part of it that NCCL takes."""
+"""The memory of GPUs: what fits, the largest batch, and changes with which a run that does not fit would."""
 
-from zeroamp.planning.group_dtypes import group_dtypes
-from zeroamp.planning.mesh import Ranks
-from zeroamp.planning.plan import Plan
-from zeroamp.planning.schedule import live_units, reshards_after_forward
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.numbers import is_finite
-from zeroamp.policies.policy import Policy
+from zeroamp.policies.policy import Stage
 
 GPUS_GB = {"a100-40gb": 40, "a100": 80, "h100": 80, "h200": 141, "b200": 180, "mi300x": 192, "l40s": 48}
 """Name of a GPU -> its memory in 10^9 bytes, by the vendor's data sheet. Devices report more: an "80 GB" one has
-79 GiB, which is 85 x 10^9 bytes. The difference is a reserve for fragmentation and the workspaces of libraries."""
+79 GiB, which is 85 x 10^9 bytes."""
+RESERVED_BYTES = 4_500_000_000
+"""Memory of every GPU that a step may not take, because the driver's context and NCCL do. It is an assumption: a user
+measured 4.34 GB of both on 8 x H100, with all-to-alls (https://github.com/NVIDIA/nccl/issues/1685)."""
+MAX_BATCH = 2**20
+MAX_RANKS = 2**14
+"""The largest number of ranks that is tried."""
 
-BYTES_OF_FIRST_COMMUNICATOR = 1_060_000_000
-"""GPU memory of a process with one NCCL communicator of a ring, the driver's context included. A user measured it on
-8 x H100 (https://github.com/NVIDIA/nccl/issues/1685)."""
-BYTES_OF_COMMUNICATOR = 500_000_000
-"""GPU memory of each further communicator. An assumption: the first one's without the driver's context, about half."""
-BYTES_PER_PEER = 32 * 14 * 2**20
-"""GPU memory of an all-to-all per other rank of the node: 32 channels, each with buffers of 10, 2 and 2 MiB. For 7
-ranks this is the 3.28 GB that the same user measured at the first all-to-all. Peers in other nodes share buffers, which
-are not counted."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remedy:
+    """A change with which a run that does not fit would fit, and the memory of one rank with it."""
+
+    stage: Stage
+    num_ranks: int
+    checkpointing: bool
+    """Whether each unit recomputes its forward in the backward."""
+    offload: bool
+    """Whether shards, gradients and optimizer state are on the CPU (`zero_optimization.offload_optimizer`)."""
+    peak_bytes: int
+    """Peak on the GPU."""
+    host_bytes: int
+    """Bytes in the memory of the host, for this rank."""
 
 
 def memory_of(gpu: str | float) -> int:
@@ -37,32 +49,55 @@ def memory_of(gpu: str | float) -> int:
     return int(gigabytes * 1e9)
 
 
-def nccl_bytes(plan: Plan, ranks: Ranks, gpus_per_node: int) -> int:
-    """Return the GPU memory that NCCL takes outside of torch's allocator, the driver's context included.
+def find_remedies(
+    measured: Callable[[int, bool, bool], Remedy], num_ranks: int, changes: Sequence[tuple[bool, bool]], limit: int
+) -> Iterator[Remedy]:
+    """Yield changes with which a run fits: activation checkpointing, offload, and more ranks.
 
-    The sum of the constants of this file: the first communicator; one more each for replicas and the second
-    level; one for each group with a partition (hpZ); and the buffers of all-to-alls inside the node.
+    Ranks are doubled until the run fits, or until the peak falls by less than 1 %. A change that needs as many ranks as
+    one before it is left out.
+
+    Args:
+        measured: (ranks, activation checkpointing, offload) -> the change with its memory.
+        num_ranks: ranks of the run.
+        changes: pairs of activation checkpointing and offload, in the order in which they are tried.
+        limit: bytes that a step may take on the GPU.
     """
-    policy = plan.policy
-    num_shards, num_replicas = ranks.shards(policy) or 1, ranks.num_replicas or 1
-    if num_shards * num_replicas == 1:
-        return 0
-    live, num_partitions = live_units(plan), 0
-    if policy.hpz_partition_size > 1:
-        num_partitions = sum(reshards_after_forward(group.kind, group.unit, plan, live) for group in plan.groups)
-    further = (num_shards > 1 and num_replicas > 1) + num_partitions
-    further += _has_two_levels(policy, num_shards, gpus_per_node)
-    num_peers = 0
-    if any(group_dtypes(group.key, policy, ranks).reduction == "all_to_all" for group in plan.groups):
-        # The ranks of a tensor axis share a node.
-        num_peers = max(1, min(num_shards, max(1, gpus_per_node // ranks.num_tensor))) - 1
-    return BYTES_OF_FIRST_COMMUNICATOR + further * BYTES_OF_COMMUNICATOR + num_peers * BYTES_PER_PEER
+    most = MAX_RANKS
+    for checkpointing, offload in changes:
+        tried_ranks, before = num_ranks, math.inf
+        while tried_ranks <= most:
+            tried = measured(tried_ranks, checkpointing, offload)
+            if tried.peak_bytes <= limit:
+                yield tried
+                most = tried_ranks - 1
+            if tried.peak_bytes > 0.99 * before:
+                break
+            tried_ranks, before = 2 * tried_ranks, tried.peak_bytes
 
 
-def _has_two_levels(policy: Policy, num_shards: int, gpus_per_node: int) -> bool:
-    """Return whether collectives over the shards run inside of nodes and between them (`zeroamp.ranks_per_node`)."""
-    per_node = gpus_per_node if policy.ranks_per_node == "auto" else policy.ranks_per_node
-    if per_node == "off" or policy.reduce_accumulate_dtype != "fp32":
-        return False
-    is_power_of_two = per_node & (per_node - 1) == 0
-    return is_power_of_two and 1 < per_node < num_shards and num_shards % per_node == 0
+def largest_batch(peak_bytes: Callable[[int], int], limit: int) -> int:
+    """Return the largest batch whose peak is at most `limit` bytes; 0 if not even 1 fits, at most `MAX_BATCH`.
+
+    A peak is the largest of many sums that are each affine in the batch. So a line through two known peaks is solved
+    for the limit and the solution is tried, until a batch fits and the next larger one does not.
+    """
+    peaks: dict[int, int] = {}
+    before, fits, fails = 0, 0, MAX_BATCH + 1
+    guess = 1
+    while fails - fits > 1:
+        peaks[guess] = peak_bytes(guess)
+        if peaks[guess] <= limit:
+            before, fits = fits, guess
+        else:
+            fails = guess
+        # Interpolate between a batch that fits and one that fails, else extrapolate from the two largest that fit.
+        known = [batch for batch in (before, fits, fails) if batch in peaks][-2:]
+        solved = fits + 1 if len(known) < 2 else _solve(known[0], known[1], peaks, limit)
+        guess = min(max(solved, fits + 1), fails - 1)
+    return fits
+
+
+def _solve(low: int, high: int, peaks: dict[int, int], limit: int) -> int:
+    rise = peaks[high] - peaks[low]
+    return MAX_BATCH if rise <= 0 else low + (limit - peaks[low]) * (high - low) // rise

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from zeroamp.dry_run.gpu_memory import RESERVED_BYTES
 from zeroamp.dry_run.timeline import KINDS, PHASES
 from zeroamp.ledger.rows import ledger_rows
-from zeroamp.policies.dtypes import short_name
 from zeroamp.reporting.tables import Row, Table, document, in_one_unit
 
 if TYPE_CHECKING:
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 _NOTE = (
     "Memory: of one rank at its peak, in a step after the first. init: between two steps. Traffic: bytes that are "
-    "communicated, counted as by zeroamp.traffic(model). NCCL: an estimate of its memory and the driver's context, "
-    "allocated in the first step and not part of the peak. Fragmentation is not counted. Every expert of an MoE layer "
-    "gets equally many tokens. 1 GiB is 1024³ bytes."
+    "communicated, counted as by zeroamp.traffic(model). fits: with a reserve of "
+    f"{RESERVED_BYTES / 1e9} GB for NCCL and the driver's context, which is not part of the peak. Fragmentation is not "
+    "counted. Every expert of an MoE layer gets equally many tokens. 1 GiB is 1024³ bytes."
 )
 
 
@@ -29,7 +29,6 @@ def render_run(run: RunPlan) -> str:
         *(f"stage {stage}: not possible: {reason}" for stage, reason in run.refused.items()),
         *_remedies(run),
         Table("Memory of one rank at the peak", _kind_rows(run)),
-        Table("Communicated per step", _traffic_rows(run)),
         _NOTE,
     ]
     return document(parts)
@@ -48,12 +47,12 @@ def _remedies(run: RunPlan) -> list[str | Table]:
             "ranks": remedy.num_ranks,
             "activation checkpointing": "yes" if remedy.checkpointing else "no",
             "offload to the CPU": "yes" if remedy.offload else "no",
-            "peak with NCCL": remedy.peak_bytes + remedy.nccl_bytes,
+            "peak": remedy.peak_bytes,
             "on the host": remedy.host_bytes,
         }
         for remedy in run.remedies
     ]
-    table = in_one_unit(rows, ("peak with NCCL", "on the host"))
+    table = in_one_unit(rows, ("peak", "on the host"))
     return [Table(f"Nothing fits. What would, at stage {run.remedies[0].stage}, per rank", table)]
 
 
@@ -65,7 +64,7 @@ def run_to_dict(run: RunPlan) -> dict[str, Any]:
         "batch": run.batch,
         "seq": run.seq,
         "checkpointing": run.checkpointing,
-        "gpu": {"name": _name(run), "memory_bytes": run.gpu_bytes},
+        "gpu": {"name": _name(run), "memory_bytes": run.gpu_bytes, "reserved_bytes": RESERVED_BYTES},
         "low_share": run.stages[0].plan.low_share,
         "stages": [_stage_dict(run, stage) for stage in run.stages],
         "remedies": None if run.remedies is None else [asdict(remedy) for remedy in run.remedies],
@@ -79,7 +78,6 @@ def _stage_dict(run: RunPlan, stage: StagePlan) -> dict[str, Any]:
         **asdict(stage.ranks),
         "memory": {"peak": stage.memory.peak(), **{phase: stage.memory.peak(phase) for phase in PHASES}},
         "peak_bytes": stage.memory.peak_bytes(),
-        "nccl_bytes": stage.nccl_bytes,
         "host_bytes": stage.memory.host_bytes(),
         "fits": run.fits(stage),
         "largest_batch": stage.largest_batch,
@@ -114,13 +112,12 @@ def _stage_rows(run: RunPlan) -> list[Row]:
                 "mesh": "x".join(map(str, shape)),
                 **{str(phase): stage.memory.peak_bytes(phase) for phase in PHASES},
                 "peak": stage.memory.peak_bytes(),
-                "NCCL": stage.nccl_bytes,
                 "fits": "yes" if run.fits(stage) else "no",
                 "largest batch": stage.largest_batch,
                 "traffic": sum(stage.traffic.num_bytes.values()),
             }
         )
-    return in_one_unit(in_one_unit(in_one_unit(rows, (*PHASES, "peak")), ("NCCL",)), ("traffic",))
+    return in_one_unit(in_one_unit(rows, (*PHASES, "peak")), ("traffic",))
 
 
 def _kind_rows(run: RunPlan) -> list[Row]:
@@ -130,13 +127,3 @@ def _kind_rows(run: RunPlan) -> list[Row]:
         place = {kind: " (host)" if kind in stage.memory.on_host else "" for kind in KINDS}
         rows.append({"stage": stage.stage, **{f"{kind}{place[kind]}": peak[kind] for kind in KINDS}})
     return in_one_unit(rows, [key for key in rows[0] if key != "stage"])
-
-
-def _traffic_rows(run: RunPlan) -> list[Row]:
-    names = [f"stage {stage.stage}" for stage in run.stages]
-    totals = [stage.traffic.by_dtype() for stage in run.stages]
-    rows = []
-    for key in sorted({key for total in totals for key in total}, key=str):
-        num_bytes = {name: total.get(key, (0, 0))[1] for name, total in zip(names, totals, strict=True)}
-        rows.append({"collective": key[0], "dtype": short_name(key[1]), **num_bytes})
-    return in_one_unit(rows, names)

@@ -7,22 +7,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.discovery.extension import needs_run
-from zeroamp.dry_run.gpu_memory import memory_of, nccl_bytes
+from zeroamp.dry_run.gpu_memory import RESERVED_BYTES, Remedy, find_remedies, largest_batch, memory_of
 from zeroamp.dry_run.inputs import Arguments, InputFactory, arguments_for
 from zeroamp.dry_run.memory import memory_timeline
 from zeroamp.dry_run.optimizer_step import OptimizerCosts, OptimizerFactory, optimizer_costs
 from zeroamp.dry_run.planned_traffic import plan_traffic
-from zeroamp.dry_run.remedies import Remedy, find_remedies, largest_batch
 from zeroamp.dry_run.render import render_run, run_to_dict, title
 from zeroamp.dry_run.timeline import Timeline
 from zeroamp.dry_run.traced_micro_batch import MicroBatch, trace_micro_batch
 from zeroamp.hooks.collectives.traffic import Traffic
-from zeroamp.meshes.refused_meshes import refuse_combinations
 from zeroamp.planning.mesh import Ranks, current_device_type, mesh_shape
-from zeroamp.planning.mesh_axes import MeshAxes, find_axes, ranks_of_axes
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.errors import ConfigError, WrapError, ZeroAmpError
@@ -43,8 +39,6 @@ class StagePlan:
     """Memory of the first rank, which holds the most, over a step after the first."""
     traffic: Traffic
     """Bytes of the collectives of one step, as `zeroamp.traffic(model)` will count them."""
-    nccl_bytes: int
-    """GPU memory that NCCL takes in addition to `memory`: see `gpu_memory.nccl_bytes`."""
     largest_batch: int
     """Samples per micro-batch and rank that fit on the GPU. 0: none fits."""
 
@@ -52,11 +46,6 @@ class StagePlan:
     def stage(self) -> Stage:
         """The ZeRO stage."""
         return self.plan.policy.stage
-
-    @property
-    def peak_bytes(self) -> int:
-        """Return the peak memory on the GPU in bytes, NCCL's included."""
-        return self.memory.peak_bytes() + self.nccl_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +64,7 @@ class RunPlan:
     """Memory of the GPU."""
     stages: tuple[StagePlan, ...]
     refused: dict[Stage, str]
-    """Stage that the config's other keys or the mesh do not allow -> the reason."""
+    """Stage that the config's other keys do not allow -> the reason."""
     remedies: tuple[Remedy, ...] | None = None
     """If no stage fits: changes of the run, each with which it would fit. Empty: none of those tried fits."""
 
@@ -92,8 +81,8 @@ class RunPlan:
         return run_to_dict(self)
 
     def fits(self, stage: StagePlan) -> bool:
-        """Return whether a stage's peak, NCCL's memory included, is at most the GPU's memory."""
-        return stage.peak_bytes <= self.gpu_bytes
+        """Return whether a stage's peak and the reserve are at most the GPU's memory."""
+        return stage.memory.peak_bytes() + RESERVED_BYTES <= self.gpu_bytes
 
 
 def plan_run(
@@ -101,13 +90,11 @@ def plan_run(
     policy: Policy | ConfigLike,
     *,
     world_size: int,
-    mesh: DeviceMesh | None = None,
     batch: int | None = None,
     seq: int = 2048,
     stages: Sequence[Stage] = STAGES,
     checkpointing: bool = False,
     gpu: str | float = "h100",
-    gpus_per_node: int = 8,
     inputs: InputFactory | None = None,
     loss_fn: LossFunction | None = None,
     optimizer: OptimizerFactory | None = None,
@@ -122,15 +109,12 @@ def plan_run(
     Args:
         model: a plain model, on the meta device or any other. It is not changed.
         policy: see `wrap_model`. Its stage is compared with the others.
-        world_size: ranks of the run.
-        mesh: the named mesh of all ranks, for a model with a context, tensor or expert axis. None: the mesh that
-            `wrap_model` makes, whose replicas are `zeroamp.dp_replicate_size`.
+        world_size: ranks of the run. Its replicas are `zeroamp.dp_replicate_size`.
         batch: samples per micro-batch and rank. None: the config's `train_micro_batch_size_per_gpu`, else 1.
         seq: tokens per sample. `inputs` may give it another meaning.
         stages: the ZeRO stages to compare.
         checkpointing: whether each unit recomputes its forward in the backward.
         gpu: a name such as "h100" (`zeroamp plan --help` lists them), or the memory of another GPU in 10^9 bytes.
-        gpus_per_node: GPUs of a node, on which the memory of NCCL depends.
         inputs: (batch, seq) -> the forward's arguments; called under `torch.device("meta")`. None: a transformers
             model's token ids and labels.
         loss_fn: the model's output -> a scalar loss. None: its `.loss`, or the output itself.
@@ -138,7 +122,7 @@ def plan_run(
         auto_wrap_policy: which modules are units, as for `wrap_model`.
 
     Raises:
-        ConfigError: config, mesh, GPU, inputs or a number are wrong, or the model's control flow depends on values.
+        ConfigError: config, GPU, inputs or a number are wrong, or the model's control flow depends on values.
         WrapError: the model cannot be wrapped.
 
     Examples:
@@ -155,7 +139,7 @@ def plan_run(
     """
     policy = as_policy(policy)
     batch = (policy.train_micro_batch_size_per_gpu or 1) if batch is None else batch
-    _check_counts(world_size=world_size, batch=batch, seq=seq, gpus_per_node=gpus_per_node)
+    _check_counts(world_size=world_size, batch=batch, seq=seq)
     if not stages or set(stages) - set(STAGES):
         raise ConfigError(f"plan_run(stages=) must be one or more of {STAGES}, but is {stages!r}.")
     run = _Run(
@@ -165,15 +149,11 @@ def plan_run(
         inputs=inputs,
         loss_fn=loss_fn,
         optimizer=optimizer,
-        gpu_bytes=memory_of(gpu),
-        gpus_per_node=gpus_per_node,
+        limit=memory_of(gpu) - RESERVED_BYTES,
     )
-    axes = None if mesh is None else find_axes(model, mesh)
-    if axes is not None and axes.whole.size() != world_size:
-        raise ConfigError(f"plan_run(world_size=) is {world_size}, but the mesh has {axes.whole.size()} ranks.")
-    possible, refused = run.possible_stages(policy, stages, world_size, axes)
+    possible, refused = run.possible_stages(policy, stages, world_size)
     planned = tuple(run.stage(plan, ranks, batch, checkpointing) for plan, ranks in possible)
-    some_fits = any(stage.peak_bytes <= run.gpu_bytes for stage in planned)
+    some_fits = any(stage.memory.peak_bytes() <= run.limit for stage in planned)
     return RunPlan(
         policy=policy,
         world_size=world_size,
@@ -181,7 +161,7 @@ def plan_run(
         seq=seq,
         checkpointing=checkpointing,
         gpu=gpu,
-        gpu_bytes=run.gpu_bytes,
+        gpu_bytes=memory_of(gpu),
         stages=planned,
         refused=refused,
         remedies=None if some_fits else run.remedies(planned[-1], world_size, batch, checkpointing),
@@ -204,17 +184,17 @@ class _Run:
     inputs: InputFactory | None
     loss_fn: LossFunction | None
     optimizer: OptimizerFactory | None
-    gpu_bytes: int
-    gpus_per_node: int
+    limit: int
+    """Bytes that a step may take on the GPU."""
     device_type: str = field(default_factory=current_device_type)
     traced: dict[tuple[object, ...], MicroBatch] = field(default_factory=dict)
     costs: dict[int | None, OptimizerCosts] = field(default_factory=dict)
     """Number of shards -> costs of the optimizer. They do not depend on the stage."""
 
     def possible_stages(
-        self, policy: Policy, stages: Sequence[Stage], world_size: int, axes: MeshAxes | None
+        self, policy: Policy, stages: Sequence[Stage], world_size: int
     ) -> tuple[list[tuple[Plan, Ranks]], dict[Stage, str]]:
-        """Return the plan and ranks of each stage that config and mesh allow, in order, and why others are refused.
+        """Return the plan and ranks of each stage that the config allows, in order, and why others are refused.
 
         Raises:
             ConfigError, WrapError: the policy's own stage is refused, or all stages are.
@@ -224,11 +204,7 @@ class _Run:
         for stage in sorted(set(stages)):
             try:
                 of_stage = policy.replace(stage=stage)
-                ranks = _ranks_at(of_stage, world_size, axes)
-                plan = self.plan(of_stage)
-                if axes is not None:
-                    refuse_combinations(self.model, plan, axes, materialize=False)
-                possible.append((plan, ranks))
+                possible.append((self.plan(of_stage), _ranks_at(of_stage, world_size)))
             except (ConfigError, WrapError) as error:
                 if stage == policy.stage or (stage == max(stages) and not possible):
                     raise
@@ -254,18 +230,16 @@ class _Run:
 
     def stage(self, plan: Plan, ranks: Ranks, batch: int, checkpointing: bool) -> StagePlan:
         """Predict memory and traffic of one stage."""
-        of_nccl = nccl_bytes(plan, ranks, self.gpus_per_node)
 
         def peak_bytes(batch: int) -> int:
-            return self.memory(plan, ranks, batch, checkpointing).peak_bytes() + of_nccl
+            return self.memory(plan, ranks, batch, checkpointing).peak_bytes()
 
         return StagePlan(
             plan=plan,
             ranks=ranks,
             memory=self.memory(plan, ranks, batch, checkpointing),
             traffic=plan_traffic(plan, ranks),
-            nccl_bytes=of_nccl,
-            largest_batch=largest_batch(peak_bytes, self.gpu_bytes),
+            largest_batch=largest_batch(peak_bytes, self.limit),
         )
 
     def remedies(self, stage: StagePlan, num_ranks: int, batch: int, checkpointing: bool) -> tuple[Remedy, ...]:
@@ -284,12 +258,11 @@ class _Run:
                 checkpointing=checkpointing,
                 offload=offload,
                 peak_bytes=memory.peak_bytes(),
-                nccl_bytes=nccl_bytes(plans[offload], ranks, self.gpus_per_node),
                 host_bytes=memory.host_bytes(),
             )
 
         changes = [(recomputes, offload) for offload in plans for recomputes in dict.fromkeys((checkpointing, True))]
-        return tuple(find_remedies(measured, num_ranks, changes, self.gpu_bytes))
+        return tuple(find_remedies(measured, num_ranks, changes, self.limit))
 
     def micro_batch(self, plan: Plan, batch: int, checkpointing: bool) -> MicroBatch:
         """Return the trace of a micro-batch of `batch` samples. Stages with the same units and dtypes share it.
@@ -322,15 +295,12 @@ class _Run:
         return self.traced[key]
 
 
-def _ranks_at(policy: Policy, world_size: int, axes: MeshAxes | None) -> Ranks:
+def _ranks_at(policy: Policy, world_size: int) -> Ranks:
     """Return the shards and replicas that `wrap_model` would make at the policy's stage.
 
     Raises:
         ConfigError: the replicas do not divide the ranks, or the secondary partition does not divide the shards.
     """
-    if axes is not None:
-        ranks = ranks_of_axes(axes)
-        return replace(ranks, num_shards=1, num_replicas=axes.fsdp.size()) if policy.stage == 0 else ranks
     *replicas, num_shards = mesh_shape(policy.stage, world_size, policy.dp_replicate_size)
     if policy.stage == 3 and num_shards % policy.hpz_partition_size:
         raise ConfigError(

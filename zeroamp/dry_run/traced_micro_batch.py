@@ -26,7 +26,6 @@ from torch.utils.hooks import RemovableHandle
 from zeroamp.discovery.fake_run import fake_run
 from zeroamp.dry_run.inputs import Arguments, sequences_are_not_packed
 from zeroamp.hooks._torch.dispatch import TorchDispatchMode, run_op, storage_key
-from zeroamp.hooks._torch.dtensor import is_wrapper, without_wrapper
 from zeroamp.hooks.precision.module_casts import cast_inputs, run_in_fp32
 from zeroamp.hooks.tensors import map_tensors, tensors_in
 from zeroamp.planning.plan import Plan
@@ -78,7 +77,7 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_forward = True
         self._births: dict[int, Change] = {}
         self._watched: dict[int, Any] = {}  # the weak references, which must live
-        self._existing = {storage_key(without_wrapper(tensor)) for tensor in existing}
+        self._existing = {storage_key(tensor) for tensor in existing}
 
     def mark(self, point: Point, unit: str) -> None:
         """Record that the run has reached a point of a unit."""
@@ -92,7 +91,7 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def gradient_ready(self, param: str, gradient: torch.Tensor | None) -> None:
         """Record that autograd has accumulated `gradient` into a parameter."""
-        birth = None if gradient is None else self._births.get(storage_key(without_wrapper(gradient)))
+        birth = None if gradient is None else self._births.get(storage_key(gradient))
         if birth is None:
             raise AssertionError(f"expected a gradient that the backward of {param} made, got {gradient}")
         birth.kind, birth.param = "unsharded gradients", param
@@ -101,13 +100,10 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the op, and record its new storages. Of DTensors, the ops on their local parts are recorded."""
-        kwargs = kwargs or {}
-        if any(map(is_wrapper, types)):
-            return NotImplemented
-        result = _run(func, args, kwargs)
+        """Run the op, and record its new storages."""
+        result = _run(func, args, kwargs or {})
         for tensor in tensors_in(result):
-            self._record(without_wrapper(tensor))
+            self._record(tensor)
         return result
 
     def _record(self, tensor: torch.Tensor) -> None:
@@ -176,8 +172,7 @@ def trace_micro_batch(
         constant = [*tensors_in((args, kwargs)), *_tensors_beside_parameters(model)]
         fake_parameters = {fqn: fakes.of(parameter) for fqn, parameter in parameters.items()}
         recorder = EventRecorder([*fake_parameters.values(), *constant])
-        parts = map(without_wrapper, constant)
-        sizes = {storage_key(part): part.untyped_storage().nbytes() for part in parts}
+        sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in constant}
         handles = _mark_units(model, plan, recorder, device_type, checkpointing)
         handles += _record_gradients(fake_parameters, recorder)
         try:

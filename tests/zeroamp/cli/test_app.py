@@ -199,10 +199,7 @@ def test_ranks_and_automatic_values_reach_the_config(asked, cfg, net):
         (("check", "some.json", "--auto", "a="), "'a=' is not KEY=VALUE"),
         (("check", "some.json", "--auto", "=3"), "'=3' is not KEY=VALUE"),
         (("explain", "some.json", "--model", "a:b", "--markdown", "--json"), "not allowed with argument"),
-        (("explain", "some.json", "--model", "a:b", "--mesh", "dp=2", "--world-size", "2"), "not allowed with"),
-        (("plan", "some.json", "--model", "a:b"), "one of the arguments --world-size --mesh is required"),
-        (("plan", "some.json", "--model", "a:b", "--mesh", "dp=0"), "dp=0 is not NAME=SIZE with a name of replicate"),
-        (("plan", "some.json", "--model", "a:b", "--mesh", "3x3"), "3x3= is not NAME=SIZE"),
+        (("plan", "some.json", "--model", "a:b"), "the following arguments are required: --world-size"),
         (("plan", "some.json", "--model", "a:b", "--world-size", "2", "--stages", "1,4"), "'4' is not one of 0, 1"),
     ],
 )  # fmt: skip

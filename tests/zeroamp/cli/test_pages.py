@@ -294,11 +294,11 @@ def test_the_plan_has_a_panel_and_a_row_per_stage(pages, browser):
     assert browser.evaluate(f"{first}.layout.xaxis.range") == [0, browser.evaluate(f"{first}.data[0].x.length") - 1]
     rows = cells(browser, 0)
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
-    assert [int(row[5].replace(",", "")) for row in rows] == [stage["largest_batch"] for stage in printed["stages"]]
+    assert [int(row[4].replace(",", "")) for row in rows] == [stage["largest_batch"] for stage in printed["stages"]]
     stages = printed["stages"]
     digits = 5e-3  # half a unit of the third significant digit
     sent = [sum(part["bytes"] for part in stage["traffic"]) for stage in stages]
-    for column, name, values in ((2, "peak", [stage["peak_bytes"] for stage in stages]), (6, "communicated", sent)):
+    for column, name, values in ((2, "peak", [stage["peak_bytes"] for stage in stages]), (5, "communicated", sent)):
         head = browser.evaluate(f"document.querySelectorAll('table')[0].querySelectorAll('th')[{column}].textContent")
         assert head.startswith(name)
         size = 1024 ** ["bytes", "KiB", "MiB", "GiB"].index(head.rpartition(" ")[2])
@@ -306,7 +306,7 @@ def test_the_plan_has_a_panel_and_a_row_per_stage(pages, browser):
     bars = browser.evaluate("[...document.querySelectorAll('.chart')][5].data.map((bar) => bar.y)")
     assert [1024 * sum(parts) for parts in zip(*bars, strict=True)] == pytest.approx(sent, rel=1e-12)  # additions
     colours = (
-        "[...document.querySelectorAll('table')[0].querySelectorAll('tbody tr')].map((r) => r.children[4].style.color)"
+        "[...document.querySelectorAll('table')[0].querySelectorAll('tbody tr')].map((r) => r.children[3].style.color)"
     )
     assert browser.evaluate(colours) == ["rgb(26, 127, 55)"] * 4
 
@@ -318,7 +318,7 @@ def test_the_peak_and_a_gpus_memory_near_it_are_marked_and_what_would_fit_is_a_t
     limit = int(1.1 * max(timelines[0]["total"]))
     small = tmp_path / "small.html"
     remedy = {"stage": 3, "num_ranks": 32, "checkpointing": True, "offload": False}
-    remedy |= {"peak_bytes": 3 * 2**20, "nccl_bytes": 2**20, "host_bytes": 0}
+    remedy |= {"peak_bytes": 4 * 2**20, "host_bytes": 0}
     text = text.replace('"remedies":null', f'"remedies":{json.dumps([remedy])}').replace('"fits":true', '"fits":false')
     small.write_text(re.sub(r'"memory_bytes":\d+', f'"memory_bytes":{limit}', text))
     browser.open(small)
@@ -333,7 +333,7 @@ def test_the_peak_and_a_gpus_memory_near_it_are_marked_and_what_would_fit_is_a_t
         max(timelines[0]["total"]),
     )
     assert cells(browser, 1) == [["32", "yes", "no", "4.00", "0"]]
-    first = "document.querySelectorAll('table')[0].querySelector('tbody tr').children[4]"
+    first = "document.querySelectorAll('table')[0].querySelector('tbody tr').children[3]"
     assert browser.evaluate(f"{first}.style.color") == "rgb(207, 34, 46)"
 
 

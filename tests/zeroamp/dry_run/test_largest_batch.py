@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from zeroamp.dry_run.remedies import MAX_BATCH, largest_batch
+from zeroamp.dry_run.gpu_memory import MAX_BATCH, largest_batch
 
 
 @pytest.mark.parametrize("seed", range(30))

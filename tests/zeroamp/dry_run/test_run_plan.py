@@ -10,6 +10,7 @@ import zeroamp
 from tests.models.small import Llama, Moe, hf_llama_config
 from tests.processes.training import config
 from tests.zeroamp.dry_run.plans import FULL, TOKENS, plan, tokens
+from zeroamp.dry_run.gpu_memory import RESERVED_BYTES
 from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.dry_run.timeline import KINDS
 
@@ -51,10 +52,8 @@ def test_what_a_page_draws_has_the_parts_of_the_step_in_order_and_its_peak(accum
 
 
 def test_the_largest_batch_fits_and_the_next_does_not():
-    nccl_gb = 1.06 + 7 * 32 * 14 * 2**20 / 1e9  # all-to-alls between eight ranks of a node
-    gpu = 4e-3 + nccl_gb
+    gpu = (4_000_000 + RESERVED_BYTES) / 1e9
     run = plan(gpu=gpu, stages=(1, 3))
-    assert [stage.nccl_bytes for stage in run.stages] == [round(1e9 * nccl_gb)] * 2
     assert [run.fits(stage) for stage in run.stages] == [True, True]
     for stage in run.stages:
         assert stage.largest_batch > 2
@@ -125,7 +124,7 @@ def test_replicas():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("world_size", 0), ("world_size", True), ("batch", 1.5), ("seq", 0), ("gpus_per_node", 0), ("stages", (4,))],
+    [("world_size", 0), ("world_size", True), ("batch", 1.5), ("seq", 0), ("stages", (4,))],
 )
 def test_a_number_that_no_run_has_is_refused(name, value):
     with pytest.raises(zeroamp.ConfigError, match=rf"plan_run\({name}=\) must be") as raised:
@@ -191,9 +190,8 @@ def test_the_model_is_left_as_it_was():
 
 def test_where_nothing_fits_the_plan_computes_what_would():
     """The numbers of each remedy are those of a plan of that run, and half of its ranks are not enough."""
-    native = {"zeroamp": {"reduce_accumulate_dtype": "native"}}  # else NCCL takes more with more ranks
-    at_eight = plan(native, stages=(3,), checkpointing=True, gpu=80).stages[0].peak_bytes
-    run = plan(native, world_size=2, gpu=(at_eight + 1) / 1e9)
+    at_eight = plan(stages=(3,), checkpointing=True).stages[0].memory.peak_bytes()
+    run = plan(world_size=2, gpu=(at_eight + RESERVED_BYTES + 1) / 1e9)
     assert not any(map(run.fits, run.stages))
     first = next(remedy for remedy in run.remedies if not remedy.offload)
     assert (first.stage, first.num_ranks, first.checkpointing) == (3, 8, True)
@@ -202,14 +200,11 @@ def test_where_nothing_fits_the_plan_computes_what_would():
         block = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": {"device": "cpu"}}
         zero = {"zero_optimization": block} if remedy.offload else {}
         again = {"checkpointing": remedy.checkpointing, "gpu": run.gpu, "stages": (3,)}
-        stage = plan(native | zero, world_size=remedy.num_ranks, **again).stages[0]
-        assert (stage.peak_bytes, stage.memory.host_bytes()) == (
-            remedy.peak_bytes + remedy.nccl_bytes,
-            remedy.host_bytes,
-        )
-        assert stage.peak_bytes <= run.gpu_bytes
+        stage = plan(zero, world_size=remedy.num_ranks, **again).stages[0]
+        assert (stage.memory.peak_bytes(), stage.memory.host_bytes()) == (remedy.peak_bytes, remedy.host_bytes)
+        assert stage.memory.peak_bytes() <= run.gpu_bytes - RESERVED_BYTES
         if remedy.num_ranks > run.world_size:
-            fewer = plan(native | zero, world_size=remedy.num_ranks // 2, **again)
+            fewer = plan(zero, world_size=remedy.num_ranks // 2, **again)
             assert not fewer.fits(fewer.stages[0])
     assert "What would, at stage 3" in str(run)
     assert run.to_dict()["remedies"][0]["num_ranks"] == run.remedies[0].num_ranks

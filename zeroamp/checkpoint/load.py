@@ -157,6 +157,11 @@ class _Load:
         metadata = self.reader.read_metadata()
         self.values = self.reader.read_values(VALUES)
         self.own = self.reader.read_values(rank_file(self.ranks.rank if self.is_same_size else 0))
+        if extra_rank is not None and not 0 <= extra_rank < self.manifest.world_size:
+            raise CheckpointError(
+                f"extra_rank must be one of the {self.manifest.world_size} ranks that wrote {self.path}, from 0 on, "
+                f"but is {extra_rank}."
+            )
         excluded = self.values["excluded"]
         check_model_fits(self.state.root, metadata, self.own, str(self.path), excluded)
         self.tensors = model_tensors(self.state.root, excluded)

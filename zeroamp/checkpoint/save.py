@@ -22,6 +22,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
@@ -198,6 +199,8 @@ class _Save:
     """Saved by torch.distributed.checkpoint: the model's tensors, and the sharded ones of its optimizers."""
     files: dict[str, bytes] = field(default_factory=dict)
     """Name -> content of this rank's other files."""
+    world: dist.ProcessGroup | None = field(default_factory=lambda: dist.group.WORLD)
+    """The default process group when the save began. Without it torch would save each rank on its own."""
     draft: Draft | None = None
     """None except on the first rank."""
     path: Path = field(default_factory=Path)
@@ -267,8 +270,17 @@ class _Save:
         """Write the draft and publish it."""
         with self._removing_draft():
             self.ranks.run(self._write_files)
+            self._refuse_destroyed()
             shards = save_tensors(self.tensors, self.path, self.ranks)
             self.ranks.reduce(lambda: self._records(shards), self._publish)
+
+    def _refuse_destroyed(self) -> None:
+        """Raise CheckpointError if the program has destroyed the process group before the save ended."""
+        if dist.group.WORLD is not self.world:
+            raise CheckpointError(
+                f"Step {self.step} is not saved in {self.folder}: the process group was destroyed before the save in "
+                "the background ended. Call zeroamp.wait_for_save(model) before destroy_process_group()."
+            )
 
     @contextmanager
     def _removing_draft(self) -> Iterator[None]:
@@ -278,6 +290,7 @@ class _Save:
         except BaseException as error:
             if self.draft is not None:
                 self.draft.discard()
+            self._refuse_destroyed()
             if isinstance(error, CheckpointError):  # an OSError of a full disk does not name the folder
                 raise type(error)(f"Step {self.step} is not saved in {self.folder}: {error}") from error
             raise

@@ -59,6 +59,8 @@ def check(options: Namespace) -> str:
     """Print how every key of a config is used, or what is wrong with it."""
     if options.config is None and not options.all:
         raise ConfigError("The config is missing. Name a JSON file, or list all keys with --all.")
+    if options.model is None and (options.auto_wrap is not None or options.inputs is not None):
+        raise ConfigError("--auto-wrap and --inputs are about a model. Name one with --model, or leave them out.")
     policy = zeroamp.policy_from_config({}) if options.config is None else _policy(options, options.world_size)
     lines = [] if options.config is None else [str(options.config)]
     lines.append(policy.report(defaults=options.all))

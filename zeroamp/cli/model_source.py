@@ -28,6 +28,10 @@ def load_model(source: str) -> nn.Module:
         WrapError: there is no such model, or building it failed. The text has the class and text of the error.
     """
     is_folder = Path(source).is_dir()
+    if is_folder and not (Path(source) / "config.json").is_file():
+        raise WrapError(
+            f"--model {source} has no config.json of transformers. Name a folder that has one, or a factory."
+        )
     build: Callable[..., Any] = load_function(source, "--model") if not is_folder else partial(_build, Path(source))
     try:
         with torch.device("meta"):

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.planning.mesh import device_of, is_first_rank
 from zeroamp.policies.dtypes import DTYPE_BY_NAME, short_name
 from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.policies.numbers import is_integer
 from zeroamp.rank_group import RankGroup
 from zeroamp.weights.files import require_libraries, write_weights
 from zeroamp.weights.layouts import publish
@@ -50,7 +51,8 @@ def export_hf(
     Raises:
         CheckpointError: on all ranks. Before anything is written: the model has adapters of peft or weights that
             bitsandbytes quantized, the ranks pass different arguments, a finite value would be infinite in `dtype`,
-            the folder is a checkpoint, or safetensors is not installed. Later: the first rank cannot write.
+            the folder is a checkpoint, `max_shard_bytes` is no positive integer, or safetensors is not installed.
+            Later: the first rank cannot write.
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
@@ -61,6 +63,10 @@ def export_hf(
 
     def check() -> dict[str, object]:
         require_libraries()
+        if not is_integer(max_shard_bytes, at_least=1):
+            raise CheckpointError(
+                f"export_hf(max_shard_bytes=) must be an integer from 1 on, but is {max_shard_bytes!r}."
+            )
         _refuse_modules(root)
         weights.update((name, weight) for weight in find_weights(root) for name in weight.written_names)
         for name, weight in weights.items():

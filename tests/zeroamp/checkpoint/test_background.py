@@ -57,6 +57,29 @@ def test_training_goes_on_and_the_checkpoint_is_of_the_moment_of_the_call(ranks2
     assert ranks2.run(_trains_on_while_writing, tmp_path / "checkpoints") == [expected] * 2
 
 
+def _destroyed_while_writing(folder):
+    model, train = _training()
+    may_write, write = threading.Event(), save_module.write_durably
+
+    def wait_and_write(path, content):
+        assert may_write.wait(timeout=60)
+        write(path, content)
+
+    with mock.patch.object(save_module, "write_durably", wait_and_write):
+        path = zeroamp.save_checkpoint(folder, model, train, async_=True)
+        with mock.patch.object(save_module, "dist"):  # the default group is another one
+            may_write.set()
+            with pytest.raises(zeroamp.CheckpointError) as raised:
+                zeroamp.wait_for_save(model)
+    return str(raised.value), path.exists()
+
+
+def test_a_process_group_that_is_destroyed_before_the_save_ends_is_named(ranks2, tmp_path):
+    for text, exists in ranks2.run(_destroyed_while_writing, tmp_path / "checkpoints"):
+        assert "the process group was destroyed before the save in the background ended" in text
+        assert not exists
+
+
 CALLS = {
     "save": zeroamp.save_checkpoint,
     "load": zeroamp.load_checkpoint,

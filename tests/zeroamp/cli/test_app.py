@@ -151,6 +151,19 @@ def test_a_model_that_cannot_be_built_goes_to_stderr(cfg, net):
     assert "Traceback" not in err
 
 
+def test_a_model_that_is_neither_a_folder_with_a_config_nor_a_function_is_named(cfg, tmp_path):
+    for source, words in (
+        ("nope", "must be a folder with a transformers config.json"),
+        (str(tmp_path), "has no config.json"),
+    ):
+        code, _, err = run("explain", cfg, "--model", source)
+        assert code == 1
+        assert words in err
+    code, _, err = run("check", cfg, "--auto-wrap", "Linear")
+    assert code == 1
+    assert "Name one with --model" in err
+
+
 @pytest.mark.parametrize("command", ["check", "explain"])
 def test_units_by_class(cfg, net, command):
     assert "3 units" in run(command, cfg, "--model", net, "--auto-wrap", "Sequential")[1]

@@ -32,11 +32,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import zeroamp
+from benchmarks.fake_ranks import fake_ranks
 from benchmarks.peers import record
 from benchmarks.peers.counting import Collectives
 from benchmarks.peers.model import Decoder, Shape, build
 from benchmarks.peers.timing import ratios
-from zeroamp.hooks._torch.fake_ranks import fake_ranks
 from zeroamp.hooks._torch.fsdp import groups_of, units_of
 from zeroamp.hooks.collectives.collective_calls import IssuedInStep
 from zeroamp.wrapping.state import wrap_state

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from benchmarks import host_time
-from zeroamp.hooks._torch.fake_ranks import fake_ranks
+from benchmarks.fake_ranks import fake_ranks
 
 FEW, MORE = 2, 4  # layers
 MODES = tuple(host_time.CONFIGS)

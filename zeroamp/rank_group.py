@@ -11,7 +11,7 @@ from torch.distributed.constants import default_pg_nccl_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks._torch.fsdp import timeout_of
-from zeroamp.hooks._torch.process_groups import group_of_parts
+from zeroamp.hooks._torch.process_groups import group_of_parts, of_default_group
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.policies.errors import CheckpointError, error_text
 from zeroamp.wrapping.run_alike import Outcome, attempt, raise_failure
@@ -51,14 +51,11 @@ class RankGroup:
 
         Each group costs connections and threads, which last until the program destroys its process groups.
         """
-        world = dist.group.WORLD
-        if world is None:
-            raise AssertionError("expected the process group of a wrapped model")
-        of_world = _shared.setdefault(world, {})
+        shared = of_default_group(_shared)
         key = use, tuple(sorted(mesh.mesh.flatten().tolist()))
-        if key not in of_world:
-            of_world[key] = cls(mesh, use)
-        return of_world[key]
+        if key not in shared:
+            shared[key] = cls(mesh, use)
+        return shared[key]
 
     @classmethod
     def for_saving(cls, mesh: DeviceMesh) -> "RankGroup":

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from zeroamp.hooks._torch.fake_ranks import fake_ranks
+from benchmarks.fake_ranks import fake_ranks
 
 _ALL_GATHERS = ("all_gather_into_tensor", "all_gather_single")
 _REDUCE_SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_single")

@@ -9,7 +9,6 @@ REASONS = {
     "_fsdp_common": "`FSDPMeshInfo`, which says over which ranks a group is reduced, is not exported",
     "_fully_shard": "the package of FSDP2's modules",
     "_functional_collectives": "`AsyncCollectiveTensor`: what DTensor's redistribution returns in traced runs",
-    "_internal": "torch.testing has the store and the backend of fake ranks; `init_process_group` cannot make them",
     "_python_dispatch": "`TorchDispatchMode` is documented, but exported nowhere else",
     "_subclasses": "`FakeTensorMode` is exported nowhere else",
     # FSDP2: state of a module and its parameter groups
@@ -42,7 +41,7 @@ REASONS = {
     "_execution_engine": "queues a callback for the end of a backward",
     "_base": "whether a tensor is a view, as autocast asks before it caches a cast",
     "_disable_dynamo": "`torch.compiler.disable` imports torch._dynamo when it decorates, 2 s before any training",
-    "_grouped_mm": "the op of `F.grouped_mm`, which fake tensors and the table of FLOPs lack",
+    "_grouped_mm": "the op of `F.grouped_mm`, which fake tensors lack",
     "_unsafe_view": "the op of `reshape`, whose schema declares no view",
     "_is_profiler_enabled": "`record_function` takes microseconds also when nothing records",
     "_foreach_norm": "one launch for all tensors",

@@ -6,13 +6,27 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import cast
+from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+K = TypeVar("K")
+V = TypeVar("V")
 _made: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]]" = WeakKeyDictionary()
 """Default group -> arguments of `group_of_parts` -> this rank's group."""
+
+
+def of_default_group(cache: "WeakKeyDictionary[dist.ProcessGroup, dict[K, V]]") -> dict[K, V]:
+    """Return the entries that a cache has for the present default process group, to read and to fill.
+
+    Entries for other default groups are removed: these were destroyed, and all groups made beside them.
+    """
+    if (world := dist.group.WORLD) is None:
+        raise AssertionError("expected an initialised process group")
+    if world not in cache:
+        cache.clear()
+    return cache.setdefault(world, {})
 
 
 def group_of_parts(
@@ -35,11 +49,7 @@ def group_of_parts(
         use: what the group is for. Collectives of different uses may overlap, so each has a group of its own.
     """
     of_ranks = [sorted(part) for part in parts]
-    if (world := dist.group.WORLD) is None:
-        raise AssertionError("expected an initialised process group")
-    if world not in _made:
-        _made.clear()  # an earlier default group was destroyed, and all others with it
-    made = _made.setdefault(world, {})
+    made = of_default_group(_made)
     key = tuple(map(tuple, of_ranks)), timeout, backend, use
     if key not in made:
         made[key] = _make(of_ranks, timeout, backend)

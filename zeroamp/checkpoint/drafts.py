@@ -72,7 +72,7 @@ def has_writer(draft: Path) -> bool | None:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Try to lock a file. Return whether the lock was free. A file system without locks has none that is free."""
+    """Try to lock a file. Return whether this call got the lock: False also on a file system without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

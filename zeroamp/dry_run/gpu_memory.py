@@ -49,6 +49,11 @@ def memory_of(gpu: str | float) -> int:
     return int(gigabytes * 1e9)
 
 
+def usable_bytes(gpu_bytes: int) -> int:
+    """Return the bytes of a GPU's memory that a step may take. A stage fits if its peak is no larger."""
+    return gpu_bytes - RESERVED_BYTES
+
+
 def find_remedies(
     measured: Callable[[int, bool, bool], Remedy], num_ranks: int, changes: Sequence[tuple[bool, bool]], limit: int
 ) -> Iterator[Remedy]:

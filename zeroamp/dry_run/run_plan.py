@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeroamp.discovery.extension import needs_run
-from zeroamp.dry_run.gpu_memory import RESERVED_BYTES, Remedy, find_remedies, largest_batch, memory_of
+from zeroamp.dry_run.gpu_memory import Remedy, find_remedies, largest_batch, memory_of, usable_bytes
 from zeroamp.dry_run.inputs import Arguments, InputFactory, arguments_for
 from zeroamp.dry_run.memory import memory_timeline
 from zeroamp.dry_run.optimizer_step import OptimizerCosts, OptimizerFactory, optimizer_costs
@@ -82,7 +82,7 @@ class RunPlan:
 
     def fits(self, stage: StagePlan) -> bool:
         """Return whether a stage's peak and the reserve are at most the GPU's memory."""
-        return stage.memory.peak_bytes() + RESERVED_BYTES <= self.gpu_bytes
+        return stage.memory.peak_bytes() <= usable_bytes(self.gpu_bytes)
 
 
 def plan_run(
@@ -142,6 +142,7 @@ def plan_run(
     _check_counts(world_size=world_size, batch=batch, seq=seq)
     if not stages or set(stages) - set(STAGES):
         raise ConfigError(f"plan_run(stages=) must be one or more of {STAGES}, but is {stages!r}.")
+    gpu_bytes = memory_of(gpu)
     run = _Run(
         model=model,
         auto_wrap_policy=auto_wrap_policy,
@@ -149,7 +150,7 @@ def plan_run(
         inputs=inputs,
         loss_fn=loss_fn,
         optimizer=optimizer,
-        limit=memory_of(gpu) - RESERVED_BYTES,
+        limit=usable_bytes(gpu_bytes),
     )
     possible, refused = run.possible_stages(policy, stages, world_size)
     planned = tuple(run.stage(plan, ranks, batch, checkpointing) for plan, ranks in possible)
@@ -161,7 +162,7 @@ def plan_run(
         seq=seq,
         checkpointing=checkpointing,
         gpu=gpu,
-        gpu_bytes=memory_of(gpu),
+        gpu_bytes=gpu_bytes,
         stages=planned,
         refused=refused,
         remedies=None if some_fits else run.remedies(planned[-1], world_size, batch, checkpointing),

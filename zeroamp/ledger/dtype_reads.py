@@ -20,8 +20,9 @@ from zeroamp.planning.plan import Plan
 from zeroamp.policies.dtypes import short_name
 from zeroamp.wrapping.state import WrapState
 
-_ANSWERED_AS_THEY_ARE = ("torch.distributed.", "zeroamp.")
-"""Modules whose own reads of a dtype, in hooks that run inside of the forward, are not the model's."""
+_HOOKS = ("torch.distributed.", "zeroamp.")
+"""Beginnings of the names of modules whose hooks run inside of the forward. Their reads of a dtype are not the model's.
+"""
 
 
 def differing_reads(plan: Plan, model: nn.Module, state: WrapState, batch: object) -> list[str]:
@@ -83,7 +84,7 @@ def _is_read_by_model() -> bool:
     frame = inspect.currentframe()
     for _ in range(2):  # from here to __torch_function__, and to its caller
         frame = frame.f_back if frame else None
-    return frame is not None and not f"{frame.f_globals.get('__name__')}.".startswith(_ANSWERED_AS_THEY_ARE)
+    return frame is not None and not f"{frame.f_globals.get('__name__')}.".startswith(_HOOKS)
 
 
 def _are_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:

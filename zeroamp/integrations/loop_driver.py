@@ -163,8 +163,8 @@ class LoopDriver:
         if any(map(_has_gradient, others)) or self._has_stepped:
             raise StepError(
                 "Gradients of one optimizer cannot be clipped while other optimizers have gradients too: TrainStep "
-                "computes one norm of all. Set gradient_clipping in the config, or call toggle_optimizer, so that only "
-                "one optimizer has gradients."
+                "computes one norm of all. Set gradient_clipping in the config, or let only one optimizer have "
+                "gradients."
             )
 
     def step(self, optimizer: Optimizer) -> None:

@@ -261,6 +261,9 @@ def _refused(folder):
     def backward(self, loss):
         loss.backward()
 
+    manual = module_of()
+    manual.automatic_optimization = False
+    note("manual", lambda: fit(manual, folder, _strategy()))
     clipped, counted = {**AUTOCAST, "gradient_clipping": 1.0}, {**AUTOCAST, "gradient_accumulation_steps": 2}
     note("sync_batchnorm", lambda: fit(module_of(), folder, _strategy(), sync_batchnorm=True))
     note("bf16-true", lambda: trainer_of(folder, _strategy(), "bf16-true"))
@@ -284,6 +287,7 @@ def test_what_does_not_go_is_refused_by_name(ranks2, tmp_path):
         "sync_batchnorm": ["ConfigError", "sync_batchnorm"],
         "bf16-true": ["ConfigError", '"bf16": {"enabled": true}'],
         "backward": ["ConfigError", "LightningModule.backward"],
+        "manual": ["ConfigError", "automatic_optimization=False", "Fabric"],
         "clipping": ["ConfigError", "gradient_clipping", "gradient_clip_val"],
         "accumulation": ["ConfigError", "gradient_accumulation_steps", "accumulate_grad_batches"],
         "policy": ["ConfigError", "gradient_accumulation_steps", "accumulate_grad_batches"],

@@ -1,6 +1,6 @@
 """`ZeroampStrategy` for `lightning.pytorch.Trainer`. Tested with lightning 2.6.6.
 
-The order of an optimizer step with automatic optimization is Lightning's:
+The order of an optimizer step is Lightning's:
 
 | what | who does it |
 |---|---|
@@ -32,7 +32,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zeroamp.integrations.config_values import CLIPPING, STEPS
-from zeroamp.integrations.lightning.child_calls import ChildCalls
 from zeroamp.integrations.lightning.strategy import (
     ConfigPrecision,
     ForwardModule,
@@ -52,10 +51,7 @@ from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.state import reshard, wrap_state
 from zeroamp.wrapping.wrap import wrap_model
 
-_HOW_TO_ACCUMULATE = (
-    "every backward of an optimizer step but the last inside `with self.trainer.strategy.block_backward_sync():`, "
-    "and step() after the last."
-)
+_HOW_TO_ACCUMULATE = "Trainer(accumulate_grad_batches=...)."
 
 
 class ZeroampStrategy(SharedStrategy, DDPStrategy):
@@ -65,7 +61,6 @@ class ZeroampStrategy(SharedStrategy, DDPStrategy):
         """See `SharedStrategy`."""
         self._driver: LoopDriver | None = None
         self._policy: Policy | None = None
-        self._child_calls: ChildCalls | None = None
         super().__init__(*args, **kwargs)
         self._forward_redirection = _ForwardRedirection()
 
@@ -133,16 +128,12 @@ class ZeroampStrategy(SharedStrategy, DDPStrategy):
             self._driver = LoopDriver(module, _HOW_TO_ACCUMULATE)
         if is_fitting:
             self.setup_optimizers(trainer)
-            if not module.automatic_optimization and self._child_calls is None:
-                self._child_calls = ChildCalls(module)
 
     def _policy_for(self, trainer: "pl.Trainer") -> Policy:
-        known: dict[str, tuple[str, Any]] = {}
-        if trainer.lightning_module.automatic_optimization:
-            known[STEPS] = "accumulate_grad_batches", trainer.accumulate_grad_batches
-            is_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
-            if is_norm and trainer.gradient_clip_val is not None:
-                known[CLIPPING] = "gradient_clip_val", float(trainer.gradient_clip_val)
+        known: dict[str, tuple[str, Any]] = {STEPS: ("accumulate_grad_batches", trainer.accumulate_grad_batches)}
+        is_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
+        if is_norm and trainer.gradient_clip_val is not None:
+            known[CLIPPING] = "gradient_clip_val", float(trainer.gradient_clip_val)
         return self.policy_of(known, "the arguments of the Trainer", world_size=self.num_nodes * self.num_processes)
 
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
@@ -169,16 +160,6 @@ class ZeroampStrategy(SharedStrategy, DDPStrategy):
         """Do nothing: `wrap_model` moves shards."""
 
     # Steps
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run `training_step` inside the wrapped model's forward; with manual optimization, outside of it.
-
-        With manual optimization, `training_step` runs backwards and updates too, which must be outside of a forward.
-        """
-        if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
-            with self.precision_plugin.train_step_context():
-                return self.lightning_module.training_step(*args, **kwargs)
-        return super().training_step(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -277,9 +258,6 @@ class ZeroampStrategy(SharedStrategy, DDPStrategy):
 
     def teardown(self) -> None:
         """Tear down the accelerator. The model stays wrapped, on its device: the Trainer may test it next."""
-        if self._child_calls is not None:
-            self._child_calls.remove()
-            self._child_calls = None
         if self.cluster_environment is None or self.accelerator is None:
             raise AssertionError("expected a strategy that is connected to a Trainer")
         self.cluster_environment.teardown()
@@ -294,6 +272,11 @@ def _refuse_unsupported(module: "pl.LightningModule", trainer: "pl.Trainer") -> 
                 f"The callback {type(callback).__name__} averages a copy of {name} that was made before sharding. "
                 "Remove it, and average the shards, module.parameters(), in a callback of your own."
             )
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f"{name} sets automatic_optimization=False. Its training_step would run backwards and updates inside of "
+            "the wrapped model's forward. Write the loop with Fabric and FabricZeroampStrategy, or with TrainStep."
+        )
     if is_overridden("backward", module):
         raise ConfigError(
             f"{name} overrides LightningModule.backward, but TrainStep runs the backward. Remove the method. Scale the "

@@ -35,6 +35,7 @@ Mode = Literal["autocast", "bf16", "fp16", "fp32"]
 HELD_BY = {
     "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
     "comms_logger.enabled": "zeroamp.count_traffic",
+    "bf16.bf16_optimizer_states": "data_types.optimizer_states_dtype",
     "zero_optimization.offload_param": "zero_optimization.offload_optimizer",
 }
 """Key or block -> the key or block with the same meaning, which has the value in the normal form."""
@@ -64,6 +65,7 @@ def normalised(config: Config, num_ranks: int | None) -> Config:
     counts = _agreed(
         ("zeroamp.count_traffic", config.zeroamp.count_traffic), ("comms_logger.enabled", config.comms_logger.enabled)
     )
+    has_bf16_states = config.bf16.enabled and config.bf16.bf16_optimizer_states
     settled = {
         "train_batch_size": total,
         "train_micro_batch_size_per_gpu": micro,
@@ -71,7 +73,13 @@ def normalised(config: Config, num_ranks: int | None) -> Config:
         "torch_autocast": _changed(
             autocast, lower_precision_safe_modules=DEFAULT_SAFE_MODULES if names is None else names
         ),
-        "data_types": _changed(types, grad_accum_dtype=accumulation_dtype or torch.float32, param_dtype=None),
+        "bf16": _changed(config.bf16, bf16_optimizer_states=False),
+        "data_types": _changed(
+            types,
+            grad_accum_dtype=accumulation_dtype or torch.float32,
+            param_dtype=None,
+            optimizer_states_dtype="bf16" if has_bf16_states else types.optimizer_states_dtype,
+        ),
         "gradient_accumulation_dtype": None,
         "zero_optimization": _changed(
             zero,

@@ -162,6 +162,9 @@ class Policy:
     gradient_clipping = _Key(lambda config: config.gradient_clipping)
     communication_data_type = _Key(lambda config: config.communication_data_type)
     grad_accum_dtype = _Key(lambda config: config.data_types.grad_accum_dtype or torch.float32)
+    optimizer_states_dtype = _Key(
+        lambda config: torch.bfloat16 if config.data_types.optimizer_states_dtype == "bf16" else None
+    )
     buffer_dtype = _Key(lambda config: config.data_types.buffer_dtype)
     keep_in_fp32_modules = _Key(lambda config: config.data_types.keep_in_fp32_modules)
     check_grad_overflow = _Key(lambda config: config.bf16.check_grad_overflow)

@@ -36,6 +36,9 @@ class Bf16Block(Block):
     check_grad_overflow: Annotated[
         bool, Honoured("skip steps whose gradients are not finite, as always with float16", True)
     ] = False
+    bf16_optimizer_states: Annotated[bool, Honoured('true: the same as `data_types.optimizer_states_dtype` "bf16"')] = (
+        False
+    )
 
 
 @with_foreign_keys("fp16")
@@ -69,6 +72,13 @@ class DataTypesBlock(Block):
     param_dtype: Annotated[
         Dtype | None, Honoured("must be the dtype of the enabled `bf16` or `fp16` block, else fp32")
     ] = None
+    optimizer_states_dtype: Annotated[
+        Literal["fp32", "bf16"],
+        Honoured(
+            "dtype of AdamW's two moments; the update and the weights stay fp32 (docs/optimizers.md). `bf16`: 12 bytes "
+            "per parameter instead of 16"
+        ),
+    ] = "fp32"
     buffer_dtype: Annotated[
         Dtype | None,
         Honoured("`wrap_model` casts floating-point buffers to this dtype. Default: buffers are not cast"),

@@ -1,5 +1,7 @@
 """One rank's memory in a real training step, beside what the dry run says of it."""
 
+from functools import partial
+
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -51,7 +53,9 @@ def _measured(allocated, model, arguments, checkpointing):
     state = wrap_state(model)
     if checkpointing:
         _recompute(model, state.plan.units)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    has_bf16_states = wrap_state(model).plan.policy.optimizer_states_dtype is not None
+    adamw = zeroamp.Bf16StatesAdamW if has_bf16_states else partial(torch.optim.AdamW, foreach=False)
+    optimizer = adamw(model.parameters())
     sizes = _gradient_sizes(optimizer, model)
     step = zeroamp.TrainStep(model, optimizer)
     args, kwargs = arguments

@@ -75,6 +75,7 @@ CASES = {
     "`torchao.optim.AdamW8bit`": _other("torchao.optim.AdamW8bit"),
     "`torchao.optim.AdamW4bit`": _other("torchao.optim.AdamW4bit"),
     "`torchao.optim.AdamWFp8`": _other("torchao.optim.AdamWFp8"),
+    "`zeroamp.Bf16StatesAdamW`": _other("zeroamp.Bf16StatesAdamW"),
     "`transformers.Adafactor`": _other(
         "transformers.Adafactor", arguments={"relative_step": False, "scale_parameter": False}
     ),

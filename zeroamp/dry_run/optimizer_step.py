@@ -10,6 +10,7 @@ from zeroamp.dry_run.traced_micro_batch import Change, EventRecorder
 from zeroamp.hooks._torch.dispatch import FakeTensorMode
 from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.hooks.tensors import tensors_in
+from zeroamp.optimizers.bf16_states import example_optimizer
 from zeroamp.optimizers.from_config import optimizer_from_config
 from zeroamp.planning.groups import ParamPlan
 from zeroamp.planning.mesh import Ranks
@@ -52,7 +53,7 @@ def optimizer_costs(
         if factory is None and plan.policy.optimizer is not None:
             optimizer = optimizer_from_config(plan.policy, shards)
         else:
-            optimizer = (factory or torch.optim.AdamW)(shards)
+            optimizer = factory(shards) if factory else example_optimizer(plan.policy, shards)
         for group in optimizer.param_groups:
             if foreach is not None and group.get("foreach", ...) is None and not group.get("fused"):
                 group["foreach"] = foreach

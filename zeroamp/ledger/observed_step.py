@@ -12,6 +12,7 @@ from zeroamp.hooks._torch.fsdp import can_be_sharded, unsharded_sums
 from zeroamp.hooks.observers.observed_dtypes import Observations
 from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.planning.plan import Plan
+from zeroamp.policies.extensions import load
 from zeroamp.training.loss_scaler import LossScaler
 from zeroamp.training.micro_batches import MicroBatches
 from zeroamp.wrapping.state import WrapState, reshard
@@ -66,7 +67,7 @@ class ObservedStep:
         for parameter in self._micro_batches.with_gradient():
             copy = nn.Parameter(parameter.detach().clone())
             copy.grad, parameter.grad = parameter.grad, None
-            optimizer = torch.optim.AdamW([copy])
+            optimizer = load("Ledger.example_optimizer")(self._state.plan.policy, [copy])
             optimizer.step()
             for name, value in optimizer.state[copy].items():
                 if name != "step":  # a count, not of the parameter's dtype

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from zeroamp.optimizers.bf16_states import Bf16StatesAdamW
 from zeroamp.optimizers.optimizer_params import AdamParams, SGDParams
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Policy, policy_from_config
@@ -30,7 +31,8 @@ def optimizer_from_config(cfg: PolicyLike, params: ParamsT, /, **auto: Any) -> t
     Raises:
         ConfigError: the config is invalid, or has no `optimizer`.
     """
-    block = policy_of(cfg, auto).optimizer
+    policy = policy_of(cfg, auto)
+    block = policy.optimizer
     if block is None:
         raise ConfigError(
             'The config has no "optimizer". Add it, such as {"type": "AdamW", "params": {"lr": 1e-3}}, or build the '
@@ -41,6 +43,8 @@ def optimizer_from_config(cfg: PolicyLike, params: ParamsT, /, **auto: Any) -> t
     if isinstance(settings, SGDParams):
         return torch.optim.SGD(held, **_arguments(settings, torch.optim.SGD) | _implementation(settings, held))
     optimizer_class = torch.optim.AdamW if settings.adam_w_mode else torch.optim.Adam
+    if policy.optimizer_states_dtype is not None:
+        optimizer_class = Bf16StatesAdamW
     arguments = _arguments(settings, optimizer_class) | {"weight_decay": settings.weight_decay_or_default}
     return optimizer_class(held, **arguments | _implementation(settings, held))
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from zeroamp.optimizers.bf16_states import Bf16StatesAdamW
 from zeroamp.planning.mesh import num_shards_of
 from zeroamp.policies.errors import StepError
 from zeroamp.training.optimizer_kinds import Kind, full_name, has_own_step
@@ -29,7 +30,7 @@ _INSTEAD = (
 
 def kind_of_other(optimizer: torch.optim.Optimizer) -> Kind:
     """Return how an optimizer is updated that is not one of torch's element-wise ones."""
-    if _is_one_of(optimizer, WHOLE_PARAMETERS):
+    if _is_one_of(optimizer, WHOLE_PARAMETERS) or type(optimizer) is Bf16StatesAdamW:
         return "shards"
     if type(optimizer) is torch.optim.Muon and not has_own_step(optimizer):
         return "muon"

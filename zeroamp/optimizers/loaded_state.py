@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from zeroamp.optimizers.bf16_states import Bf16StatesAdamW
 from zeroamp.policies.errors import StepError
 from zeroamp.tensor_shards import local_slices
 from zeroamp.training.optimizer_kinds import ELEMENTWISE
@@ -43,7 +44,7 @@ def _sharded_state(
     Only torch's element-wise optimizers are known to have state of the parameter's shape. That of others is returned as
     it is: it may be plain tensors of their shard, such as 8-bit values in blocks.
     """
-    if not isinstance(parameter, DTensor) or type(optimizer) not in ELEMENTWISE:
+    if not isinstance(parameter, DTensor) or type(optimizer) not in (*ELEMENTWISE, Bf16StatesAdamW):
         return values
     result = dict(values)
     for key, value in values.items():

@@ -137,7 +137,7 @@ def param_dtypes(parameter: nn.Parameter, policy: Policy, precision: Precision) 
         gradient=low if is_trained else None,
         communication=communication if is_trained else None,
         accumulate=accumulation_dtype(policy) if is_trained else None,
-        optimizer=stored if is_trained else None,
+        optimizer=_states_dtype(stored, policy) if is_trained else None,
     )
     return dtypes, GroupKey(stored, low, communication)
 
@@ -166,9 +166,13 @@ def ignored_dtypes(parameter: nn.Parameter, policy: Policy) -> tuple[ParamDtypes
         gradient=stored if is_trained else None,
         communication=None,
         accumulate=stored if is_trained else None,
-        optimizer=stored if is_trained else None,
+        optimizer=_states_dtype(stored, policy) if is_trained else None,
     )
     return dtypes, GroupKey(stored, stored, stored, is_ignored=True)
+
+
+def _states_dtype(stored: torch.dtype, policy: Policy) -> torch.dtype:
+    return policy.optimizer_states_dtype or stored if stored == torch.float32 else stored
 
 
 def unit_key(policy: Policy) -> GroupKey:

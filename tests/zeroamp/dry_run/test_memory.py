@@ -84,6 +84,7 @@ def test_embeddings_and_heads_that_are_units_of_their_own(ranks2, name, accumula
 MODES = [
     {"dtype": None},
     {"comm": "fp32"},
+    {"data_types": {"optimizer_states_dtype": "bf16"}},
     {"dtype": None, "bf16": {"enabled": True}},
     {"zeroamp": {"reduce_accumulate_dtype": "native"}},
     {"dtype": None, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}, "accumulation": 2},
@@ -98,7 +99,7 @@ def test_units_that_cast_their_inputs(ranks2, checkpointing):
         check(ranks2.run(measured_step, "makes_fp32", options, checkpointing))
 
 
-@pytest.mark.parametrize("mode", slow_but(MODES, MODES[0]), ids=str)
+@pytest.mark.parametrize("mode", slow_but(MODES, MODES[0], MODES[2]), ids=str)
 @pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_other_modes(ranks2, mode, stage):
     check(ranks2.run(measured_step, "llama_tied", {"stage": stage, **mode}))

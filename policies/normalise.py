@@ -73,7 +73,7 @@ def normalised(config: Config, num_ranks: int | None) -> Config:
         "torch_autocast": _changed(
             autocast, lower_precision_safe_modules=DEFAULT_SAFE_MODULES if names is None else names
         ),
-        "bf16": _changed(config.bf16, bf16_optimizer_states=False),
+        "bf16": _changed(config.bf16, bf16_optimizer_states=None),
         "data_types": _changed(
             types,
             grad_accum_dtype=accumulation_dtype or torch.float32,

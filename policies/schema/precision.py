@@ -36,9 +36,9 @@ class Bf16Block(Block):
     check_grad_overflow: Annotated[
         bool, Honoured("skip steps whose gradients are not finite, as always with float16", True)
     ] = False
-    bf16_optimizer_states: Annotated[bool, Honoured('true: the same as `data_types.optimizer_states_dtype` "bf16"')] = (
-        False
-    )
+    bf16_optimizer_states: Annotated[
+        bool | None, Honoured('true: the same as `data_types.optimizer_states_dtype` "bf16"', False)
+    ] = None
 
 
 @with_foreign_keys("fp16")

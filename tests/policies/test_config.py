@@ -300,8 +300,8 @@ def _another(path, default):
         return {"lr": 0.5} if path.startswith("optimizer") else {"warmup_min_lr": 0.5}
     if "dtype" in path or path == "communication_data_type":
         return "bf16"
-    if isinstance(default, bool) or path.endswith("count_traffic") or path == "comms_logger.enabled":
-        return not default if default is not None else False
+    if isinstance(default, bool) or path.endswith(("count_traffic", "_states")) or path == "comms_logger.enabled":
+        return not default if default is not None else path.endswith("_states")
     if isinstance(default, tuple):
         return ["Linear"]
     return "text" if isinstance(default, str) else 4 if default is None else default + 1

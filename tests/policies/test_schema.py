@@ -22,6 +22,7 @@ DEEPSPEED = {
     "torch_autocast.lower_precision_safe_modules": None,
     "bf16.enabled": False,
     "bf16.check_grad_overflow": True,
+    "bf16.bf16_optimizer_states": False,
     "fp16.enabled": False,
     "fp16.loss_scale": 0,
     "fp16.initial_scale_power": 16,
@@ -50,7 +51,7 @@ DEEPSPEED = {
     "steps_per_print": 10,
     "comms_logger.enabled": False,
 }
-OURS = {"gradient_accumulation_dtype"}  # and the block "zeroamp"
+OURS = {"gradient_accumulation_dtype", "data_types.optimizer_states_dtype"}  # and the block "zeroamp"
 
 
 def test_our_defaults_are_deepspeeds_where_the_schema_does_not_say_otherwise():

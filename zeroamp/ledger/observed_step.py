@@ -64,10 +64,12 @@ class ObservedStep:
     def update(self) -> None:
         """Run AdamW on a copy of each parameter in turn, record the dtypes of its state, and discard the gradients."""
         self._micro_batches.finish()
+        is_fp32 = self._state.plan.policy.optimizer_states_dtype is None
+        adamw = torch.optim.AdamW if is_fp32 else load("Ledger.adamw_of_bf16_states")
         for parameter in self._micro_batches.with_gradient():
             copy = nn.Parameter(parameter.detach().clone())
             copy.grad, parameter.grad = parameter.grad, None
-            optimizer = load("Ledger.example_optimizer")(self._state.plan.policy, [copy])
+            optimizer = adamw([copy])
             optimizer.step()
             for name, value in optimizer.state[copy].items():
                 if name != "step":  # a count, not of the parameter's dtype

@@ -37,8 +37,8 @@ class Bf16StatesAdamW(torch.optim.AdamW):
     parameter's dtype. `load_state_dict` rounds moments that were saved in fp32. `torch.optim.AdamW` loads moments in
     bf16 exactly. DeepSeek-V3 was trained with such moments (arXiv 2412.19437, section 3.3.3).
 
-    Choose `betas[1]` of at most 0.99. A bf16 number does not change by less than 1/512 of itself. So with 0.999, torch's
-    default, second moments never fall; the constructor then logs a WARNING.
+    Choose `betas[1]` of at most 0.99. A bf16 number does not change by less than 1/512 of itself. So with 0.999, the
+    default of `torch.optim.AdamW`, second moments never fall; the constructor then logs a WARNING.
 
     Args:
         params: as for `torch.optim.AdamW`. So are the other arguments. torch's fused kernel is used where it can be.
@@ -65,7 +65,7 @@ class Bf16StatesAdamW(torch.optim.AdamW):
             logger.warning("Bf16StatesAdamW: with betas[1] = %s, second moments never fall. Take 0.99.", beta2)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient. Returns what `closure` returns, or None."""
         loss = None
         if closure is not None:
@@ -73,7 +73,7 @@ class Bf16StatesAdamW(torch.optim.AdamW):
                 loss = closure()
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            fused = torch.__version__ >= (2, 13) and all(each.device.type == "cuda" for each in trained)
+            fused = torch.__version__ >= "2.13" and all(each.device.type == "cuda" for each in trained)
             for parameter in trained:
                 _create_state(parameter, self.state[parameter], on_device=fused)
             update = _update_fused if fused else _update_in_chunks
@@ -105,7 +105,7 @@ def _update_fused(group: dict[str, Any], parameters: list[nn.Parameter], states:
         ]
         if chosen:
             tensors = [_local(each, state) for each, state in chosen]
-            _adamw(group, *map(list, zip(*tensors, strict=True)), fused=True)
+            _adamw(group, [list(each) for each in zip(*tensors, strict=True)], fused=True)
 
 
 def _update_in_chunks(group: dict[str, Any], parameters: list[nn.Parameter], states: list[dict[str, Any]]) -> None:
@@ -114,7 +114,7 @@ def _update_in_chunks(group: dict[str, Any], parameters: list[nn.Parameter], sta
         *tensors, step = _local(parameter, state)
         for part, gradient, *moments in _chunks(tensors):
             copies = [moment.to(part.dtype) for moment in moments]
-            _adamw(group, [part], [gradient], [copies[0]], [copies[1]], [step.clone()], fused=False)
+            _adamw(group, [[part], [gradient], [copies[0]], [copies[1]], [step.clone()]], fused=False)
             for moment, copy in zip(moments, copies, strict=True):
                 if moment is not copy:
                     moment.copy_(copy)
@@ -131,16 +131,19 @@ def _local(parameter: nn.Parameter, state: dict[str, Any]) -> tuple[torch.Tensor
 def _chunks(tensors: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
     if all(tensor.is_contiguous() for tensor in tensors) and tensors[0].numel() > CHUNK:
         tensors = [tensor.view(-1) for tensor in tensors]
-        return zip(*(tensor.split(CHUNK) for tensor in tensors), strict=True)
+        return zip(*(torch.split(tensor, CHUNK) for tensor in tensors), strict=True)
     return iter([tuple(tensors)])
 
 
-def _adamw(group: dict[str, Any], *tensors: list[torch.Tensor], fused: bool) -> None:
-    """Call torch's AdamW with parameters, gradients, first and second moments, and step counts."""
-    *before, steps = tensors
+def _adamw(group: dict[str, Any], tensors: list[list[torch.Tensor]], *, fused: bool) -> None:
+    """Call torch's AdamW. `tensors`: parameters, gradients, first and second moments, and step counts."""
+    parameters, gradients, exp_avgs, exp_avg_sqs, steps = tensors
     beta1, beta2 = group["betas"]
     adamw(
-        *before,
+        parameters,
+        gradients,
+        exp_avgs,
+        exp_avg_sqs,
         [],
         steps,
         foreach=False,
@@ -165,8 +168,7 @@ def _round_moments(optimizer: torch.optim.Optimizer) -> None:
 
 def example_optimizer(policy: Policy, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return an AdamW whose state has the dtype of the config, for predictions and checks of a config."""
-    optimizer = torch.optim.AdamW if policy.optimizer_states_dtype is None else Bf16StatesAdamW
-    return optimizer(params)
+    return torch.optim.AdamW(params) if policy.optimizer_states_dtype is None else Bf16StatesAdamW(params)
 
 
 class OptimizerStates(Extension):
@@ -189,6 +191,6 @@ class OptimizerStates(Extension):
         del on_shards
         if not isinstance(optimizer, Bf16StatesAdamW):
             raise StepError(
-                f'{KEY} is "bf16", but TrainStep was given a {type(optimizer).__name__}, whose state has another dtype. '
-                "Build a zeroamp.Bf16StatesAdamW, or call zeroamp.optimizer_from_config with an AdamW block."
+                f'{KEY} is "bf16", but TrainStep was given a {type(optimizer).__name__}, whose state has another '
+                "dtype. Build a zeroamp.Bf16StatesAdamW, or call zeroamp.optimizer_from_config with an AdamW block."
             )

@@ -43,9 +43,10 @@ def optimizer_from_config(cfg: PolicyLike, params: ParamsT, /, **auto: Any) -> t
     if isinstance(settings, SGDParams):
         return torch.optim.SGD(held, **_arguments(settings, torch.optim.SGD) | _implementation(settings, held))
     optimizer_class = torch.optim.AdamW if settings.adam_w_mode else torch.optim.Adam
+    decay = {"weight_decay": settings.weight_decay_or_default}
     if policy.optimizer_states_dtype is not None:
-        optimizer_class = Bf16StatesAdamW
-    arguments = _arguments(settings, optimizer_class) | {"weight_decay": settings.weight_decay_or_default}
+        return Bf16StatesAdamW(held, **_arguments(settings, Bf16StatesAdamW) | decay)
+    arguments = _arguments(settings, optimizer_class) | decay
     return optimizer_class(held, **arguments | _implementation(settings, held))
 
 

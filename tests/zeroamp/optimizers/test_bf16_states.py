@@ -52,9 +52,9 @@ def _fp16():
     """The first steps overflow, and are skipped."""
     fp16 = {"initial_scale_power": 20, "hysteresis": 1}
     skips, parameters = [], []
-    for make in (zeroamp.Bf16StatesAdamW, Rounded):
-        model = wrapped(NAME, config(2, dtype="float16", fp16=fp16, **(BF16 if not parameters else {})))
-        step = zeroamp.TrainStep(model, make(model.parameters(), **SETTINGS), **({} if not parameters else {}))
+    for make, keys in ((zeroamp.Bf16StatesAdamW, BF16), (Rounded, {})):
+        model = wrapped(NAME, config(2, dtype="float16", fp16=fp16, **keys))
+        step = zeroamp.TrainStep(model, make(model.parameters(), **SETTINGS))
         skips.append([])
         for index in range(8):
             step.backward(loss_of(model, batch(NAME, 2 * index + dist.get_rank())))

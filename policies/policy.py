@@ -181,6 +181,7 @@ class Policy:
     param_gather_dtype = _Key(lambda config: FLOAT8_BY_NAME.get(config.zeroamp.param_gather_dtype or ""))
     overrides = _Key(lambda config: config.zeroamp.overrides)
     external_autocast = _Key(lambda config: config.zeroamp.external_autocast)
+    offload_between_steps = _Key(lambda config: config.zeroamp.offload_between_steps)
     dp_replicate_size = _Key(lambda config: config.zeroamp.dp_replicate_size)
     ranks_per_node = _Key(lambda config: config.zeroamp.ranks_per_node)
     partials_between_nodes = _Key(lambda config: config.zeroamp.partials_between_nodes)

@@ -30,6 +30,7 @@ EXTENSIONS = {
     "zeroamp.reproducible": "zeroamp.reproducible.extension:Reproducible",
     "zeroamp.param_gather_dtype": "zeroamp.float8.extension:Float8",
     "data_types.optimizer_states_dtype": "zeroamp.optimizers.bf16_states:OptimizerStates",
+    "zeroamp.offload_between_steps": "zeroamp.host_memory.between_steps:OffloadBetweenSteps",
     "torch_autocast.lower_precision_safe_modules=auto": "zeroamp.discovery.extension:Discovery",
     "Ledger.plan_traffic": "zeroamp.dry_run.planned_traffic:plan_traffic",
     "Ledger.bytes_per_step": "zeroamp.dry_run.planned_traffic:bytes_per_step",

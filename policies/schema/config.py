@@ -70,6 +70,13 @@ class ZeroampBlock(Block):
             "a forward inside your own `torch.autocast`, if `torch_autocast` is off: `error` raises, `allow` runs it"
         ),
     ] = "error"
+    offload_between_steps: Annotated[
+        tuple[Literal["optimizer"], ...],
+        BeforeValidator(as_tuple),
+        Honoured(
+            'state that is in host memory except during the update, by `TrainStep`: `["optimizer"]` (docs/memory.md)'
+        ),
+    ] = ()
     dp_replicate_size: Annotated[
         PositiveInt, Honoured("HSDP: number of replicas, each sharded over its part of the ranks, if no mesh is passed")
     ] = 1

@@ -37,6 +37,7 @@ def optimizer_state(
             parameter, or an inner optimizer has state that is not in `optimizer.state`.
     """
     _refuse_inner_state(optimizer)
+    optimizer.state_dict()  # runs hooks that bring offloaded state to the device
     names = _names(root)
     tensors: dict[str, torch.Tensor] = {}
     own: OwnState = {}

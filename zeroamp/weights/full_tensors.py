@@ -94,6 +94,7 @@ def full_optimizer_state(optimizer: torch.optim.Optimizer, parameter: nn.Paramet
             first step it has none, and 8-bit values in blocks belong to the shard of each rank.
     """
     state, sharded = _owner_of(parameter)
+    optimizer.state_dict()  # runs hooks that bring offloaded state to the device
     return _whole(_entry(optimizer.state.get(sharded, {}), sharded, key), state)
 
 
@@ -102,6 +103,7 @@ def set_full_optimizer_state(
 ) -> None:
     """Set one tensor that `full_optimizer_state` returns, which raises the same errors. Call it between two steps."""
     state, sharded = _owner_of(parameter)
+    optimizer.state_dict()
     _fill(_entry(optimizer.state.get(sharded, {}), sharded, key), value, state)
 
 

@@ -99,11 +99,15 @@ def wrap_state(model: nn.Module) -> WrapState:
     """
     state = getattr(model, _ATTRIBUTE, None)
     if not isinstance(state, WrapState):
-        raise WrapError(
-            f"The model (a {type(model).__name__}) is not wrapped. Call zeroamp.wrap_model first, and pass what it "
-            "returned."
-        )
+        why = state or "is not wrapped. Call zeroamp.wrap_model first, and pass what it returned."
+        raise WrapError(f"The model (a {type(model).__name__}) {why}")
     return state
+
+
+def hide_state(model: nn.Module, why: str) -> None:
+    """Let `wrap_state` raise WrapError with the end of a sentence about the model, until `record_state`."""
+    setattr(model, _ATTRIBUTE, why)
+    _roots.discard(model)
 
 
 def wrapped_models() -> list[nn.Module]:

@@ -1,0 +1,116 @@
+"""`sleep` and `wake`: the bits of a run that never slept, nothing left on the device, and errors in between."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import zeroamp
+from tests.models.small import batch, loss_of
+from tests.processes.training import config, full_parameters, same_bits, wrapped
+from zeroamp.wrapping.state import wrap_state
+
+NAME = "llama_untied"
+PARTS = ("params", "grads", "optimizer")
+
+
+def _train(stage, rests, **more):
+    """Train, and call `rests(model, step)` between the optimizer steps. Return losses and parameters."""
+    model = wrapped(NAME, config(stage, **more))
+    step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    losses = []
+    for index in range(4):
+        loss = loss_of(model, batch(NAME, 2 * index + dist.get_rank()))
+        losses.append(float(loss.detach()))
+        step.backward(loss)
+        step.step()
+        with torch.no_grad():
+            loss_of(model, batch(NAME, 7))  # leaves units unsharded
+        rests(model, step)
+    return losses, full_parameters(model)
+
+
+def _bytes(model, optimizer, part):
+    """The bytes of the storages of one part."""
+    if part == "optimizer":
+        tensors = [value for values in optimizer.state.values() for value in values.values()]
+    else:
+        tensors = [p if part == "params" else p.grad for p in model.parameters()]
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors if each is not None]
+    return sum(each.untyped_storage().nbytes() for each in local)
+
+
+def _rest(model, step):
+    """Let the parts sleep together, and one by one in all orders."""
+    before = {part: _bytes(model, step.optimizers[0], part) for part in PARTS}
+    zeroamp.sleep(model, step.optimizers)
+    assert [_bytes(model, step.optimizers[0], part) for part in PARTS] == [0, 0, 0]
+    zeroamp.wake(model)
+    for order in itertools.permutations(PARTS):
+        for part in order:
+            zeroamp.sleep(model, step.optimizers, [part])
+        for part in order:
+            zeroamp.wake(model, [part])
+    assert {part: _bytes(model, step.optimizers[0], part) for part in PARTS} == before
+
+
+def _both(stage, more):
+    awake, asleep = _train(stage, lambda *_: None, **more), _train(stage, _rest, **more)
+    return awake[0] == asleep[0], same_bits(awake[1], asleep[1])
+
+
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [(0, {}), (1, {}), (2, {"dtype": "float16", "fp16": {"initial_scale_power": 4}}), (3, {})],
+)
+def test_the_bits_are_those_without_sleep(ranks2, stage, more):
+    assert ranks2.run(_both, stage, more) == [(True, [])] * 2
+
+
+def _texts(folder):
+    """Return the error of each call that needs what sleeps."""
+    model = wrapped(NAME, config(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loss_of(model, batch(NAME, dist.get_rank())).backward()
+    optimizer.step()
+    step = zeroamp.TrainStep(model, optimizer)
+
+    def error(action):
+        try:
+            action()
+        except zeroamp.ZeroAmpError as found:
+            return str(found)
+        return ""
+
+    inputs, block = batch(NAME, 0), list(wrap_state(model).units.values())[1]
+    zeroamp.sleep(model, optimizer)
+    texts = {
+        "forward": error(lambda: model(inputs)),
+        "block": error(lambda: block(torch.ones(1, 2, 8))),
+        "step": error(optimizer.step),
+        "state_dict": error(model.state_dict),
+        "optimizer.state_dict": error(optimizer.state_dict),
+        "save": error(lambda: zeroamp.save_checkpoint(folder, model, step)),
+        "export": error(lambda: zeroamp.export_hf(model, folder)),
+        "explain": error(lambda: zeroamp.explain(model)),
+        "whole": error(lambda: zeroamp.full_parameter(next(model.parameters()))),
+    }
+    nested = error(lambda: zeroamp.sleep(model, optimizer, ["params"]))
+    zeroamp.wake(model)
+    again = error(lambda: zeroamp.wake(model, ["grads"]))
+    wrong = error(lambda: zeroamp.sleep(model, optimizer, ["buffers"]))
+    optimizer.zero_grad()
+    step.backward(loss_of(model, inputs), is_last=False)
+    return texts, nested, again, wrong, error(lambda: zeroamp.sleep(model))
+
+
+def test_what_needs_the_state_is_an_error_that_says_to_wake_it(ranks2, tmp_path):
+    for texts, nested, again, wrong, inside in ranks2.run(_texts, tmp_path):
+        assert "is not one of a wrapped model" in texts.pop("whole")
+        assert {name: text for name, text in texts.items() if "zeroamp.wake(model)" not in text} == {}
+        assert "params, which is asleep already. Call wake first" in nested
+        assert "grads, which is awake already" in again
+        assert "must be a list of params, grads, optimizer, but is ['buffers']" in wrong
+        assert "zeroamp.sleep was called between the micro-batches" in inside

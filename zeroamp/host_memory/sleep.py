@@ -1,0 +1,134 @@
+"""`sleep` and `wake`: move the state of a training to host memory and back, between two optimizer steps."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zeroamp.host_memory.storages import HostCopies
+from zeroamp.planning.mesh import device_of
+from zeroamp.policies.errors import StepError
+from zeroamp.wrapping.state import WrapState, hide_state, record_state, reshard, wrap_state
+
+Part = Literal["params", "grads", "optimizer"]
+PARTS: tuple[Part, ...] = ("params", "grads", "optimizer")
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+@dataclass
+class _Sleep:
+    """What sleeps of one model."""
+
+    state: WrapState
+    copies: dict[Part, HostCopies] = field(default_factory=dict)
+    handles: dict[Part, list[RemovableHandle]] = field(default_factory=dict)
+
+
+_sleeps: "WeakKeyDictionary[nn.Module, _Sleep]" = WeakKeyDictionary()
+
+
+def sleep(model: nn.Module, optimizers: Optimizers = (), what: Sequence[Part] = PARTS) -> None:
+    """Move parts of a training's state to host memory, pinned on accelerators, and free their device memory.
+
+    Call it on every rank, between two optimizer steps. Communicates nothing. Buffers stay on the device. Until `wake`,
+    a forward, an optimizer step, a save and an export are errors. Shards that the config offloads stay where they are.
+
+    Args:
+        model: that `wrap_model` returned.
+        optimizers: of the model's parameters: one, several, or `TrainStep.optimizers`.
+        what: "params": the sharded parameters. "grads": gradients that have not been discarded. "optimizer": the state
+            of `optimizers`. They can sleep and wake one by one, in any order.
+
+    Raises:
+        StepError: inside an optimizer step, or a part of `what` is unknown or sleeps already.
+        WrapError: the model is not wrapped.
+    """
+    asleep = _sleeps.get(model) or _Sleep(wrap_state(model))
+    state, given = asleep.state, _listed(optimizers)
+    _refuse_parts("sleep", what, lambda part: part in asleep.copies, "asleep already. Call wake first")
+    if state.step.is_open:
+        raise StepError(f"zeroamp.sleep was called {state.step.phase.value}. Call it between two optimizer steps.")
+    reshard(state.units.values())  # an evaluation may have left units unsharded
+    parameters = list(model.parameters())
+    tensors: dict[Part, list[torch.Tensor]] = {
+        "params": [parameter.detach() for parameter in parameters],
+        "grads": [parameter.grad for parameter in parameters if parameter.grad is not None],
+        "optimizer": [
+            value
+            for optimizer in given
+            for values in optimizer.state.values()
+            for value in values.values()
+            if isinstance(value, torch.Tensor)
+        ],
+    }
+    for part in what:
+        asleep.handles[part] = list(_guards(part, state, given))
+        asleep.copies[part] = HostCopies(tensors[part], device_of(state.mesh))
+    _sleeps[model] = asleep
+    if "params" in asleep.copies:
+        hide_state(model, "is asleep: its parameters are in host memory. Call zeroamp.wake(model) first.")
+    if state.mesh.device_type != "cpu":
+        torch.get_device_module(state.mesh.device_type).empty_cache()  # other processes and libraries need the memory
+
+
+def wake(model: nn.Module, what: Sequence[Part] | None = None) -> None:
+    """Move what `sleep` moved back to the device. The bits are those before. Call it on every rank.
+
+    Args:
+        model: that was given to `sleep`.
+        what: the parts to move. None: all that sleep.
+
+    Raises:
+        StepError: a part of `what` is unknown or does not sleep.
+    """
+    asleep = _sleeps.get(model)
+    copies = {} if asleep is None else asleep.copies
+    parts = tuple(copies) if what is None else what
+    _refuse_parts("wake", parts, lambda part: part not in copies, "awake already")
+    for part in parts:
+        copies.pop(part).restore()
+        for handle in [] if asleep is None else asleep.handles.pop(part):
+            handle.remove()
+    if asleep is not None and "params" not in copies:
+        record_state(model, asleep.state)
+    if not copies:
+        _sleeps.pop(model, None)
+
+
+def _listed(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
+    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+
+
+def _refuse_parts(method: str, what: Sequence[Part], is_wrong: Callable[[Part], bool], why: str) -> None:
+    """Raise StepError for a part that is unknown, or for which `is_wrong` is true."""
+    unknown = [part for part in what if part not in PARTS]
+    if isinstance(what, str) or unknown:
+        raise StepError(f"zeroamp.{method}(what=) must be a list of {', '.join(PARTS)}, but is {what!r}.")
+    if wrong := [part for part in what if is_wrong(part)]:
+        raise StepError(f"zeroamp.{method} was called for {' and '.join(wrong)}, which is {why}.")
+
+
+def _guards(part: Part, state: WrapState, optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[RemovableHandle]:
+    """Register hooks that raise StepError where freed memory would be read. Yields their handles."""
+
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise StepError(
+            f"{type(state.root).__name__} is asleep: {part} are in host memory. Call zeroamp.wake(model) first."
+        )
+
+    if part == "optimizer":
+        for optimizer in optimizers:
+            yield optimizer.register_step_pre_hook(refuse)
+            yield optimizer.register_state_dict_pre_hook(refuse)
+            yield optimizer.register_load_state_dict_pre_hook(refuse)
+        return
+    for unit in state.units.values():
+        yield unit.register_forward_pre_hook(refuse, prepend=True)
+    for optimizer in optimizers:
+        yield optimizer.register_step_pre_hook(refuse)
+    if part == "params":
+        yield state.root.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]

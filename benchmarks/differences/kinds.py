@@ -342,7 +342,6 @@ WAITING = {
 
 HARMLESS = {
     "lines printed": Kind(error=None, config={"steps_per_print": 1}),
-    "traffic counted": Kind(error=None, config={"zeroamp.count_traffic": False}),
     "no difference": Kind(error=None, stages=(0, 1, 2, 3)),
 }
 

@@ -27,14 +27,14 @@ from zeroamp.policies.schema import Config, Honoured, iter_keys
 from zeroamp.version import __version__
 from zeroamp.wrapping.run_alike import Description
 
-_OF_ONE_RANK = ("comms_logger", "steps_per_print", "zeroamp.count_traffic")
-"""Blocks and keys of the config that change only logs and counters of a rank."""
+_OF_ONE_RANK = "steps_per_print"
+"""Key of the config that changes only logs of a rank."""
 
 
 def description_of(model: nn.Module, plan: Plan, axes: MeshAxes | None) -> Description:
     """Return the plan and the arguments of `wrap_model` as texts, which `run_alike` compares between ranks.
 
-    Left out is what may differ between ranks: values of parameters, keys without effect, keys of logs and counters.
+    Left out is what may differ between ranks: values of parameters, keys without effect, the key of logs.
     `axes` are those of the caller's mesh, None without a mesh.
 
     Raises:

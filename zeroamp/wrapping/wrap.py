@@ -166,7 +166,7 @@ def wrap_model(
     holders = shard_model(model, plan, axes)
     if is_meta and materialize:
         load("wrap_model.materialize_model")(model, mesh, device_of(mesh), shard_device(policy, mesh))
-    nodes, traffic = MeshNodes(), Traffic(enabled=policy.count_traffic)
+    nodes, traffic = MeshNodes(), Traffic()
     # Of all ranks, not of the mesh: on nodes of different sizes, all ranks must decide alike.
     if policy.reduce_accumulate_dtype == "fp32" and not is_one_node(policy):
         nodes = load("wrap_model.nodes_of_mesh")(policy, mesh, world)

@@ -115,7 +115,7 @@ MODEL = {
         error="WrapError", names="rank 1", wrap=lambda: {"auto_wrap_policy": {"Missing"}}
     ),
     "a foreign error while planning": Kind(
-        error="WrapError", names="OSError", wrap=lambda: {"auto_wrap_policy": _raise}
+        error="WrapError", names="OSError", wrap=lambda: {"auto_wrap_policy": map(_raise, "x")}
     ),
 }
 

@@ -40,7 +40,6 @@ from zeroamp.wrapping.collectives import compile_sums
 from zeroamp.wrapping.job_log import log_once_per_job
 from zeroamp.wrapping.model_checks import (
     broadcast_module_states,
-    check_all_gather,
     check_device,
     check_integers,
     check_ranks_agree,
@@ -152,7 +151,6 @@ def wrap_model(
         extension.check_mesh(model, plan, axes)
     for extension in plan.extensions:
         extension.before_sharding(model, plan)
-    check_all_gather(model, mesh)
     check_integers(model, mesh, plan.ignored_fqns)
     if policy.sync_module_states:
         broadcast_module_states(model, axes, plan.ignored_fqns)

@@ -1,6 +1,7 @@
 """A LLaMA with Lightning Fabric: python examples/fabric_llama.py --devices 2, or torchrun --nproc-per-node 2 ...
 
-A tiny model learns to count. The loop is the usual loop of Fabric; the strategy shards with zeroamp.
+A tiny model learns to count. Fabric launches the ranks and deals the batches.
+zeroamp shards, trains and saves the model.
 """
 
 import argparse
@@ -11,14 +12,12 @@ from lightning.fabric import Fabric
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zeroamp
-from zeroamp.integrations.lightning import FabricZeroampStrategy
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
     """Train, save, load and generate; return the losses."""
     args = parse_arguments(arguments)
-    strategy = FabricZeroampStrategy({"zero_optimization": {"stage": args.stage}, "gradient_clipping": 1.0})
-    fabric = Fabric(accelerator=args.accelerator, devices=args.devices, strategy=strategy, precision="bf16-mixed")
+    fabric = Fabric(accelerator=args.accelerator, devices=args.devices, strategy="ddp")  # it launches; no DDP is made
     fabric.launch()
     fabric.seed_everything(0, verbose=False)
     config = LlamaConfig(
@@ -30,34 +29,34 @@ def main(arguments: list[str] | None = None) -> list[float]:
         num_key_value_heads=2,
         max_position_embeddings=128,
     )
-    with fabric.init_module(empty_init=True):  # on the meta device: no rank holds the whole model
+    with torch.device("meta"):  # no rank holds the whole model
         model = LlamaForCausalLM(config)
-    model = fabric.setup_module(model)
-    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=args.lr))
-    if fabric.is_global_zero:
-        print(zeroamp.explain(model))
+    policy = zeroamp.policy_from_config(
+        {
+            "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+            "zero_optimization": {"stage": args.stage},
+            "gradient_accumulation_steps": args.accumulate,
+            "gradient_clipping": 1.0,
+        }
+    )
+    zeroamp.wrap_model(model, policy)  # in place of fabric.setup
+    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=args.lr))
+    fabric.print(zeroamp.explain(model))
     rows = (torch.arange(64)[:, None] + torch.arange(32)) % 16  # [sequences, tokens]: counting
     loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(rows, batch_size=4))
-    losses, step = [], 0
-    while step < args.steps:
-        for index, tokens in enumerate(loader):
-            is_last = (index + 1) % args.accumulate == 0
-            with fabric.no_backward_sync(model, enabled=not is_last):
-                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-                fabric.backward(loss / args.accumulate)
-            if not is_last:
-                continue
-            optimizer.step()  # clips by the config's gradient_clipping
-            optimizer.zero_grad()
-            step += 1
-            losses.append(strategy.report.loss)  # the mean over ranks
-            fabric.print(f"step {step}: loss {strategy.report.loss:.3f}, gradient norm {strategy.report.grad_norm:.3f}")
-            if step == args.steps:
+    losses: list[float] = []
+    while len(losses) < args.steps:
+        for tokens in loader:
+            train.backward(model(input_ids=tokens, labels=tokens, use_cache=False).loss)
+            if report := train.step():  # None before the last micro-batch of an optimizer step
+                losses.append(report.loss)  # the mean over ranks
+                fabric.print(f"step {report.step}: loss {report.loss:.3f}, gradient norm {report.grad_norm:.3f}")
+            if len(losses) == args.steps:
                 break
-    fabric.save(args.out, {"model": model, "optimizer": optimizer, "step": step})
-    fabric.load(args.out, {"model": model, "optimizer": optimizer})
+    zeroamp.save_checkpoint(args.out, model, train)
+    zeroamp.load_checkpoint(args.out, model, train)
     model.eval()
-    model.mark_forward_method("generate")  # as with DDP: `generate` then runs inside of the wrapped model's forward
+    zeroamp.register_forward_method(model, "generate")  # `generate` then runs inside of the wrapped model's forward
     with torch.no_grad():
         generated = model.generate(input_ids=rows[:1, :8].to(fabric.device), max_new_tokens=8, do_sample=False)
     fabric.print("generated", generated[0, 8:].tolist())

@@ -14,7 +14,7 @@ module whose weight the model reads elsewhere, with `"zeroamp": {"own_units": fa
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -25,13 +25,8 @@ from zeroamp.policies.policy import NO_LEAF_MODULES, LeafModules
 
 logger = logging.getLogger("zeroamp")
 
-TorchWrapPolicy = Callable[..., bool]
-"""A policy in FSDP1's protocol, `policy(module=, recurse=, nonwrapped_numel=) -> bool`. Such are `ModuleWrapPolicy`,
-and `functools.partial` of `transformer_auto_wrap_policy` or `size_based_auto_wrap_policy`, all from
-`torch.distributed.fsdp.wrap`. `CustomPolicy` of that module has another protocol."""
-
-AutoWrapPolicy = TorchWrapPolicy | type[nn.Module] | str | Iterable[type[nn.Module] | str] | None
-"""A module class or class name, several of them, a policy in FSDP1's protocol, or None for the default."""
+AutoWrapPolicy = type[nn.Module] | str | Iterable[type[nn.Module] | str] | None
+"""A module class or class name, several of them, or None for the default."""
 
 
 def find_units(
@@ -57,14 +52,10 @@ def find_units(
 def _units_of_policy(model: nn.Module, auto_wrap_policy: AutoWrapPolicy) -> list[str]:
     if auto_wrap_policy is None:
         return _default_units(model)
-    if callable(auto_wrap_policy) and not isinstance(auto_wrap_policy, type):
-        units = list(_run_torch_policy(model, "", auto_wrap_policy, set())[0])
-        asked = None if units else repr(auto_wrap_policy)
-    else:
-        classes = _class_list(auto_wrap_policy)
-        units = _units_of_classes(model, classes)
-        unmatched = (each for each in classes if not any(_matches(module, each) for module in model.modules()))
-        asked = next((each if isinstance(each, str) else each.__name__ for each in unmatched), None)
+    classes = _class_list(auto_wrap_policy)
+    units = _units_of_classes(model, classes)
+    unmatched = (each for each in classes if not any(_matches(module, each) for module in model.modules()))
+    asked = next((each if isinstance(each, str) else each.__name__ for each in unmatched), None)
     if asked is not None:
         names = sorted({type(module).__name__ for module in model.modules() if module is not model})
         raise WrapError(
@@ -91,9 +82,8 @@ def _class_list(asked: object) -> list[type[nn.Module] | str]:
     classes: list[type[nn.Module] | str] = []
     for item in items or [asked]:
         if not (isinstance(item, str) or (isinstance(item, type) and issubclass(item, nn.Module))):
-            valid = "module classes, class names, or a callable policy(module=, recurse=, nonwrapped_numel=)"
             example = 'For example auto_wrap_policy={"LlamaDecoderLayer"}.'
-            raise WrapError(describe("auto_wrap_policy", repr(item), valid, example))
+            raise WrapError(describe("auto_wrap_policy", repr(item), "module classes or class names", example))
         classes.append(item)
     return classes
 
@@ -107,29 +97,6 @@ def _matches(module: nn.Module, wanted: type[nn.Module] | str) -> bool:
 def _units_of_classes(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> list[str]:
     found = [fqn for fqn, module in model.named_modules() if any(_matches(module, wanted) for wanted in classes)]
     return found[::-1]  # named_modules yields parents first
-
-
-def _run_torch_policy(
-    module: nn.Module, fqn: str, policy: TorchWrapPolicy, seen: set[nn.Module]
-) -> tuple[list[str], int]:
-    """Apply a policy as FSDP1 does: children first, and `nonwrapped_numel` of a parent excludes wrapped children.
-
-    Returns:
-        The FQNs of the wrapped modules at or below `module`, and the number of elements in them.
-    """
-    numel = sum(parameter.numel() for parameter in module.parameters())
-    if module in seen or not policy(module=module, recurse=True, nonwrapped_numel=numel):
-        return [], 0
-    seen.add(module)
-    units: list[str] = []
-    num_taken = 0
-    for name, child in module.named_children():
-        child_units, num_child = _run_torch_policy(child, f"{fqn}.{name}" if fqn else name, policy, seen)
-        units += child_units
-        num_taken += num_child
-    if policy(module=module, recurse=False, nonwrapped_numel=numel - num_taken):
-        return [*units, fqn], numel
-    return units, num_taken
 
 
 def _default_units(model: nn.Module) -> list[str]:

@@ -15,7 +15,6 @@ from zeroamp.policies.json_values import flatten, nest
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES
 from zeroamp.policies.schema import (
     Block,
-    CommsLoggerBlock,
     Config,
     Honoured,
     LeafModuleBlock,
@@ -33,14 +32,11 @@ if TYPE_CHECKING:
 Mode = Literal["autocast", "bf16", "fp16", "fp32"]
 
 HELD_BY = {
-    "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
-    "comms_logger.enabled": "zeroamp.count_traffic",
     "bf16.bf16_optimizer_states": "data_types.optimizer_states_dtype",
     "zero_optimization.offload_param": "zero_optimization.offload_optimizer",
 }
 """Key or block -> the key or block with the same meaning, which has the value in the normal form."""
 
-_T = TypeVar("_T")
 _B = TypeVar("_B", bound=Block)
 
 
@@ -58,13 +54,6 @@ def normalised(config: Config, num_ranks: int | None) -> Config:
         config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps, num_ranks
     )
     names = autocast.lower_precision_safe_modules
-    accumulation_dtype = _agreed(
-        ("data_types.grad_accum_dtype", types.grad_accum_dtype),
-        ("gradient_accumulation_dtype", config.gradient_accumulation_dtype),
-    )
-    counts = _agreed(
-        ("zeroamp.count_traffic", config.zeroamp.count_traffic), ("comms_logger.enabled", config.comms_logger.enabled)
-    )
     has_bf16_states = config.bf16.enabled and config.bf16.bf16_optimizer_states
     settled = {
         "train_batch_size": total,
@@ -76,19 +65,16 @@ def normalised(config: Config, num_ranks: int | None) -> Config:
         "bf16": _changed(config.bf16, bf16_optimizer_states=None),
         "data_types": _changed(
             types,
-            grad_accum_dtype=accumulation_dtype or torch.float32,
+            grad_accum_dtype=types.grad_accum_dtype or torch.float32,
             param_dtype=None,
             optimizer_states_dtype="bf16" if has_bf16_states else types.optimizer_states_dtype,
         ),
-        "gradient_accumulation_dtype": None,
         "zero_optimization": _changed(
             zero,
             offload_param=None,
             offload_optimizer=_offload(zero),
             leaf_module=zero.leaf_module or LeafModuleBlock(),
         ),
-        "zeroamp": _changed(config.zeroamp, count_traffic=counts is not False),
-        "comms_logger": CommsLoggerBlock(),
         "steps_per_print": config.steps_per_print or 0,
     }
     return _only_read(_changed(config, **settled), config)
@@ -164,21 +150,6 @@ def _check_param_dtype(config: Config) -> None:
             f'data_types.param_dtype must be "{short_name(actual)}" in mode {mode}, but is "{short_name(asked)}". '
             "Remove it: only an enabled bf16 or fp16 block changes this dtype."
         )
-
-
-def _agreed(first: tuple[str, _T | None], second: tuple[str, _T | None]) -> _T | None:
-    """Return the common value of two keys with the same meaning, each given as (key, value or None).
-
-    Raises:
-        ConfigError: both keys have values, and these differ.
-    """
-    (key, value), (other_key, other) = first, second
-    if value is not None and other is not None and value != other:
-        shown_values = [f'"{short_name(v)}"' if isinstance(v, torch.dtype) else shown(v) for v in (value, other)]
-        raise ConfigError(
-            f"{other_key} must be {shown_values[0]}, as {key} is, but is {shown_values[1]}. Remove one of the two keys."
-        )
-    return other if value is None else value
 
 
 def _offload(zero: ZeroOptimizationBlock) -> OffloadOptimizerBlock | None:

@@ -185,7 +185,6 @@ class Policy:
     dp_replicate_size = _Key(lambda config: config.zeroamp.dp_replicate_size)
     ranks_per_node = _Key(lambda config: config.zeroamp.ranks_per_node)
     partials_between_nodes = _Key(lambda config: config.zeroamp.partials_between_nodes)
-    count_traffic = _Key(lambda config: config.zeroamp.count_traffic is not False)
     reduce = _Key(lambda config: config.zeroamp.reduce)
     skip_nonfinite_steps = _Key(lambda config: config.zeroamp.skip_nonfinite_steps)
     reproducible = _Key(lambda config: config.zeroamp.reproducible)

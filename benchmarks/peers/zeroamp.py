@@ -61,7 +61,7 @@ def build(
         return mean(losses)
 
     traffic = zeroamp.traffic(model)
-    return Engine(step=step, own_count=traffic.by_dtype if policy.count_traffic else None)
+    return Engine(step=step, own_count=traffic.by_dtype)
 
 
 ENGINES = {
@@ -77,7 +77,6 @@ VARIANTS = {
     "zeroamp 2 sizes of DeepSpeed": partial(build, stage=2, zero=SIZES),
     "zeroamp 3 sizes of DeepSpeed": partial(build, stage=3, zero=SIZES),
     "zeroamp 3 no own units": partial(build, stage=3, own={"own_units": False}),
-    "zeroamp 3 nothing counted": partial(build, stage=3, own={"count_traffic": False}),
     "zeroamp 3 no model-wide group": partial(build, stage=3, zero={"stage3_param_persistence_threshold": 0}),
     "zeroamp 2 reproducible": partial(build, stage=2, own={"reproducible": True}),
     "zeroamp 3 reproducible": partial(build, stage=3, own={"reproducible": True}),

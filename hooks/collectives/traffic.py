@@ -71,6 +71,7 @@ class Traffic:
     """
 
     enabled: bool = True
+    """Whether calls are counted now. False in the steps that `explain(model).verify` runs."""
     _calls: Counter[TrafficKey] = field(default_factory=Counter)
     _num_bytes: Counter[TrafficKey] = field(default_factory=Counter)
     _seen: dict[tuple[Collective, torch.dtype, str, int], int] = field(default_factory=dict)

@@ -1,7 +1,6 @@
 """The schema of a config: all keys of DeepSpeed 0.19.8 and of the `zeroamp` block, each with its type and class."""
 
 from zeroamp.policies.schema.config import (
-    CommsLoggerBlock,
     Config,
     OptimizerBlock,
     SchedulerBlock,
@@ -14,7 +13,6 @@ from zeroamp.policies.schema.zero import LeafModuleBlock, OffloadOptimizerBlock,
 __all__ = [
     "SAME",
     "Block",
-    "CommsLoggerBlock",
     "Config",
     "Honoured",
     "Key",

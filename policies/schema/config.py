@@ -98,10 +98,6 @@ class ZeroampBlock(Block):
             "between ranks are an error"
         ),
     ] = False
-    count_traffic: Annotated[
-        bool | None,
-        Honoured("count calls and bytes of all collectives: `zeroamp.traffic(model)`. Default: true"),
-    ] = None
     reduce: Annotated[
         Literal["mean", "sum"],
         Honoured("whether gradients are averaged or summed over ranks. `sum`: for a loss normalised over all ranks"),
@@ -177,16 +173,6 @@ class SchedulerBlock(_TypedBlock):
     )
 
 
-@with_foreign_keys("comms_logger")
-class CommsLoggerBlock(Block):
-    """`comms_logger`: counters of calls and bytes of the collectives."""
-
-    enabled: Annotated[
-        bool | None,
-        Honoured("count calls and bytes of all collectives: `zeroamp.traffic(model)`. Default: true", False),
-    ] = None
-
-
 @with_foreign_keys("")
 class Config(Block):
     """All keys of a config. Keys of a block that is not enabled are checked, and have no effect."""
@@ -208,7 +194,6 @@ class Config(Block):
     bf16: Bf16Block = Bf16Block()
     fp16: Fp16Block = Fp16Block()
     data_types: DataTypesBlock = DataTypesBlock()
-    gradient_accumulation_dtype: Annotated[Dtype | None, Honoured("another name of data_types.grad_accum_dtype")] = None
     communication_data_type: Annotated[
         Dtype | None,
         Honoured(
@@ -227,7 +212,6 @@ class Config(Block):
             10,
         ),
     ] = None
-    comms_logger: CommsLoggerBlock = CommsLoggerBlock()
 
     compile: Annotated[
         object,

@@ -46,6 +46,7 @@ _MEANT = {
     **dict.fromkeys(("accumulation_steps", "grad_accumulation_steps", "grad_accum"), "gradient_accumulation_steps"),
     **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "train_micro_batch_size_per_gpu"),
     **dict.fromkeys(("autocast", "mixed_precision"), "torch_autocast"),
+    "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
     "zero": "zero_optimization",
     "reduce_dtype": "communication_data_type",
 }
@@ -65,12 +66,12 @@ def explain(error: ValidationError, cfg: Mapping[str, Any]) -> str:
     # pydantic also reports an error of a list's item for the list, by other members of a union: only the item's counts.
     outer = {path[:end] for path in details for end, character in enumerate(path) if character == "."}
     wrong = [path for path in details if path not in outer]
-    lines = [_explain(path, details[path], cfg) for path in wrong[:_MOST_LINES]]
+    lines = [_explain(path, details[path]) for path in wrong[:_MOST_LINES]]
     more = len(wrong) - _MOST_LINES
     return "\n".join([*lines, f"{more:,} more keys have errors."] if more > 0 else lines)
 
 
-def _explain(path: str, details: list[Any], cfg: Mapping[str, Any]) -> str:
+def _explain(path: str, details: list[Any]) -> str:
     """Return the sentence for one key from pydantic's errors. A key of a union type has one error per member."""
     detail = details[0]
     if detail["type"] == "refused":
@@ -85,12 +86,15 @@ def _explain(path: str, details: list[Any], cfg: Mapping[str, Any]) -> str:
     value = detail["input"]
     valid = " or ".join(_VALID.get(each["type"], each["msg"]).format(**each.get("ctx", {})) for each in details)
     valid = valid.replace("'", '"')  # pydantic quotes a literal as Python does
-    return describe(path, shown(value), valid, _remedy(path, value, details, cfg))
+    return describe(path, shown(value), valid, _remedy(path, value, details, valid))
 
 
-def _remedy(path: str, value: object, details: list[Any], cfg: Mapping[str, Any]) -> str:
-    """Return what to do about the value at `path`. `details` are pydantic's errors, one for each union member."""
-    if is_quoted(value) and _is_valid_unquoted(path, cfg):
+def _remedy(path: str, value: object, details: list[Any], valid: str) -> str:
+    """Return what to do about the value at `path`. `details` are pydantic's errors, one for each union member.
+
+    `valid`: text of what is valid.
+    """
+    if is_quoted(value) and ("number" in valid or str(value) in valid):
         return "Remove the quotes."
     if isinstance(value, str | Mapping) and any(each["type"] == "tuple_type" for each in details):
         return "Put it in a list."
@@ -102,26 +106,6 @@ def _remedy(path: str, value: object, details: list[Any], cfg: Mapping[str, Any]
         return 'Write "cpu": host memory is the only place to offload to. Its bytes per rank: `zeroamp plan`.'
     is_type = any(each["type"].endswith(_TYPE_ERRORS) for each in details)
     return "Change the value; JSON types are not converted." if is_type else "Change the value."
-
-
-def _is_valid_unquoted(path: str, cfg: Mapping[str, Any]) -> bool:
-    """Return whether the string at `path` would be valid without its quotes, as a number, true, false or null."""
-    unquoted = _unquoted(cfg, path.split("."))
-    try:
-        Config.model_validate(unquoted)
-    except ValidationError as error:
-        return path not in {_path(detail["loc"], unquoted, is_missing=False) for detail in error.errors()}
-    return True
-
-
-def _unquoted(value: Any, path: list[str]) -> Any:
-    """Return a copy of a config in which the string at `path` is replaced by the value that it quotes."""
-    if not path:
-        return json.loads(value)
-    if isinstance(value, Mapping):
-        return {**value, path[0]: _unquoted(value[path[0]], path[1:])}
-    place = int(path[0])
-    return [*value[:place], _unquoted(value[place], path[1:]), *value[place + 1 :]]
 
 
 def _path(location: tuple[Any, ...], cfg: Any, *, is_missing: bool) -> str:

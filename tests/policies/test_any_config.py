@@ -35,8 +35,6 @@ UNKNOWN = ["stag", "optimiser", "torch_autocast.enable", "zero_optimization.stag
 # Keys whose value the policy holds under another key's name.
 OFFLOAD = "zero_optimization.offload_{}.{}".format
 ALIASES = {
-    "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
-    "comms_logger.enabled": "zeroamp.count_traffic",
     OFFLOAD("param", "device"): OFFLOAD("optimizer", "device"),
     OFFLOAD("param", "pin_memory"): OFFLOAD("optimizer", "pin_memory"),
 }

@@ -49,9 +49,8 @@ DEEPSPEED = {
     "zero_optimization.leaf_module.name_suffixes": (),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
     "steps_per_print": 10,
-    "comms_logger.enabled": False,
 }
-OURS = {"gradient_accumulation_dtype", "data_types.optimizer_states_dtype"}  # and the block "zeroamp"
+OURS = {"data_types.optimizer_states_dtype"}  # and the block "zeroamp"
 
 
 def test_our_defaults_are_deepspeeds_where_the_schema_does_not_say_otherwise():

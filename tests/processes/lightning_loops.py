@@ -54,17 +54,6 @@ def dataset(size=24):
     return torch.utils.data.TensorDataset(inputs, torch.randint(0, CLASSES, (size,), generator=generator))
 
 
-def fabric_of(strategy, precision=None, **more):
-    from lightning.fabric import Fabric
-
-    import zeroamp.integrations.lightning  # noqa: F401 - registers the names
-
-    arguments = {"accelerator": "cpu", "devices": dist.get_world_size(), "plugins": [_environment()], **more}
-    fabric = Fabric(strategy=strategy, precision=precision, **arguments)
-    fabric.launch()
-    return fabric
-
-
 def trainer_of(folder, strategy, precision=None, **more):
     from lightning.pytorch import Trainer
 
@@ -106,40 +95,6 @@ def forget_environment():
     """Remove what Lightning leaves in the environment, for later tests of these ranks."""
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "LOCAL_RANK", "NODE_RANK"):
         os.environ.pop(name, None)
-
-
-def train_fabric(strategy, precision=None, *, num_epochs=1, windows=(1,), clip=None, is_meta=False, apart=False):
-    """Train `Net` in a loop of Fabric. `windows` are the numbers of micro-batches of the optimizer steps, in turn.
-
-    Returns this rank's losses, the norms, and the model and optimizer that Fabric returned, with the Fabric.
-    """
-    fabric = fabric_of(strategy, precision)
-    torch.manual_seed(0)
-    with fabric.init_module(empty_init=is_meta):
-        model = Net()
-    if apart:
-        model = fabric.setup_module(model)
-        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    else:
-        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(dataset(), batch_size=2))
-    torch.manual_seed(10 + dist.get_rank())
-    losses, norms, left = [], [], 0
-    lengths = iter(windows * 100)
-    for _ in range(num_epochs):
-        for inputs, labels in loader:
-            left = left or (size := next(lengths))
-            left -= 1
-            with fabric.no_backward_sync(model, enabled=left > 0):
-                loss = nn.functional.cross_entropy(model(inputs), labels)
-                fabric.backward(loss / size)
-            losses.append(loss.item())
-            if left == 0:
-                if clip is not None:
-                    norms.append(fabric.clip_gradients(model, optimizer, max_norm=clip).item())
-                optimizer.step()
-                optimizer.zero_grad()
-    return losses, norms, (fabric, model, optimizer)
 
 
 def module_of(*, is_meta=False, dropout=0.1, epoch_schedule=False, **hooks):

@@ -50,6 +50,7 @@ OUTSIDE = (
     "checkpoint",
     "reporting",
     "dry_run",
+    "host_memory",
     "deepspeed",
     "integrations",
     "cli",

@@ -25,7 +25,7 @@ _HOMES = {
 }
 """Public name -> the module that defines it."""
 
-MODULES = ("accelerator", "checkpointing", "comm", "moe", "ops", "runtime", "utils", "zero")
+MODULES = ("accelerator", "comm", "ops", "runtime", "utils", "zero")
 """Submodules with the names of DeepSpeed's, imported at their first use: `deepspeed.zero.Init`."""
 
 __all__ = sorted(_HOMES)

@@ -13,9 +13,6 @@ _NAMES = {
         "init_inference InferenceEngine DeepSpeedInferenceConfig default_inference_config inference "
         "model_implementations"
     ),
-    "model.generate works on a wrapped model.": (
-        "DeepSpeedHybridEngine runtime.hybrid_engine runtime.rollout zero.unwrap_model_for_generation"
-    ),
     "There is no pipeline parallelism. Pass an nn.Module to initialize(), which shards it over all ranks.": (
         "PipelineModule PipelineEngine pipe runtime.pipe engine.train_batch engine.eval_batch engine.set_dataloader"
     ),
@@ -27,34 +24,16 @@ _NAMES = {
         "module_inject engine.module_inject kernels ops"
     ),
     "initialize() shards over all ranks. Call zeroamp.wrap_model for tensor or context axes: docs/meshes.md.": (
-        "tp_model_init set_optimizer_flags sequence domino runtime.domino runtime.tensor_parallel "
-        "runtime.sequence_parallel runtime.tiled_mlp engine.mpu engine.get_sequence_parallel_group"
+        "tp_model_init set_optimizer_flags sequence domino runtime.tensor_parallel runtime.sequence_parallel engine.mpu"
     ),
-    "Shards stay on the device, or on the CPU with offload_optimizer. Disks are not used.": (
-        "io nvme ops.aio ops.gds runtime.swap_tensor runtime.superoffload runtime.zenflow "
-        "engine.offload_states engine.reload_states runtime.zero.offload_states"
-    ),
-    "peft trains adapters, on quantized bases too: docs/peft.md.": "linear",
-    "There is no compression, curriculum learning, progressive layer drop or data analysis.": (
-        "compression runtime.compression runtime.quantize runtime.weight_quantizer runtime.data_pipeline "
-        "runtime.progressive_layer_drop engine.get_pld_theta engine.set_custom_curriculum_learning_schedule"
-    ),
-    "zeroamp does not have DeepCompile. Call engine.compile().": "compile runtime.compiler engine.is_compiled",
-    "There is no search for a config. `zeroamp plan` shows memory and the largest batch that fits.": "autotuning",
     "Start the script with torchrun: it replaces the `deepspeed` launcher.": "launcher elasticity comm.mpi_discovery",
     "initialize(config=) and zeroamp.policy_from_config(config) read the config. engine.policy has its values.": (
-        "DeepSpeedConfig constants monitor.config runtime.config runtime.config_utils runtime.constants "
-        "runtime.model_checkpointing runtime.precision_config runtime.zero.config runtime.zero.offload_config "
-        "engine.amp_enabled engine.dataloader_drop_last engine.initial_dynamic_scale engine.optimizer_name "
-        "engine.scheduler_name engine.torch_autocast_dtype engine.zero_cpu_offload "
-        "engine.zero_gather_16bit_weights_on_model_save"
+        "DeepSpeedConfig runtime.config runtime.config_utils runtime.zero.config runtime.zero.offload_config"
     ),
     "Call initialize() with another config: the batch sizes of an engine do not change.": (
         "engine.set_train_batch_size engine.set_train_micro_batch_size"
     ),
-    "engine.optimizer.param_groups has the values of each param group, to read and to set.": (
-        "engine.get_mom engine.get_type engine.set_lr"
-    ),
+    "engine.optimizer.param_groups has the values of each param group.": "engine.get_mom engine.get_type engine.set_lr",
     'Write "scheduler": {"type": "WarmupLR", ...} in the config, or pass initialize(lr_scheduler=).': (
         "runtime.lr_schedules add_tuning_arguments"
     ),
@@ -85,40 +64,19 @@ _NAMES = {
     'Pass "zeroamp": {"dp_replicate_size": N} in the config: shards are then replicated N times.': (
         "zero.MiCS_Init comm.initialize_mesh_device runtime.zero.mics runtime.zero.mics_utils"
     ),
-    "FSDP2 unshards a whole layer. Split a layer that is too large into several nn.Linear.": (
-        "zero.TiledLinear zero.TiledLinearReturnBias runtime.zero.tiling"
+    "It is inside DeepSpeed, or zeroamp has nothing like it: docs/deepspeed-api.md lists what there is.": (
+        "runtime autotuning compile compression io linear nvme comm.backend comm.ccl comm.config comm.constants "
+        "comm.reduce_op comm.utils compat constants datastates env_report git_version_info nebula utils.bwc "
+        "utils.config utils.debug utils.exceptions utils.numa utils.types"
     ),
-    "Call initialize(model=, config=) without an optimizer: it shards the model.": (
-        "zero.DeepSpeedZeRoOffload runtime.zero.parameter_offload"
+    "Pass an optimizer of torch, or of your own, to initialize(optimizer=).": (
+        "ops.adagrad ops.lamb ops.lion ops.muon ops.adam.FusedLamb ops.adam.DeepSpeedCPULion ops.adam.OnebitAdam"
     ),
-    "It is inside DeepSpeed's engine. engine and engine.optimizer have what scripts read.": (
-        "runtime comm.backend comm.ccl comm.config comm.constants comm.reduce_op comm.utils compat datastates nebula "
-        "env_report git_version_info utils.bwc utils.config utils.debug utils.exceptions utils.numa utils.types "
-        "engine.sparse_tensor_module_names engine.checkpoint_engine"
-    ),
-    "engine.global_steps counts optimizer steps, of engine.train_batch_size() samples each.": (
-        "engine.micro_steps engine.global_samples"
-    ),
-    "torch has no such optimizer. Pass an optimizer of your own to initialize(optimizer=).": (
-        "ops.lamb ops.lion ops.muon runtime.zero.muon ops.adam.FusedLamb ops.adam.DeepSpeedCPULion ops.adam.FusedLion "
-        "ops.adam.OnebitAdam"
-    ),
-    "Pass torch.optim.Adagrad to initialize(optimizer=).": "ops.adagrad ops.adam.DeepSpeedCPUAdagrad",
-    "It is for tensor parallelism, which initialize() does not have. Call torch.manual_seed.": (
-        "checkpointing.get_cuda_rng_tracker checkpointing.model_parallel_cuda_manual_seed"
-    ),
-    "Call checkpointing.checkpoint(function, *args).": (
-        "checkpointing.CheckpointFunction checkpointing.non_reentrant_checkpoint checkpointing.reset "
-        "runtime.activation_checkpointing"
+    "Call torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False).": (
+        "checkpointing runtime.activation_checkpointing"
     ),
     "Call engine.backward(loss): it scales the loss. The last one of an optimizer step reduces the gradients.": (
         "engine.scale engine.allreduce_gradients"
-    ),
-    "Call set_gradient_accumulation_boundary(False) before all backwards but the last.": (
-        "engine.coalesce_grad_reduction"
-    ),
-    "Pass training_data= and collate_fn= to initialize(), or write a DataLoader with a DistributedSampler.": (
-        "engine.deepspeed_io engine.set_data_post_process_func"
     ),
 }
 """Reason -> names below `deepspeed` that are refused for it, and of the engine. What is below a name is refused too."""

@@ -13,12 +13,9 @@ PREFIX = "zeroamp.deepspeed."
 ALIASES = {
     "accelerator.real_accelerator": "accelerator",
     "comm.comm": "comm",
-    "moe.utils": "utils",
     "ops.adam": "adam",
     "ops.adam.cpu_adam": "adam",
     "ops.adam.fused_adam": "adam",
-    "runtime.activation_checkpointing.checkpointing": "checkpointing",
-    "runtime.dataloader": "utils",
     "runtime.engine": "engine",
     "runtime.utils": "utils",
     "runtime.zero": "zero",

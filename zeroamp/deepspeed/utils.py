@@ -1,6 +1,6 @@
-"""`deepspeed.utils`, `runtime.utils` and `moe.utils`: logging, memory, leaf modules, and a loader that repeats."""
+"""`deepspeed.utils` and `runtime.utils`: logging, memory, and leaf modules."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from logging import INFO, getLogger  # not the module: the submodule `utils.logging` has its name
 from typing import Any
 
@@ -19,7 +19,7 @@ logger = getLogger("zeroamp.deepspeed")
 
 _LEAF = "_z3_leaf"  # attribute that marks a module as one unit without units inside
 _GIB = 1024**3
-_PUBLIC = ("see", "set", "log", "split", "Rep")
+_PUBLIC = ("see", "set", "log")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
@@ -72,19 +72,6 @@ def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type | s
 def leaf_names(model: nn.Module) -> list[str]:
     """Return the FQNs of the modules that `set_z3_leaf_modules` has marked."""
     return [fqn for fqn, module in model.named_modules() if getattr(module, _LEAF, False)]
-
-
-def split_params_into_different_moe_groups_for_optimizer(
-    param_groups: dict[str, Any] | Iterable[dict[str, Any]],
-) -> list[dict[str, Any]]:
-    """Return the param groups as a list: without expert-parallel layers there is nothing to split."""
-    return [param_groups] if isinstance(param_groups, dict) else list(param_groups)
-
-
-def RepeatingLoader(loader: Iterable[Any]) -> Iterator[Any]:  # noqa: N802 - a class in DeepSpeed
-    """Yield the batches of a loader without end: it starts again after the last one."""
-    while True:
-        yield from loader
 
 
 def __getattr__(name: str) -> Any:

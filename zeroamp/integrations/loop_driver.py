@@ -132,9 +132,9 @@ class LoopDriver:
             )
         return self.train.clip_grad_norm(max_norm)
 
-    def clip_norm(self, max_norm: float, optimizer: Optimizer | None = None) -> torch.Tensor:
-        """Clip the gradients by their norm, and return the norm before. `optimizer`: only it may have gradients."""
-        self._refuse_clipping(optimizer)
+    def clip_norm(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradients of all optimizers by their norm, and return the norm before."""
+        self._refuse_clipping()
         is_first = self._clipped is None
         norm = self.norm(max_norm)
         self._is_clipped = True
@@ -142,9 +142,9 @@ class LoopDriver:
             multiply_gradients(self._step.micro_batches.with_gradient(), clip_factor(norm, max_norm))
         return norm
 
-    def clip_value(self, limit: float, optimizer: Optimizer | None = None) -> None:
-        """Clamp each element of the gradients to [-limit, limit]. `optimizer`: only it may have gradients."""
-        self._refuse_clipping(optimizer)
+    def clip_value(self, limit: float) -> None:
+        """Clamp each element of the gradients of all optimizers to [-limit, limit]."""
+        self._refuse_clipping()
         if (own := self._policy.gradient_clipping) > 0:
             raise StepError(
                 f"Gradients cannot be clipped by value, since gradient_clipping, a norm, is {own} in the config. "
@@ -156,15 +156,13 @@ class LoopDriver:
             if parameter.grad is not None:
                 local_part(parameter.grad).clamp_(-limit, limit)
 
-    def _refuse_clipping(self, optimizer: Optimizer | None) -> None:
+    def _refuse_clipping(self) -> None:
         if self._is_clipped:
             raise StepError("Gradients were clipped twice in one optimizer step. Clip them once, before step().")
-        others = [own for own in self._left() if optimizer is not None and own is not optimizer]
-        if any(map(_has_gradient, others)) or self._has_stepped:
+        if self._has_stepped:
             raise StepError(
-                "Gradients of one optimizer cannot be clipped while other optimizers have gradients too: TrainStep "
-                "computes one norm of all. Set gradient_clipping in the config, or let only one optimizer have "
-                "gradients."
+                "Gradients were clipped after the step of another optimizer: TrainStep computes one norm of all. Clip "
+                "before the first step()."
             )
 
     def step(self, optimizer: Optimizer) -> None:

@@ -75,7 +75,7 @@ def _idle(path: str, policy: "Policy") -> str | None:
         return "everything is in fp32"
     if name == "pin_memory" and not policy.offload.to_cpu:
         return "nothing is offloaded"
-    if name in ("grad_accum_dtype", "gradient_accumulation_dtype") and policy.gradient_accumulation_steps == 1:
+    if name == "grad_accum_dtype" and policy.gradient_accumulation_steps == 1:
         return "gradient_accumulation_steps is 1"
     return None
 

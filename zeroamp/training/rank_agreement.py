@@ -102,8 +102,6 @@ class _Facts(NamedTuple):
     """The plain values of each param group of each optimizer."""
     held: list[list[int]]
     """Of each param group: twice the position of each parameter in the model, plus 1 if it has optimizer state."""
-    is_trained: bytes
-    """One byte per parameter of the model: `requires_grad`."""
     calls: list[str]
     """The collectives of the parameter groups."""
 
@@ -150,7 +148,6 @@ class RankAgreement:
                 [2 * self._places.get(id(p), -1) + bool(state.get(p)) for p in group["params"]]
                 for state, group in groups
             ],
-            is_trained=bytes([parameter.requires_grad for parameter in self._parameters]),
             calls=self.issued.calls,
         )
         self.issued.end_step()
@@ -177,7 +174,6 @@ class RankAgreement:
             found |= {f"{key} of param group {index}": str(value) for key, value in group}
         names = {id(parameter): fqn for fqn, parameter in self._state.root.named_parameters()}
         fqns = [names.get(id(parameter), "a removed parameter") for parameter in self._parameters]
-        found |= {f"requires_grad of {fqn}": str(bool(each)) for fqn, each in zip(fqns, facts.is_trained, strict=True)}
         fqns.append("a parameter of another model")
         for index, held in enumerate(facts.held):
             for number, (place, has_state) in enumerate(divmod(each, 2) for each in held):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.hooks._torch.fsdp import can_shard_integers
 from zeroamp.planning.mesh import axis_groups, device_of, expected_shards, local_part, num_shards_of
 from zeroamp.planning.mesh_axes import MeshAxes, is_expert
-from zeroamp.planning.parameter_uses import has_own_storage_class, quantization_tensors
+from zeroamp.planning.parameter_uses import quantization_tensors
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.dtypes import INTEGER_BY_NUM_BYTES, short_name
 from zeroamp.policies.errors import ConfigError, WrapError
@@ -27,14 +27,14 @@ from zeroamp.policies.schema import Config, Honoured, iter_keys
 from zeroamp.version import __version__
 from zeroamp.wrapping.run_alike import Description
 
-_OF_ONE_RANK = ("comms_logger", "steps_per_print", "zeroamp.count_traffic")
-"""Blocks and keys of the config that change only logs and counters of a rank."""
+_OF_ONE_RANK = "steps_per_print"
+"""Key of the config that changes only logs of a rank."""
 
 
 def description_of(model: nn.Module, plan: Plan, axes: MeshAxes | None) -> Description:
     """Return the plan and the arguments of `wrap_model` as texts, which `run_alike` compares between ranks.
 
-    Left out is what may differ between ranks: values of parameters, keys without effect, keys of logs and counters.
+    Left out is what may differ between ranks: values of parameters, keys without effect, the key of logs.
     `axes` are those of the caller's mesh, None without a mesh.
 
     Raises:
@@ -201,21 +201,6 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor's elements, whose bits are read as integers: 0-D int64 on the CPU."""
     data = local_part(tensor.detach()).reshape(-1)
     return data.view(INTEGER_BY_NUM_BYTES[data.element_size()]).sum(dtype=torch.int64).cpu()
-
-
-def check_all_gather(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise WrapError for a parameter with `fsdp_pre_all_gather` if the process group is gloo.
-
-    gloo cannot communicate all dtypes.
-    """
-    if dist.get_backend(mesh.get_group(mesh.ndim - 1)) != "gloo":
-        return
-    for fqn, parameter in model.named_parameters():
-        if has_own_storage_class(parameter):
-            raise WrapError(
-                f"{fqn} is a {type(parameter).__name__}, which all-gathers data of its own dtype (fsdp_pre_all_gather)."
-                " That needs NCCL, but this process group is gloo. Use NCCL, or do not convert the module."
-            )
 
 
 def check_integers(model: nn.Module, mesh: DeviceMesh, ignored: Container[str] = ()) -> None:

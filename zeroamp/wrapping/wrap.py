@@ -40,7 +40,6 @@ from zeroamp.wrapping.collectives import compile_sums
 from zeroamp.wrapping.job_log import log_once_per_job
 from zeroamp.wrapping.model_checks import (
     broadcast_module_states,
-    check_all_gather,
     check_device,
     check_integers,
     check_ranks_agree,
@@ -152,7 +151,6 @@ def wrap_model(
         extension.check_mesh(model, plan, axes)
     for extension in plan.extensions:
         extension.before_sharding(model, plan)
-    check_all_gather(model, mesh)
     check_integers(model, mesh, plan.ignored_fqns)
     if policy.sync_module_states:
         broadcast_module_states(model, axes, plan.ignored_fqns)
@@ -166,7 +164,7 @@ def wrap_model(
     holders = shard_model(model, plan, axes)
     if is_meta and materialize:
         load("wrap_model.materialize_model")(model, mesh, device_of(mesh), shard_device(policy, mesh))
-    nodes, traffic = MeshNodes(), Traffic(enabled=policy.count_traffic)
+    nodes, traffic = MeshNodes(), Traffic()
     # Of all ranks, not of the mesh: on nodes of different sizes, all ranks must decide alike.
     if policy.reduce_accumulate_dtype == "fp32" and not is_one_node(policy):
         nodes = load("wrap_model.nodes_of_mesh")(policy, mesh, world)

@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
+from tests.measuring.state_bytes import bytes_of
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, full_parameters, same_bits, wrapped
 from tests.zeroamp.dry_run.plans import plan
-from tests.zeroamp.host_memory.test_sleep import _bytes
 
 NAME = "llama_tied"
 OFFLOAD = {"zeroamp": {"offload_between_steps": ["optimizer"]}}
@@ -23,7 +23,7 @@ def _train(cfg, folder, seen):
     for index in range(6):
         step.backward(loss_of(model, batch(NAME, 2 * index + dist.get_rank())))
         step.step()
-        seen.append(_bytes(model, adamw, "optimizer"))
+        seen.append(bytes_of(model, adamw, "optimizer"))
         if index == 3:
             zeroamp.save_checkpoint(folder, model, step)
     zeroamp.load_checkpoint(folder, model, step)

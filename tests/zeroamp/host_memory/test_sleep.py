@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 import zeroamp
+from tests.measuring.state_bytes import bytes_of
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, full_parameters, same_bits, wrapped
 from zeroamp.wrapping.state import wrap_state
@@ -32,28 +32,18 @@ def _train(stage, rests, **more):
     return losses, full_parameters(model)
 
 
-def _bytes(model, optimizer, part):
-    """The bytes of the storages of one part."""
-    if part == "optimizer":
-        tensors = [value for values in optimizer.state.values() for value in values.values()]
-    else:
-        tensors = [p if part == "params" else p.grad for p in model.parameters()]
-    local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors if each is not None]
-    return sum(each.untyped_storage().nbytes() for each in local)
-
-
 def _rest(model, step):
     """Let the parts sleep together, and one by one in all orders."""
-    before = {part: _bytes(model, step.optimizers[0], part) for part in PARTS}
+    before = {part: bytes_of(model, step.optimizers[0], part) for part in PARTS}
     zeroamp.sleep(model, step.optimizers)
-    assert [_bytes(model, step.optimizers[0], part) for part in PARTS] == [0, 0, 0]
+    assert [bytes_of(model, step.optimizers[0], part) for part in PARTS] == [0, 0, 0]
     zeroamp.wake(model)
     for order in itertools.permutations(PARTS):
         for part in order:
             zeroamp.sleep(model, step.optimizers, [part])
         for part in order:
             zeroamp.wake(model, [part])
-    assert {part: _bytes(model, step.optimizers[0], part) for part in PARTS} == before
+    assert {part: bytes_of(model, step.optimizers[0], part) for part in PARTS} == before
 
 
 def _both(stage, more):

@@ -74,7 +74,6 @@ def _of_options(options, fields, mesh_shape=None):
         {"zeroamp": {"reduce_accumulate_dtype": "native"}},
         {"dtype": "float16", "accumulation": 2},
         {"dtype": None},
-        {"zeroamp": {"count_traffic": False}},
         {"threshold": 0, **LOW, "accumulation": 2},
         {"data_types": {"keep_in_fp32_modules": ["router", "norm"]}},
         {**LOW, "data_types": {"keep_in_fp32_modules": ["router", "norm", "blocks.0.experts"], "buffer_dtype": "fp32"}},

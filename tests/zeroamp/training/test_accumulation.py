@@ -68,10 +68,6 @@ def test_a_bf16_buffer_is_bf16_between_micro_batches(ranks2, stage):
     assert ranks2.run(_buffer_dtypes, stage)[0] == (set(), {torch.bfloat16})
 
 
-def test_the_alias_means_the_same():
-    assert zeroamp.policy_from_config({"gradient_accumulation_dtype": "bf16"}).grad_accum_dtype == torch.bfloat16
-
-
 def _late_comers(stage):
     """A parameter without elements, and one that is unfrozen after wrapping."""
     model = build(NAME)

@@ -8,7 +8,7 @@ import torch
 import zeroamp
 from tests.measuring.collectives import Collectives
 from tests.models.small import batch, loss_of
-from tests.processes.training import check_same_run, config, train, wrapped
+from tests.processes.training import config, wrapped
 
 NAME = "llama_untied"
 
@@ -91,23 +91,3 @@ NATIVE = {"zeroamp": {"reduce_accumulate_dtype": "native"}}
 )
 def test_replicas_are_averaged_in_fp32_unless_a_native_bf16_wire_is_asked_for(ranks4, options, dtype):
     assert ranks4.run(_replica_dtypes, options)[0] == {dtype}
-
-
-def _train(count):
-    cfg = config(3, accumulation=2, zeroamp={"count_traffic": count})
-    return train(NAME, cfg, 4)
-
-
-def test_the_same_bits_with_and_without_counting(ranks2):
-    counted, uncounted = (ranks2.run(_train, count)[0] for count in (True, False))
-    check_same_run(counted, uncounted)
-
-
-def _counts_when_off():
-    model = wrapped(NAME, config(3, zeroamp={"count_traffic": False}))
-    model(batch(NAME, 0)).backward()
-    return len(zeroamp.traffic(model).calls)
-
-
-def test_nothing_is_counted_when_off(ranks2):
-    assert ranks2.run(_counts_when_off)[0] == 0

@@ -16,13 +16,6 @@ from tests.processes.training import config, policy
 from zeroamp.planning.plan import build_plan
 
 
-class OwnAllGather(TwoTensor):
-    """As float8 weights are: a subclass with FSDP2's extension."""
-
-    def fsdp_pre_all_gather(self, mesh):
-        raise AssertionError("not reached")
-
-
 def _replace_weight(model, make):
     linear = model.layers[1]
     linear.weight = nn.Parameter(make(linear.weight.detach()))
@@ -44,19 +37,6 @@ def test_a_tensor_parallel_parameter_without_a_mesh_is_refused(ranks2, on_meta):
     text = r"WrapError: layers\.1\.weight is a DTensor of a mesh of shape .*, but wrap_model got no mesh.*mesh=mesh"
     with pytest.raises(RankError, match=f"--- rank 0[\\s\\S]*{text}[\\s\\S]*--- rank 1[\\s\\S]*{text}"):
         ranks2.run(_tensor_parallel, on_meta)
-
-
-def _own_all_gather():
-    torch.manual_seed(0)
-    model = ThreeUnits()
-    _replace_weight(model, lambda weight: OwnAllGather(weight, weight.clone()))
-    zeroamp.wrap_model(model, policy(config(3)))
-
-
-def test_a_subclass_with_its_own_all_gather_is_refused_on_gloo(ranks2):
-    text = r"WrapError: layers\.1\.weight is a OwnAllGather.*needs NCCL, but this process group is gloo"
-    with pytest.raises(RankError, match=f"--- rank 0[\\s\\S]*{text}[\\s\\S]*--- rank 1[\\s\\S]*{text}"):
-        ranks2.run(_own_all_gather)
 
 
 def test_other_subclasses_and_lazy_parameters_are_refused():

@@ -84,9 +84,10 @@ def test_a_container_that_is_never_called_is_no_unit():
         find_units(model(), "ModuleList")
 
 
-@pytest.mark.parametrize(
-    "policy", [3, [], [3], {nn.Linear(1, 1)}, int, ModuleWrapPolicy({Block})], ids=lambda policy: type(policy).__name__
-)
+POLICIES = [3, [], [3], {nn.Linear(1, 1)}, int, ModuleWrapPolicy({Block})]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 def test_other_forms_are_refused(policy):
     with pytest.raises(WrapError, match="auto_wrap_policy must be module classes or class names"):
         find_units(model(), policy)

@@ -6,12 +6,14 @@ The files are those of peft. Merge an adapter in one process: `PeftModel.from_pr
 import copy
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -19,8 +21,10 @@ from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.rank_group import RankGroup
 from zeroamp.weights.export import gather_weights
 from zeroamp.weights.files import ADAPTER_STEM, tensors_of_file, write_weights
+from zeroamp.weights.layouts import joins_tensors, publish
 from zeroamp.weights.load import Found, fill_weights
 from zeroamp.weights.model_weights import find_weights
+from zeroamp.weights.stream import one_by_one, whole_weights
 from zeroamp.wrapping.state import wrap_state
 
 
@@ -60,6 +64,66 @@ def export_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: st
     while ranks.on_first(lambda: next(writer, False)):
         pass
     return path
+
+
+def iter_merged_weights(
+    model: nn.Module, dtype: torch.dtype = torch.bfloat16, *, bucket_bytes: int = 512 * 2**20
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole tensor) of the base model with the active LoRA adapters merged into its weights.
+
+    As `zeroamp.iter_weights(model, dtype)` of the base model, with published names. A merged weight is computed in
+    fp32, W + scaling * B @ A, and rounded once to `dtype`. The factors of all layers exist whole meanwhile.
+
+    Raises:
+        CheckpointError: an adapter is not plain LoRA of Linear layers (DoRA, embeddings, biases, quantized weights), or
+            the model has `modules_to_save`.
+        WrapError: the model is not wrapped.
+    """
+    state = wrap_state(model)
+    root: Any = state.root
+    _adapter_of(root, None)
+    mesh, prefix = state.axes.whole, "base_model.model."
+    layers = {name: module for name, module in root.named_modules() if hasattr(module, "lora_A")}
+    by_name = {each: weight for weight in find_weights(root) for each in weight.names}
+    factors = {name: weight for name, weight in by_name.items() if ".lora_" in name}
+    for name, layer in layers.items():
+        is_plain = isinstance(layer.get_base_layer(), nn.Linear) and not layer.lora_variant
+        if not is_plain or any(layer.lora_bias.values()) or hasattr(layer.get_base_layer().weight, "quant_state"):
+            raise CheckpointError(
+                f"{name} has an adapter other than plain LoRA of a Linear. Write it by export_adapter, and merge it in "
+                "one process (docs/peft.md)."
+            )
+    if any(".modules_to_save." in name for name in by_name):
+        raise CheckpointError("The model has modules_to_save, which are not merged. Write it by export_adapter.")
+    whole = {
+        name: each for part in whole_weights(factors.items(), mesh, None, bucket_bytes) for name, each in part.items()
+    }
+
+    def merged(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        layer = layers.get(name.removesuffix(".base_layer.weight"))
+        if layer is None or not name.endswith(".weight"):
+            return tensor.to(dtype) if tensor.is_floating_point() and by_name[name].is_parameter else tensor
+        result = tensor.float()
+        for adapter in layer.active_adapters:
+            if adapter in layer.lora_A:
+                of_layer = name.removesuffix("base_layer.weight")
+                a, b = (whole[f"{of_layer}lora_{each}.{adapter}.weight"].float() for each in "AB")
+                delta = (b @ a) * layer.scaling[adapter]
+                result = result + (delta.T if layer.fan_in_fan_out else delta)
+        return result.to(dtype)
+
+    base = root.get_base_model()
+    tied = getattr(base, "all_tied_weights_keys", {})
+    own = []
+    for weight in find_weights(root):
+        names = [name for name in weight.names if name not in factors]
+        own += [(name, weight) for name in names if name.removeprefix(prefix) not in tied][:1]
+    for tensors in whole_weights(own, mesh, None, bucket_bytes, by_layer=joins_tensors(base)):
+        made = {}
+        for name, tensor in one_by_one(tensors):
+            made[name.removeprefix(prefix).replace(".base_layer.", ".")] = merged(name, tensor)
+        publish(base, made)
+        yield from one_by_one(made)
 
 
 def load_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: str | None = None) -> None:

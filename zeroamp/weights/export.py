@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from zeroamp.planning.mesh import device_of, is_first_rank
+from zeroamp.planning.mesh import is_first_rank
 from zeroamp.policies.dtypes import DTYPE_BY_NAME, short_name
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.policies.numbers import is_integer
@@ -21,7 +20,11 @@ from zeroamp.rank_group import RankGroup
 from zeroamp.weights.files import require_libraries, write_weights
 from zeroamp.weights.layouts import publish
 from zeroamp.weights.model_weights import Weight, find_weights
+from zeroamp.weights.stream import whole_weights
 from zeroamp.wrapping.state import wrap_state
+
+_BUCKET_BYTES = 64 * 2**20
+"""Bytes that are all-gathered together."""
 
 
 def export_hf(
@@ -38,7 +41,7 @@ def export_hf(
     the folder exists, the weights of an earlier export are replaced when the new ones are complete; other files stay.
 
     The first rank holds all weights in CPU memory, in the dtype of the files. Shards are cast before they are
-    all-gathered, tensor by tensor.
+    all-gathered.
 
     Args:
         model: a model that `wrap_model` returned, at any stage, before training, between two steps or after.
@@ -110,7 +113,6 @@ def _refuse_overflow(name: str, weight: Weight, dtype: torch.dtype) -> None:
         )
 
 
-@torch.no_grad()
 def gather_weights(
     weights: Mapping[str, Weight], mesh: DeviceMesh, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
@@ -119,26 +121,12 @@ def gather_weights(
     Parameters are cast to `dtype`, unless it is None.
     """
     found: dict[str, torch.Tensor] = {}
-    for name, weight in weights.items():
-        whole = _whole_weight(weight, mesh, weight.dtype_in(dtype))
+    for bucket in whole_weights(weights.items(), mesh, dtype, _BUCKET_BYTES):
         if is_first_rank(mesh):
-            found[name] = whole.to("cpu", copy=True, memory_format=torch.contiguous_format)
-        del whole  # before the next one is gathered
+            for name, whole in bucket.items():
+                found[name] = whole.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        bucket.clear()
     return found
-
-
-def _whole_weight(weight: Weight, mesh: DeviceMesh, dtype: torch.dtype) -> torch.Tensor:
-    """Return the whole weight in `dtype`, on the mesh's device. Every rank of `mesh`, which has all ranks, calls this.
-
-    The shard is cast before the all-gather, which moves fewer bytes. Rounding is per element, so the bits are the same.
-    A weight that is not sharded is this rank's own.
-    """
-    local = weight.local.to(device_of(mesh), dtype)
-    if not isinstance(weight.tensor, DTensor):
-        return local
-    shape, stride = weight.tensor.shape, weight.tensor.stride()
-    own, placements = weight.tensor.device_mesh, weight.tensor.placements
-    return DTensor.from_local(local, own, placements, run_check=False, shape=shape, stride=stride).full_tensor()
 
 
 def _save_config(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:

@@ -87,6 +87,17 @@ def _convert(
     return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
 
 
+def joins_tensors(root: nn.Module) -> bool:
+    """Return whether `publish` computes a tensor from several: it then needs all tensors of a layer at once."""
+    outline = _outline_of_model(root)
+    if outline is None:
+        return False
+    from transformers import conversion_mapping
+
+    rules = getattr(outline, "_weight_conversions", None) or conversion_mapping.get_model_conversion_mapping(outline)
+    return any(len(getattr(rule, "target_patterns", ())) > 1 for rule in rules)
+
+
 def publish(root: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     """Bring the tensors of a transformers model into the layout that its `save_pretrained` writes."""
     outline = _outline_of_model(root)

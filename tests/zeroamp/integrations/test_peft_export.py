@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 import zeroamp
 from tests.models.adapters import Adapted, batch, quietly, train_in_one_process
 from tests.processes.adapter_training import AdapterTraining
-from tests.processes.training import config
+from tests.processes.training import config, same_bits
 from tests.selection import needs_bitsandbytes, slow_but
-from zeroamp.integrations.peft import export_adapter
+from zeroamp.integrations.peft import export_adapter, iter_merged_weights
 
 peft = pytest.importorskip("peft", reason="peft is not installed: it makes the adapters")
 
@@ -162,3 +162,43 @@ def test_calls_that_cannot_work_say_what_to_do(ranks2, tmp_path):
             assert says in text, f"{name}: {text}"
         assert differences == []
     assert sorted(os.listdir(tmp_path)) == ["checkpoints", "plain"]
+
+
+def _perturbed(adapted):
+    """The model with factors that are not zero."""
+    model = adapted.build()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@quietly
+def _merged(adapted):
+    model = zeroamp.wrap_model(_perturbed(adapted), zeroamp.policy_from_config(config(3)))
+    return {name: tensor.clone() for name, tensor in iter_merged_weights(model, bucket_bytes=4000)}
+
+
+@pytest.mark.parametrize("name", ["LoRA", "tied", "rank-stabilised, with patterns"])
+def test_merged_weights_are_those_that_peft_merges(ranks2, tmp_path, name):
+    """peft merges fp32 weights in fp32; bf16 ones it would round twice."""
+    quietly(lambda: _perturbed(CASES[name]).merge_and_unload().to(torch.bfloat16).save_pretrained(tmp_path))()
+    expected = load_file(tmp_path / "model.safetensors")
+    for ours in ranks2.run(_merged, CASES[name]):
+        assert same_bits(ours, expected) == []
+
+
+@quietly
+def _cannot_merge(adapted):
+    model = zeroamp.wrap_model(adapted.build(), zeroamp.policy_from_config(config(3)))
+    with pytest.raises(zeroamp.CheckpointError) as caught:
+        next(iter_merged_weights(model))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["DoRA", "the embedding", "a trained copy of the head"])
+def test_what_cannot_be_merged_names_export_adapter(ranks2, name):
+    for text in ranks2.run(_cannot_merge, CASES[name]):
+        assert "export_adapter" in text

@@ -1,0 +1,101 @@
+"""`iter_weights`: the bits of `full_tensor()`, the published names, and at most two buckets beside the shards."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zeroamp
+from tests.measuring.allocated import Allocated
+from tests.models.architectures import mixtral, seeded_conv_net
+from tests.models.small import hf_llama
+from tests.processes.training import config, full_parameters, policy, same_bits, wrapped
+
+SMALL = 4000
+"""Bytes of a bucket: several tensors of the models below, and less than their largest."""
+
+
+def _streamed(name, stage, mesh_shape, fields):
+    model = wrapped(name, config(stage), mesh_shape=mesh_shape, fields=fields)
+    expected = {fqn: tensor.bfloat16() for fqn, tensor in full_parameters(model).items()}
+    found = [list(zeroamp.iter_weights(model, bucket_bytes=size)) for size in (SMALL, 2**30)]
+    for each in found:
+        assert [fqn for fqn, _ in each] == list(expected)
+        assert {type(tensor) for _, tensor in each} == {torch.Tensor}
+        assert same_bits(dict(each), expected) == []
+    whole = dict(zeroamp.iter_weights(model, dtype=None, bucket_bytes=SMALL, names="model"))
+    assert same_bits(whole, full_parameters(model)) == []
+    return [fqn for fqn, _ in zeroamp.iter_weights(model, to="first")]
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "mesh_shape", "fields"),
+    [
+        ("llama_untied", 0, None, {}),
+        ("encoder", 1, None, {}),
+        ("llama_untied", 2, (2, 2), {}),
+        ("encoder", 3, None, {"shard_dim": 0}),
+        ("llama_untied", 3, None, {"offload": {"device": "cpu"}}),
+    ],
+)
+def test_the_bits_are_those_of_each_full_tensor(ranks4, name, stage, mesh_shape, fields):
+    first, *others = ranks4.run(_streamed, name, stage, mesh_shape, fields)
+    assert first
+    assert others == [[], [], []]
+
+
+def _published(kind):
+    torch.manual_seed(0)
+    model = zeroamp.wrap_model(mixtral("eager")[0] if kind == "mixtral" else hf_llama(True), policy(config(3)))
+    return {name: tensor.clone() for name, tensor in zeroamp.iter_weights(model, bucket_bytes=SMALL)}
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "tied llama"])
+def test_names_and_layout_are_those_of_save_pretrained(ranks2, tmp_path, kind):
+    pytest.importorskip("transformers", reason="the models are transformers'")
+    torch.manual_seed(0)
+    model = mixtral("eager")[0] if kind == "mixtral" else hf_llama(True)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    theirs = load_file(tmp_path / "model.safetensors")
+    for ours in ranks2.run(_published, kind):
+        assert same_bits(ours, theirs) == []
+
+
+def _peak():
+    model = wrapped("llama_untied", config(3))
+    largest = max(2 * parameter.numel() for parameter in model.parameters())
+    bucket = max(SMALL, largest)
+    with Allocated() as allocated:
+        for parameter in model.parameters():
+            allocated.see(parameter.to_local(), "shard")
+        held = allocated.now
+        allocated.reset_peak()
+        for _name, tensor in zeroamp.iter_weights(model, bucket_bytes=SMALL):
+            tensor.add_(0)
+        peak = allocated.peak - held
+    return peak, bucket
+
+
+def test_at_most_two_buckets_exist_beside_the_shards(ranks2):
+    for peak, bucket in ranks2.run(_peak):
+        cast = 2 * bucket // 2  # the shards of two buckets, cast: gloo holds those of the last a moment longer
+        assert bucket < peak <= 2 * bucket + cast
+
+
+def _buffers():
+    model = zeroamp.wrap_model(seeded_conv_net(), policy(config(3)))
+    found = dict(zeroamp.iter_weights(model, torch.float16))
+    assert found["norm.running_mean"].dtype == torch.float32
+    assert found.keys() == model.state_dict().keys()
+    texts = []
+    for arguments in ({"names": "vllm"}, {"to": 0}, {"bucket_bytes": 0}):
+        with pytest.raises(zeroamp.CheckpointError) as caught:
+            zeroamp.iter_weights(model, **arguments)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_buffers_keep_their_dtype_and_wrong_arguments_are_errors(ranks2):
+    for texts in ranks2.run(_buffers):
+        assert "iter_weights(names=) must be one of ('hf', 'model'), but is 'vllm'" in texts[0]
+        assert "iter_weights(to=) must be one of ('all', 'first'), but is 0" in texts[1]
+        assert "iter_weights(bucket_bytes=) must be an integer from 1 on, but is 0" in texts[2]

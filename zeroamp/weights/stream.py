@@ -1,0 +1,142 @@
+"""`iter_weights`: yields the whole weights of a wrapped model one by one, for an inference engine or a file.
+
+[Note: Buckets]
+The shards of a bucket are cast, and their all-gathers started, while the bucket before is used. So at most two buckets,
+and the cast shards of one, exist beside the shards. transformers computes some published tensors from several of the
+model, all of one layer: then the weights of a layer are in one bucket.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from zeroamp.planning.mesh import device_of, is_first_rank
+from zeroamp.policies.errors import CheckpointError, StepError
+from zeroamp.policies.numbers import is_integer
+from zeroamp.weights.layouts import joins_tensors, publish
+from zeroamp.weights.model_weights import Weight, find_weights
+from zeroamp.wrapping.state import wrap_state
+
+Named = tuple[str, Weight]
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+
+
+def iter_weights(
+    model: nn.Module,
+    dtype: torch.dtype | None = torch.bfloat16,
+    *,
+    bucket_bytes: int = 512 * 2**20,
+    names: Literal["hf", "model"] = "hf",
+    to: Literal["all", "first"] = "all",
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole tensor) of a wrapped model's parameters and persistent buffers, on the mesh's device.
+
+    Every rank iterates to the end, between two optimizer steps: each bucket is all-gathered by all ranks. Beside the
+    shards at most two buckets, and the cast shards of one, exist if the caller retains no tensor. A tied parameter is
+    yielded once. Of a model with adapters, `zeroamp.integrations.peft.iter_merged_weights` yields the merged weights.
+
+    Args:
+        model: that `wrap_model` returned, at any stage.
+        dtype: of floating-point parameters. Shards are cast before they are all-gathered. Buffers keep their dtype.
+            None: the dtype of the shards.
+        bucket_bytes: bytes of whole tensors that are all-gathered together. A larger tensor is a bucket of its own.
+        names: "hf": names and layout of the published checkpoint, as `export_hf` writes them; other models keep their
+            own names. "model": those of `state_dict()`.
+        to: "all": every rank yields the tensors. "first": other ranks take part, and yield nothing.
+
+    Raises:
+        CheckpointError: an argument is not valid.
+        StepError: inside an optimizer step.
+        WrapError: the model is not wrapped.
+    """
+    state = wrap_state(model)
+    for argument, value, valid in (("names", names, ("hf", "model")), ("to", to, ("all", "first"))):
+        if value not in valid:
+            raise CheckpointError(f"iter_weights({argument}=) must be one of {valid}, but is {value!r}.")
+    if not is_integer(bucket_bytes, at_least=1):
+        raise CheckpointError(f"iter_weights(bucket_bytes=) must be an integer from 1 on, but is {bucket_bytes!r}.")
+    if state.step.is_open:
+        raise StepError(f"iter_weights was called {state.step.phase.value}. Call it between two optimizer steps.")
+    return _yielded(state.root, state.axes.whole, dtype, bucket_bytes, is_published=names == "hf", to_all=to == "all")
+
+
+def _yielded(
+    root: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, bucket_bytes: int, *, is_published: bool, to_all: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    named = [
+        (name, weight)
+        for weight in find_weights(root)
+        for name in (weight.written_names if is_published else weight.names[:1])
+    ]
+    by_layer = is_published and joins_tensors(root)
+    for tensors in whole_weights(named, mesh, dtype, bucket_bytes, by_layer=by_layer):
+        if not to_all and not is_first_rank(mesh):
+            tensors.clear()
+        if is_published:
+            publish(root, tensors)
+        yield from one_by_one(tensors)
+
+
+def one_by_one(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the items of a dict and remove them, so that the caller decides how long each tensor lives."""
+    while tensors:
+        name = next(iter(tensors))
+        yield name, tensors.pop(name)
+
+
+@torch.no_grad()
+def whole_weights(
+    named: Iterable[Named], mesh: DeviceMesh, dtype: torch.dtype | None, bucket_bytes: int, *, by_layer: bool = False
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield buckets of whole weights by name: see [Note: Buckets]. All ranks of `mesh` iterate to the end.
+
+    Clear a bucket when it is used: the next but one is started when the generator resumes.
+    """
+    started: dict[str, torch.Tensor] = {}
+    for bucket in _buckets(named, dtype, bucket_bytes, by_layer):
+        whole = {name: _wait(started.pop(name)) for name in list(started)}
+        started = {name: _start(weight, mesh, weight.dtype_in(dtype)) for name, weight in bucket}
+        if whole:
+            yield whole
+    yield {name: _wait(started.pop(name)) for name in list(started)}
+
+
+def _buckets(
+    named: Iterable[Named], dtype: torch.dtype | None, bucket_bytes: int, by_layer: bool
+) -> Iterator[Sequence[Named]]:
+    bucket: list[Named] = []
+    num_bytes, last = 0, ""
+    for name, weight in named:
+        layer = found[1] if by_layer and (found := _LAYER.match(name)) else name
+        size = weight.tensor.numel() * weight.dtype_in(dtype).itemsize
+        if bucket and layer != last and num_bytes + size > bucket_bytes:
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append((name, weight))
+        num_bytes, last = num_bytes + size, layer
+    yield bucket
+
+
+def _start(weight: Weight, mesh: DeviceMesh, dtype: torch.dtype) -> torch.Tensor:
+    """Start the all-gather of a weight. A weight that is not sharded is this rank's own.
+
+    The shard is cast first, which moves fewer bytes. Rounding is per element, so the bits are the same.
+    """
+    local = weight.local.to(device_of(mesh), dtype)
+    if not isinstance(weight.tensor, DTensor):
+        return local
+    own, placements = weight.tensor.device_mesh, weight.tensor.placements
+    shape, stride = weight.tensor.shape, weight.tensor.stride()
+    sharded = DTensor.from_local(local, own, placements, run_check=False, shape=shape, stride=stride)
+    return sharded.redistribute(placements=[Replicate()] * own.ndim, async_op=True).to_local()
+
+
+def _wait(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor: `to_local` returns one that waits for its all-gather when an op reads it."""
+    waiting = getattr(tensor, "wait", None)
+    return tensor if waiting is None else waiting()

@@ -18,6 +18,7 @@ from zeroamp.deepspeed import engine_checkpoint
 from zeroamp.deepspeed.comm import get_local_rank
 from zeroamp.deepspeed.optimizer import ZeroOptimizer
 from zeroamp.deepspeed.refused import REFUSED, refusal, unknown
+from zeroamp.host_memory.sleep import Part, sleep, wake
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import ConfigError, StepError
 from zeroamp.policies.policy import Policy
@@ -29,6 +30,15 @@ from zeroamp.wrapping.state import reshard, wrap_state
 from zeroamp.wrapping.step_state import Phase
 
 logger = logging.getLogger("zeroamp")
+
+_OFFLOADED: dict[str, Part] = {
+    "optim_states": "optimizer",
+    "hp_params": "params",
+    "lp_params": "params",
+    "lp_grads": "grads",
+    "contiguous_grad_buffer": "grads",
+}
+"""DeepSpeed's name of a state -> ours. Weights in low and in high precision are one here."""
 
 
 def _is_dynamic(policy: Policy) -> bool:
@@ -249,6 +259,27 @@ class DeepSpeedEngine(nn.Module):
     def empty_partition_cache(self) -> None:
         """Reshard the parameters that an evaluation left unsharded."""
         reshard(self.module.modules())
+
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Move parts of the state to host memory by `zeroamp.sleep`, until `reload_states`.
+
+        `include`: DeepSpeed's names or members of its enum. None: all. The other arguments have no effect.
+        """
+        del device, pin_memory, non_blocking
+        names = list(_OFFLOADED) if include is None else [str(getattr(each, "value", each)) for each in include]
+        if unknown_names := [name for name in names if name not in _OFFLOADED]:
+            raise ConfigError(
+                f"engine.offload_states(include=) must be some of {', '.join(_OFFLOADED)}, but has {unknown_names[0]}."
+            )
+        optimizers = () if self.train_step is None else self.train_step.optimizers
+        sleep(self.module, optimizers, list(dict.fromkeys(_OFFLOADED[name] for name in names)))
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move what `offload_states` moved back to the device. `non_blocking` has no effect."""
+        del non_blocking
+        wake(self.module)
 
     def destroy(self) -> None:
         """Release gradients and unsharded parameters. The engine cannot train afterwards."""

@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.distributed as dist
 
 import zeroamp
 import zeroamp.deepspeed as deepspeed
@@ -135,6 +136,30 @@ def _reads():
         "of the module": engine.logits.__name__,
         "modes of the module": (engine.train().module.training, engine.eval().module.training),
     }
+
+
+def _offloaded():
+    """Return whether a run that offloads its state between the steps has the losses of one that does not."""
+    losses = {}
+    for offloads in (False, True):
+        engine = start(NAME, config(3))
+        losses[offloads] = []
+        for index in range(3):
+            loss = loss_of(engine, batch(NAME, 2 * index + dist.get_rank()))
+            losses[offloads].append(float(loss.detach()))
+            engine.backward(loss)
+            engine.step()
+            if offloads:
+                engine.offload_states(include=["optim_states"])
+                engine.offload_states(include=["hp_params", "lp_params", "lp_grads"])
+                engine.reload_states()
+    with pytest.raises(ConfigError, match="optim_states, hp_params, .* but has weights"):
+        engine.offload_states(include=["weights"])
+    return losses[True] == losses[False]
+
+
+def test_states_that_are_offloaded_and_reloaded_have_the_same_bits(ranks2):
+    assert ranks2.run(_offloaded) == [True, True]
 
 
 def test_what_an_engine_reads(ranks2):

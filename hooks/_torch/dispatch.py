@@ -24,6 +24,7 @@ __all__ = [
     "at_end_of_backward",
     "backward_id",
     "is_in_backward",
+    "is_part_of_parameter",
     "is_profiling",
     "is_view_op",
     "needs_values",
@@ -73,6 +74,11 @@ def without_base(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     output: torch.Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
     return output
+
+
+def is_part_of_parameter(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a parameter or a view of one."""
+    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
 
 
 def needs_values(error: BaseException) -> bool:

@@ -8,15 +8,18 @@ of the call in `compute_loss` detects this, so `"lower_precision_safe_modules": 
 must be unsharded during the whole forward, so `"own_units": false` is the default too.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import nn
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from zeroamp.hooks.random_state import preserved_random_state
+from zeroamp.host_memory.activations import save_on_cpu
 from zeroamp.integrations.transformers import ZeroampArguments
 from zeroamp.integrations.transformers import ZeroampMixin as ZeroampTrainerMixin
 from zeroamp.integrations.transformers.arguments import REFUSED
@@ -24,10 +27,6 @@ from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Policy
 
 _REFUSED = {
-    "activation_offloading": (
-        "It would copy the unsharded weights that autograd saves to the CPU too, like activations. Leave it out; "
-        "gradient_checkpointing saves more memory, and offload_optimizer in the config moves the shards."
-    ),
     "use_liger_kernel": (
         "It replaces forwards when the training starts, and its Triton kernels read weights without autocast's casts. "
         "Leave it out."
@@ -47,6 +46,20 @@ class ZeroampMixin(ZeroampTrainerMixin):
     refused_arguments: Mapping[str, str] = {**REFUSED, **_REFUSED}
     is_for_trl = True
 
+    @property
+    def maybe_activation_offload_context(self) -> AbstractContextManager[Any]:
+        """The context of each forward: `zeroamp.save_on_cpu` with `activation_offloading`.
+
+        TRL's own context, which it assigns here, would copy the unsharded weights of each unit to the CPU too.
+        """
+        if not self.args.activation_offloading:
+            return nullcontext()
+        return save_on_cpu(pin_memory=self.args.device.type != "cpu", device_type=self.args.device.type)
+
+    @maybe_activation_offload_context.setter
+    def maybe_activation_offload_context(self, context: object) -> None:
+        del context
+
     def filled_config(self, model: nn.Module | None) -> dict[str, Any]:
         """Return the config with its "auto" values filled. See [Note: The head outside of its module]."""
         filled = super().filled_config(model)
@@ -54,6 +67,9 @@ class ZeroampMixin(ZeroampTrainerMixin):
         autocast = filled.get("torch_autocast", {})
         if autocast.get("enabled"):
             filled["torch_autocast"] = {"lower_precision_safe_modules": "auto"} | autocast
+            if model is not None and hasattr(self, "reward_funcs"):
+                zeroamp = filled["zeroamp"]
+                zeroamp["overrides"] = [*zeroamp.get("overrides", ()), *_override_of_head(model)]
         return filled
 
     def prepare_wrap(self, model: nn.Module, policy: Policy) -> dict[str, Any]:
@@ -65,7 +81,8 @@ class ZeroampMixin(ZeroampTrainerMixin):
     def example_inputs(self) -> dict[str, Any] | None:
         """Return the arguments with which `compute_loss` calls the model for the first batch.
 
-        None for trainers that generate the completions: the traced run then uses the model's dummy inputs.
+        None for trainers that generate the completions: the traced run then uses the model's dummy inputs, and an
+        override keeps the head in fp32.
         """
         examples: Iterable[Any] = self.train_dataset
         with preserved_random_state(self.args.device.type):
@@ -88,6 +105,19 @@ class ZeroampMixin(ZeroampTrainerMixin):
         if self.ref_model is None:
             self.wrap()
         return super().compute_ref_log_probs(model, inputs)
+
+
+def _override_of_head(model: Any) -> Iterator[dict[str, str]]:
+    """Yield what the traced run of a trainer's call would decide about the head: see [Note: The head outside ...].
+
+    GRPO and RLOO generate their batches, so there is no batch to trace `compute_loss` with.
+    """
+    head = model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    is_tied = weight is model.get_input_embeddings().weight
+    if weight is not None and weight.requires_grad and weight.dtype == torch.float32 and not is_tied:
+        name = next(fqn for fqn, module in model.named_modules() if module is head)
+        yield {"modules": name, "param": "fp32", "communication": "fp32"}
 
 
 class _FirstCall(Exception):  # noqa: N818

@@ -210,11 +210,26 @@ def _refused(folder, **more):
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", ["activation_offloading", "use_liger_kernel"])
-def test_arguments_that_are_refused(ranks2, tmp_path, name):
-    for text in ranks2.run(_refused, str(tmp_path), **{name: True}):
-        assert f"- {name}: " in text
+def test_liger_kernels_are_refused(ranks2, tmp_path):
+    for text in ranks2.run(_refused, str(tmp_path), use_liger_kernel=True):
+        assert "- use_liger_kernel: " in text
         assert "Leave it out" in text
+
+
+@quietly
+def _offloaded(folder):
+    silence()
+    outcomes = []
+    for offloads in (False, True):
+        trainer = build(FULL, 3, f"{folder}/{offloads}")
+        trainer.args.activation_offloading = offloads  # set here: TRL's constructor needs an accelerator for it
+        trainer.train()
+        outcomes.append(outcome(trainer))
+    return outcomes[1].differs(outcomes[0])
+
+
+def test_activation_offloading_has_the_bits_of_a_run_without(ranks2, tmp_path):
+    assert ranks2.run(_offloaded, str(tmp_path)) == [[], []]
 
 
 def test_the_mixin_of_a_trainer_of_transformers_is_refused():

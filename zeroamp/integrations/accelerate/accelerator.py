@@ -253,8 +253,9 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap `model` in place with the policy and `wrap_arguments`, and return it."""
         wrap_model(model, self.policy, **self.wrap_arguments)
-        if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and hasattr(model, "generate"):
-            register_forward_method(model, "generate")  # it calls the encoder outside of the model's forward
+        is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        if (is_encoder_decoder or hasattr(model, "peft_config")) and hasattr(model, "generate"):
+            register_forward_method(model, "generate")  # it calls the encoder or the base model alone
         return model
 
     def prepare_optimizer(

@@ -108,7 +108,7 @@ class OverrideBlock(Block):
         BeforeValidator(_as_list),
         Honoured(
             "one pattern or a list: an FQN or its last parts, or a class, `package.module.Class` or bare; `*` and `?` "
-            "too. It applies to all modules inside"
+            "too; or `@lm_head` or `@router`. It applies to all modules inside"
         ),
     ]
     compute: Annotated[

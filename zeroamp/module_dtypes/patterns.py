@@ -4,6 +4,7 @@ A pattern is a name or a class, with `*` and `?` too. A name is the FQN of a mod
 parts of one: "norm" matches every "….norm". A class is written bare ("Linear") or in full ("torch.nn.Linear"), and
 subclasses count. A pattern that is a name and a class matches both. A module that is registered twice is matched under
 all of its names. Nothing is imported: "model.norm" may be an FQN, and a file model.py must not be run for it.
+"@lm_head" and "@router" name modules by their role (`roles.py`).
 """
 
 import sys
@@ -14,6 +15,8 @@ from itertools import chain
 
 import torch
 from torch import nn
+
+from zeroamp.module_dtypes.roles import modules_of_role
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +34,15 @@ class Matches:
 
 
 def find_matches(model: nn.Module, pattern: str) -> Matches:
-    """Return the modules, parameters and buffers of `model` that `pattern` names."""
+    """Return the modules, parameters and buffers of `model` that `pattern` names.
+
+    Raises:
+        ConfigError: the pattern is a role, and the model has no such module.
+    """
     paths = list(model.named_modules(remove_duplicate=False))
+    if pattern.startswith("@"):
+        of_role = modules_of_role(model, pattern)
+        return Matches(frozenset(fqn for fqn, module in paths if module in of_role), {})
     classes = tuple(cls for cls in classes_of(model) if _is_class(cls, pattern))
     modules = {module for fqn, module in paths if isinstance(module, classes) or (fqn and _is_name(fqn, pattern))}
     named = [(f"{fqn}.{name}".lstrip("."), owner, name, each) for fqn, owner in paths for name, each in _own(owner)]

@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from zeroamp.checkpoint.model_state import MODEL, state_by_name
+from zeroamp.host_memory.storages import bring_state_back
 from zeroamp.planning.mesh import local_part, num_shards_of
 from zeroamp.policies.errors import CheckpointError, describe, some_of
 from zeroamp.wrapping.state import wrap_state
@@ -37,7 +38,7 @@ def optimizer_state(
             parameter, or an inner optimizer has state that is not in `optimizer.state`.
     """
     _refuse_inner_state(optimizer)
-    optimizer.state_dict()  # runs hooks that bring offloaded state to the device
+    bring_state_back(optimizer)
     names = _names(root)
     tensors: dict[str, torch.Tensor] = {}
     own: OwnState = {}

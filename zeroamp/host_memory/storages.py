@@ -7,6 +7,7 @@ parameters, and back. Reading a tensor in between would read freed memory, so ca
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -46,6 +47,12 @@ class HostCopies:
             storage.resize_(host.numel())
             _bytes_of(storage).copy_(host, non_blocking=True)  # the pinned allocator keeps `host` until this has ended
         self._copies.clear()
+
+
+def bring_state_back(optimizer: torch.optim.Optimizer) -> None:
+    """Run the hooks of `optimizer.state_dict()`, which bring offloaded state to the device, before it is read."""
+    with suppress(AttributeError):  # a wrapper that does not call `Optimizer.__init__` has no hooks
+        optimizer.state_dict()
 
 
 def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import parameter_pairs
+from zeroamp.host_memory.storages import bring_state_back
 from zeroamp.planning.mesh import axis_groups, device_of, local_part
 from zeroamp.policies.errors import StepError, describe, some_of
 from zeroamp.tensor_shards import is_bound_to_shard, local_slices
@@ -94,7 +95,7 @@ def full_optimizer_state(optimizer: torch.optim.Optimizer, parameter: nn.Paramet
             first step it has none, and 8-bit values in blocks belong to the shard of each rank.
     """
     state, sharded = _owner_of(parameter)
-    optimizer.state_dict()  # runs hooks that bring offloaded state to the device
+    bring_state_back(optimizer)
     return _whole(_entry(optimizer.state.get(sharded, {}), sharded, key), state)
 
 
@@ -103,7 +104,7 @@ def set_full_optimizer_state(
 ) -> None:
     """Set one tensor that `full_optimizer_state` returns, which raises the same errors. Call it between two steps."""
     state, sharded = _owner_of(parameter)
-    optimizer.state_dict()
+    bring_state_back(optimizer)
     _fill(_entry(optimizer.state.get(sharded, {}), sharded, key), value, state)
 
 

@@ -1,13 +1,11 @@
 """Writes the tables of the docs that the code decides: python docs/generate.py
 
 `config.md` and `accumulation.md` from the schema, those of `precision.md` from planning, those of `deepspeed-api.md`
-from docstrings; `cli.md` from the commands, and the names of `api.md`, whose docstrings mkdocstrings reads when the
-site is built.
+from docstrings; and the names of `api.md`, whose docstrings mkdocstrings reads when the site is built.
 """
 
 import inspect
 import json
-import os
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -20,7 +18,6 @@ from torch import nn
 
 import zeroamp
 from zeroamp import deepspeed
-from zeroamp.cli.app import parsers
 from zeroamp.deepspeed.accelerator import Accelerator
 from zeroamp.deepspeed.engine import READERS, DeepSpeedEngine
 from zeroamp.deepspeed.optimizer import ZeroOptimizer
@@ -122,17 +119,7 @@ def _home(name: str) -> str:
     return f"{module if module.startswith('zeroamp.') else zeroamp._HOMES[name]}.{name}"
 
 
-def cli_page() -> str:
-    """Return `cli.md`: the help of every command."""
-    intro = "This page lists every command with its options. `docs/generate.py` writes it from `--help`."
-    parts = ["# Command line", intro]
-    os.environ["COLUMNS"] = "100"  # of the help
-    for each in parsers():
-        parts += [f"## {each.prog}", f"```text\n{each.format_help().strip()}\n```"]
-    return "\n\n".join(parts) + "\n"
-
-
-PAGES = {"api.md": api_page, "cli.md": cli_page}
+PAGES = {"api.md": api_page}
 """Pages that are generated whole."""
 
 _NOT_CALLS = {"logger", "ZeroOptimizer", "UnsupportedError", "DeepSpeedEngine"}

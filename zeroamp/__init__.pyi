@@ -48,8 +48,6 @@ from zeroamp.weights.export import export_hf as export_hf
 from zeroamp.weights.full_tensors import full_gradient as full_gradient
 from zeroamp.weights.full_tensors import full_optimizer_state as full_optimizer_state
 from zeroamp.weights.full_tensors import full_parameter as full_parameter
-from zeroamp.weights.full_tensors import set_full_gradient as set_full_gradient
-from zeroamp.weights.full_tensors import set_full_optimizer_state as set_full_optimizer_state
 from zeroamp.weights.full_tensors import set_full_parameter as set_full_parameter
 from zeroamp.weights.load import load_hf as load_hf
 from zeroamp.weights.stream import iter_weights as iter_weights

@@ -1,4 +1,4 @@
-"""Reads and sets whole parameters, gradients and optimizer state of a wrapped model.
+"""Reads whole parameters, gradients and optimizer state of a wrapped model, and sets parameters.
 
 All functions are collective: every rank calls them, for the same parameters in the same order. A parameter may be given
 as `model.named_parameters()` yields it at any time: sharded, or unsharded in the middle of an optimizer step. Copies
@@ -69,24 +69,6 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     return None if gradient is None else _whole(gradient, state).div_(state.step.gradient_scale)
 
 
-def set_full_gradient(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace the whole gradient of a parameter that has one, at a time when `full_gradient` returns it.
-
-    Raises:
-        StepError: as `full_gradient`; or the shape differs, or the parameter has no gradient.
-    """
-    state, sharded = _owner_of(parameter)
-    gradient = _gradient(sharded, state, "set_full_gradient")
-    if gradient is None:
-        raise StepError(
-            f"set_full_gradient was given a parameter of shape {tuple(sharded.shape)} without a gradient. Call it "
-            "after the last backward of an optimizer step, for a parameter that the loss depends on."
-        )
-    for group in state.gradients:
-        group.use(sharded)  # else the step discards the gradient if no rank used the parameter
-    _fill(gradient, value.to(gradient.dtype) * state.step.gradient_scale, state)
-
-
 def full_optimizer_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> torch.Tensor:
     """Return a copy of one whole tensor of a parameter's optimizer state: "exp_avg", "momentum_buffer" or "step", say.
 
@@ -97,15 +79,6 @@ def full_optimizer_state(optimizer: torch.optim.Optimizer, parameter: nn.Paramet
     state, sharded = _owner_of(parameter)
     bring_state_back(optimizer)
     return _whole(_entry(optimizer.state.get(sharded, {}), sharded, key), state)
-
-
-def set_full_optimizer_state(
-    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, value: torch.Tensor
-) -> None:
-    """Set one tensor that `full_optimizer_state` returns, which raises the same errors. Call it between two steps."""
-    state, sharded = _owner_of(parameter)
-    bring_state_back(optimizer)
-    _fill(_entry(optimizer.state.get(sharded, {}), sharded, key), value, state)
 
 
 def _refuse_open_step(state: WrapState, method: str) -> None:

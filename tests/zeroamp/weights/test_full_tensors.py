@@ -1,4 +1,4 @@
-"""Whole gradients, parameters and optimizer state of a wrapped model: read and set, at every stage and mesh."""
+"""Whole gradients, parameters and optimizer state of a wrapped model, at every stage and mesh."""
 
 import copy
 
@@ -112,50 +112,6 @@ def test_replicas(ranks4):
     assert ranks4.run(_read, config(3, dtype=None), None, (2, 2)) == [[]] * 4
 
 
-def _set(cfg, mesh_shape=None):
-    """Set everything to what another training has; return what differs after one more update of both."""
-    model, train = _wrapped(cfg, mesh_shape)
-    other, other_train = _wrapped(cfg, mesh_shape)
-    for step, each in ((0, train), (1, other_train), (2, other_train)):
-        each.backward(_loss(each.model, _inputs(step, dist.get_rank())))
-        each.step()
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    ours, theirs = dict(model.named_parameters()), dict(other.named_parameters())
-    for name in names:
-        zeroamp.set_full_parameter(ours[name], _of_the_first_rank(zeroamp.full_parameter(theirs[name])))
-        for key in (*KEYS, "step"):
-            value = zeroamp.full_optimizer_state(other_train.optimizers[0], theirs[name], key)
-            zeroamp.set_full_optimizer_state(train.optimizers[0], ours[name], key, _of_the_first_rank(value))
-    train.backward(_loss(model, _inputs(8, dist.get_rank())))
-    other_train.backward(_loss(other, _inputs(9, dist.get_rank())))
-    for name in names:
-        gradient = zeroamp.full_gradient(dict(other.named_parameters())[name])
-        parameter = dict(model.named_parameters())[name]
-        zeroamp.set_full_gradient(parameter, _of_the_first_rank(gradient))
-        if not torch.equal(zeroamp.full_gradient(parameter), gradient):
-            return [f"{name}: the gradient that was set is not the one that is read"]
-    reports = train.step(), other_train.step()
-    assert reports[0].grad_norm == reports[1].grad_norm
-    ours, theirs = dict(model.named_parameters()), dict(other.named_parameters())
-    return _same((name, zeroamp.full_parameter(ours[name]), zeroamp.full_parameter(theirs[name])) for name in names)
-
-
-def _of_the_first_rank(value):
-    """On other ranks another value, which must not matter."""
-    return value if dist.get_rank() == 0 else torch.full_like(value, torch.nan)
-
-
-@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
-def test_what_is_set_is_trained_with(ranks2, stage):
-    assert ranks2.run(_set, config(stage)) == [[], []]
-
-
-@pytest.mark.slow
-def test_what_is_set_with_a_loss_scale_offload_or_replicas(ranks4):
-    assert ranks4.run(_set, config(3, dtype="float16", fp16={"initial_scale_power": 8})) == [[]] * 4
-    assert ranks4.run(_set, {**config(3), **OFFLOAD}, (2, 2)) == [[]] * 4
-
-
 def _accumulated(cfg):
     """Whole gradients after the last of three micro-batches are those of the step; before it they are refused."""
     model, train = _wrapped(cfg)
@@ -198,7 +154,6 @@ def _refused():
         lambda: zeroamp.full_parameter(nn.Parameter(torch.ones(2))),
         lambda: zeroamp.full_gradient(copy.copy(weight)),
         lambda: zeroamp.set_full_parameter(weight, torch.ones(4, 5)),
-        lambda: zeroamp.set_full_gradient(weight, torch.ones(5, 4)),
         lambda: zeroamp.full_optimizer_state(train.optimizers[0], weight, "exp_avg"),
     ):
         with pytest.raises(StepError) as caught:
@@ -207,7 +162,7 @@ def _refused():
     train.backward(_loss(model, _inputs(0, 0)))
     train.step()
     with pytest.raises(StepError) as caught:
-        zeroamp.set_full_optimizer_state(train.optimizers[0], weight, "momentum", torch.ones(5, 4))
+        zeroamp.full_optimizer_state(train.optimizers[0], weight, "momentum")
     value = zeroamp.full_parameter(weight)
     value.zero_()
     assert zeroamp.full_parameter(weight).any()  # it is a copy
@@ -220,7 +175,6 @@ def test_what_is_wrong_is_named(ranks2):
             "A parameter of shape (2,) is not one of a wrapped model. Pass one that model.named_parameters() yields",
             "is not one of a wrapped model",
             "The value to set must be of the whole shape, (5, 4), but is of shape (4, 5)",
-            "set_full_gradient was given a parameter of shape (5, 4) without a gradient",
             'no whole tensor "exp_avg" for a parameter of shape (5, 4): its tensors are none',
             "its tensors are step, exp_avg, exp_avg_sq",
         ]

@@ -13,7 +13,7 @@ if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is No
     pytest.skip(f"the examples extra is not installed: {missing}", allow_module_level=True)
 
 
-@pytest.mark.parametrize("name", ["sft_lora", "dpo", "moe"])
+@pytest.mark.parametrize("name", ["sft_lora", "dpo", "grpo", "moe"])
 def test_it_has_at_most_120_lines(name):
     assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 120
 
@@ -37,6 +37,15 @@ def test_dpo_raises_the_margin_of_rewards(tmp_path):
     first, last = map(float, re.search(r"first (\S+) -> last (\S+)", output).groups())
     assert last > first + 0.1
     assert (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_grpo_raises_the_reward_and_an_fp32_head_narrows_the_gap_to_an_engine(tmp_path):
+    output = torchrun("examples/grpo.py", "--steps", 15, "--out", tmp_path)
+    first, last = map(float, re.search(r"first (\S+) -> last (\S+)", output).groups())
+    assert last > first
+    gaps = dict(re.findall(r"engine in (\w+): mean gap of log-probabilities (\S+)", output))
+    assert 0 < float(gaps["fp32"]) < float(gaps["bf16"])
 
 
 @pytest.mark.slow

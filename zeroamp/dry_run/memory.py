@@ -19,9 +19,6 @@ Per group, in bytes of the group's parameters padded to the number of shards (`p
 * parameters that are sharded over another dimension than 0: an all-gather copies them out twice, so that all those of
   the group exist twice for a moment. A reduction first copies their gradients one by one. Each copy is freed when the
   next one is made, the last one when the reduction was issued.
-* with `zeroamp.reproducible`, partial sums over micro-batches: one for each 1 in the binary form of the number of
-  earlier micro-batches, see `zeroamp/reproducible/tree_sums.py`. At most three micro-batches are replayed. The last
-  of them gets as many partial sums as the step has at most.
 * no reduction (stages 0 and 1 before the last micro-batch): the raw gradient becomes the unsharded sum, in the
   accumulation dtype.
 
@@ -43,7 +40,7 @@ from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.shard_sizes import local_numel, padded_numel
+from zeroamp.planning.shard_sizes import padded_numel
 from zeroamp.policies.accumulation import accumulation_dtype
 
 MAX_MICRO_BATCHES = 3
@@ -72,8 +69,6 @@ def memory_timeline(
     writer.add("workspace", -copied)
     writer.phase = "optimizer"
     groups.end_step()
-    if plan.policy.reproducible:
-        groups.sum_exactly()
     writer.add_row()
     writer.add("optimizer state", offloaded)
     for change in optimizer.changes:
@@ -133,9 +128,6 @@ class _GroupMemory(Replay):
         self._sums: set[str] = set()  # groups with unsharded sums of earlier micro-batches
         self._with_gradient: set[str] = set()  # groups with gradient shards
         self._sums_shards_low = accumulation_dtype(plan.policy) != torch.float32 and plan.policy.stage >= 2
-        count = plan.policy.gradient_accumulation_steps
-        self._num_partial = max(map(int.bit_count, range(count))) if plan.policy.reproducible else 0
-        self._is_last = False
         self._kept_gather = 0  # bytes of the flat output of the forward's last all-gather
         self._kept_inputs: deque[int] = deque()  # bytes of the flat inputs of the last reductions
         self._receive_buffers: Counter[torch.dtype] = Counter()  # communication dtype -> bytes
@@ -152,9 +144,6 @@ class _GroupMemory(Replay):
     def trace(self, events: Iterable[Event], *, is_first: bool, is_last: bool) -> None:
         """Replay a traced micro-batch."""
         self._writer.phase = "forward"
-        self._is_last = is_last and not is_first
-        if self._is_last and self._num_partial > 1:
-            self._add_partial_sums()
         for event in events:
             if isinstance(event, Change) and event.param in self._whole:
                 self._writer.add("gradients", event.num_bytes * is_first)  # autograd adds the later ones to the first
@@ -171,27 +160,12 @@ class _GroupMemory(Replay):
         if is_last:
             self._free_inputs()
 
-    def _add_partial_sums(self) -> None:
-        """Add the partial sums of the earlier micro-batches, except the first sum, which is counted already."""
-        more = self._num_partial - 1
-        self._writer.add("gradients", more * sum(self._sizes[group].gradient for group in self._with_gradient))
-
     def end_step(self) -> None:
         """Cast sums of shards in a low dtype back to gradients."""
         if self._sums_shards_low:
             done = [self._sizes[group] for group in self._with_gradient]
             self._writer.add("gradients", sum(sizes.gradient for sizes in done))
             self._writer.add("gradients", -sum(sizes.low_sum for sizes in done))
-
-    def sum_exactly(self) -> None:
-        """Add the workspace of the sum of squares, see `zeroamp/reproducible/exact_sum.py`."""
-        from zeroamp.reproducible.exact_sum import workspace_bytes  # only with `zeroamp.reproducible`
-
-        num_shards = self._ranks.shards(self._plan.policy) or 1  # of experts too: they are refused in reproducible runs
-        trained = [param for group in self._plan.groups for param in group.params if param.is_trainable]
-        device_type = "cpu" if self._on_cpu or self._plan.policy.offload.to_cpu else "cuda"
-        num_bytes = workspace_bytes((local_numel(param, num_shards) for param in trained), device_type)
-        self._writer.add_and_free("workspace", num_bytes)
 
     def _reach(self, mark: Mark, is_last: bool) -> None:
         if mark.point == "begin forward":
@@ -259,8 +233,6 @@ class _GroupMemory(Replay):
         sizes, writer = self._sizes[group], self._writer
         raw = self._raw.pop(group, 0)
         if group in self._sums:
-            if self._num_partial and not sizes.sums_as_is:
-                writer.add_and_free("unsharded gradients", max(sizes.summed.values(), default=0))
             writer.add("unsharded gradients", -raw)
         elif raw and not sizes.sums_as_is:
             for fqn, num_bytes in sizes.summed.items():
@@ -276,12 +248,7 @@ class _GroupMemory(Replay):
         if group in self._sums:
             self._sums.remove(group)
             of_param = sizes.summed
-            if self._num_partial:  # the gradient of the last micro-batch gets the partial sums
-                writer.add("unsharded gradients", 0 if sizes.sums_as_is else sum(of_param.values()))
-                writer.add("unsharded gradients", -raw if not sizes.sums_as_is else 0)
-                writer.add("unsharded gradients", -self._num_partial * sum(of_param.values()))
-            else:
-                writer.add("unsharded gradients", -raw)
+            writer.add("unsharded gradients", -raw)
             raw = sum(of_param.values())
         unused = max(0, sum(sizes.raw.values()) - raw)  # zeros, for parameters without a gradient
         writer.add("unsharded gradients", unused)
@@ -312,8 +279,7 @@ class _GroupMemory(Replay):
         if self._sums_shards_low:
             writer.add("gradients", sizes.low_sum * is_first)
         if self._sums_shards_low or not is_first:
-            num_added = self._num_partial if self._num_partial and self._is_last else 1
-            writer.add("gradients", -num_added * sizes.gradient)
+            writer.add("gradients", -sizes.gradient)
         writer.add("unsharded gradients", -last_copied - held)
 
     def _release_buffers(self) -> None:

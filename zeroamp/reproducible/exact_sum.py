@@ -152,16 +152,3 @@ def _blocks_of(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 def _block_size(device_type: str) -> int:
     return _BLOCK.get(device_type, _LARGEST_BLOCK)
-
-
-def workspace_bytes(numels: Iterable[int], device_type: str) -> int:
-    """Return the bytes that `ExactSum.add` allocates for fp32 tensors of these numbers of elements.
-
-    These are two fp64 tensors of a block's size, and the fp32 blocks of joined small tensors.
-    """
-    size = _block_size(device_type)
-    numels = list(numels)
-    small = sum(numel for numel in numels if numel <= size // _SHARE)
-    largest = max(numels, default=0)
-    largest = min(size, max(largest if largest > size // _SHARE else 0, small))
-    return 2 * largest * torch.float64.itemsize + small * torch.float32.itemsize

@@ -144,6 +144,9 @@ def _check(cfg, arguments, world_size):
     given_keys, held = dict(policy.given), flatten(policy.to_config())
     status = {row["key"]: row["status"] for row in report_rows(policy)}
     assert given_keys.keys() <= status.keys()
+    if given_keys.pop("bf16.bf16_optimizer_states", False) and policy.mode == "bf16":
+        assert held["data_types.optimizer_states_dtype"] == "bf16"
+        given_keys.pop("data_types.optimizer_states_dtype", None)
     for path, value in given_keys.items():
         if status.get(path) == "honoured" and path not in CHECKED_ONLY:
             found = held.get(ALIASES.get(path, path))

@@ -116,9 +116,8 @@ def _guards(part: Part, state: WrapState, optimizers: Iterable[torch.optim.Optim
     """Register hooks that raise StepError where freed memory would be read. Yields their handles."""
 
     def refuse(*_args: object, **_kwargs: object) -> None:
-        raise StepError(
-            f"{type(state.root).__name__} is asleep: {part} are in host memory. Call zeroamp.wake(model) first."
-        )
+        what = "the state of its optimizers is" if part == "optimizer" else f"its {part} are"
+        raise StepError(f"The model is asleep: {what} in host memory. Call zeroamp.wake(model) first.")
 
     if part == "optimizer":
         for optimizer in optimizers:

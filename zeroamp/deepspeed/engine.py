@@ -265,9 +265,12 @@ class DeepSpeedEngine(nn.Module):
     ) -> None:
         """Move parts of the state to host memory by `zeroamp.sleep`, until `reload_states`.
 
-        `include`: DeepSpeed's names or members of its enum. None: all. The other arguments have no effect.
+        `include`: DeepSpeed's names or members of its enum. None: all. `device`: the CPU. `pin_memory` and
+        `non_blocking` have no effect: memory is pinned on accelerators, and the copies end before the call does.
         """
-        del device, pin_memory, non_blocking
+        del pin_memory, non_blocking
+        if str(getattr(device, "value", device)) != "cpu":
+            raise ConfigError(f'engine.offload_states(device=) must be "cpu", but is {device!r}. Leave it out.')
         names = list(_OFFLOADED) if include is None else [str(getattr(each, "value", each)) for each in include]
         if unknown_names := [name for name in names if name not in _OFFLOADED]:
             raise ConfigError(

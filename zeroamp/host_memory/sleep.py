@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from zeroamp.host_memory.storages import HostCopies
@@ -65,12 +66,12 @@ def sleep(model: nn.Module, optimizers: Optimizers = (), what: Sequence[Part] = 
             if isinstance(value, torch.Tensor)
         ],
     }
+    _sleeps[model] = asleep  # before the copies: if host memory is full at a later part, `wake` restores the others
     for part in what:
-        asleep.handles[part] = list(_guards(part, state, given))
         asleep.copies[part] = HostCopies(tensors[part], device_of(state.mesh))
-    _sleeps[model] = asleep
-    if "params" in asleep.copies:
-        hide_state(model, "is asleep: its parameters are in host memory. Call zeroamp.wake(model) first.")
+        asleep.handles[part] = list(_guards(part, state, given))
+        if part != "optimizer":
+            hide_state(model, f"is asleep: its {part} are in host memory. Call zeroamp.wake(model) first.")
     if state.mesh.device_type != "cpu":
         torch.get_device_module(state.mesh.device_type).empty_cache()  # other processes and libraries need the memory
 
@@ -93,7 +94,7 @@ def wake(model: nn.Module, what: Sequence[Part] | None = None) -> None:
         copies.pop(part).restore()
         for handle in [] if asleep is None else asleep.handles.pop(part):
             handle.remove()
-    if asleep is not None and "params" not in copies:
+    if asleep is not None and not {"params", "grads"} & copies.keys():
         record_state(model, asleep.state)
     if not copies:
         _sleeps.pop(model, None)
@@ -127,7 +128,12 @@ def _guards(part: Part, state: WrapState, optimizers: Iterable[torch.optim.Optim
         return
     for unit in state.units.values():
         yield unit.register_forward_pre_hook(refuse, prepend=True)
-    for optimizer in optimizers:
-        yield optimizer.register_step_pre_hook(refuse)
+    sleeping = set(state.root.parameters())
+
+    def refuse_step(optimizer: torch.optim.Optimizer, *_args: object) -> None:
+        if any(parameter in sleeping for group in optimizer.param_groups for parameter in group["params"]):
+            refuse()
+
+    yield register_optimizer_step_pre_hook(refuse_step)  # of all optimizers: the caller need not have named them
     if part == "params":
         yield state.root.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]

@@ -28,6 +28,8 @@ class HostCopies:
             storage = tensor.untyped_storage()
             if not storage.resizable():  # on CPUs: memory of a file or of NumPy
                 continue
+            if storage.nbytes() == 0:  # other copies hold its bytes: `restore` would free what they have brought back
+                continue
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_pinned)
             host.copy_(_bytes_of(storage), non_blocking=is_pinned)
             self._copies.append((storage, host))

@@ -1,6 +1,7 @@
 """`sleep` and `wake`: the bits of a run that never slept, nothing left on the device, and errors in between."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import zeroamp
 from tests.measuring.state_bytes import bytes_of
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, full_parameters, same_bits, wrapped
+from zeroamp.host_memory import sleep as sleeping
+from zeroamp.host_memory.storages import HostCopies
 from zeroamp.wrapping.state import wrap_state
 
 NAME = "llama_untied"
@@ -104,3 +107,49 @@ def test_what_needs_the_state_is_an_error_that_says_to_wake_it(ranks2, tmp_path)
         assert "grads, which is awake already" in again
         assert "must be a list of params, grads, optimizer, but is ['buffers']" in wrong
         assert "zeroamp.sleep was called between the micro-batches" in inside
+
+
+def _misused(fault):
+    """Return the parameters after a refused call while asleep, or after host memory was full, and those without."""
+    found = []
+    for is_faulty in (False, True):
+        model = wrapped(NAME, config(3, zeroamp={"offload_between_steps": ["optimizer"]}))
+        step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        for index in range(3):
+            step.backward(loss_of(model, batch(NAME, index)))
+            step.step()
+            if is_faulty:
+                fault(model, step.optimizers[0])
+                zeroamp.wake(model)
+        found.append(full_parameters(model))
+    return same_bits(*found)
+
+
+def _refused_read(model, optimizer):
+    zeroamp.sleep(model, optimizer)
+    with pytest.raises(zeroamp.StepError, match="asleep"):
+        optimizer.state_dict()  # brings back what offload_between_steps holds
+
+
+def _full_host(model, optimizer):
+    results = [mock.DEFAULT, mock.DEFAULT, MemoryError]
+    with (
+        mock.patch.object(sleeping, "HostCopies", wraps=HostCopies, side_effect=results),
+        pytest.raises(MemoryError),
+    ):
+        zeroamp.sleep(model, optimizer)
+
+
+def _step_of_another(model, _optimizer):
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    zeroamp.sleep(model)
+    with pytest.raises(zeroamp.StepError, match="asleep"):
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+    zeroamp.wake(model)
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("fault", [_refused_read, _full_host, _step_of_another])
+def test_a_refused_call_loses_nothing(ranks2, fault):
+    assert ranks2.run(_misused, fault) == [[], []]

@@ -37,6 +37,7 @@ def sleep(model: nn.Module, optimizers: Optimizers = (), what: Sequence[Part] = 
 
     Call it on every rank, between two optimizer steps. Communicates nothing. Buffers stay on the device. Until `wake`,
     a forward, an optimizer step, a save and an export are errors. Shards that the config offloads stay where they are.
+    While gradients sleep, do not call `zero_grad(set_to_none=False)`: torch has no hook there, and memory is freed.
 
     Args:
         model: that `wrap_model` returned.

@@ -56,7 +56,8 @@ demo-lora: $(VENV)/.installed
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 		examples/sft_lora.py --model smollm2 --seq-len 128 --lr 1e-3 --out runs/demo-lora
 
-PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+PYTEST_MODULE := -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python $(PYTEST_MODULE)
 
 test: $(VENV)/.installed
 	$(PYTEST) -m "not slow"
@@ -69,7 +70,7 @@ VERSIONS ?= 2.11.0 2.13.0 2.15.0
 test-versions: $(addprefix test-torch-,$(VERSIONS))
 
 test-torch-%: .venv-torch-%/.installed
-	.venv-torch-$*/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow" \
+	.venv-torch-$*/bin/python $(PYTEST_MODULE) -m "not slow" \
 		tests/hooks tests/zeroamp/planning tests/zeroamp/wrapping tests/zeroamp/checkpoint \
 		tests/zeroamp/training/test_parity.py tests/zeroamp/training/test_plain_loop.py tests/zeroamp/training/test_step.py
 

@@ -20,11 +20,12 @@ from zeroamp.cli import arguments
 from zeroamp.cli.model_source import load_function, load_model
 from zeroamp.dry_run.gpu_memory import GPUS_GB
 from zeroamp.dry_run.render import title
-from zeroamp.dry_run.run_plan import STAGES, plan_run
+from zeroamp.dry_run.run_plan import plan_run
 from zeroamp.ledger.explain import Ledger
 from zeroamp.module_dtypes.extension import overridden
 from zeroamp.planning.mesh import mesh_shape
 from zeroamp.planning.plan import Plan, build_plan
+from zeroamp.policies.accumulation import STAGES
 from zeroamp.policies.errors import ConfigError, ZeroAmpError, some_of
 from zeroamp.policies.policy import Policy
 from zeroamp.reporting import saved_runs

@@ -20,13 +20,12 @@ from zeroamp.dry_run.traced_micro_batch import MicroBatch, trace_micro_batch
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.planning.mesh import Ranks, current_device_type, mesh_shape
 from zeroamp.planning.plan import Plan, build_plan
+from zeroamp.policies.accumulation import STAGES
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.errors import ConfigError, WrapError, ZeroAmpError
 from zeroamp.policies.numbers import is_integer
 from zeroamp.policies.policy import ConfigLike, Policy, Stage, as_policy
 from zeroamp.training.loss import LossFunction
-
-STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,7 @@
 
 import torch
 
+from zeroamp.hooks.tensors import tensors_in
 from zeroamp.host_memory.storages import HostCopies
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import ConfigError
@@ -48,9 +49,8 @@ class _OffloadedState(Callback):
     def on_step_end(self, report: StepReport, /) -> None:
         """Move the state to host memory."""
         del report
-        values = (value for state in self._optimizer.state.values() for value in state.values())
         if self._copies is None:
-            self._copies = HostCopies((each for each in values if isinstance(each, torch.Tensor)), self._device)
+            self._copies = HostCopies(tensors_in(self._optimizer.state), self._device)
 
     def _restore(self, *_hook_arguments: object) -> None:
         if self._copies is not None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from zeroamp.hooks.tensors import tensors_in
 from zeroamp.host_memory.storages import HostCopies
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import StepError
@@ -59,13 +60,7 @@ def sleep(model: nn.Module, optimizers: Optimizers = (), what: Sequence[Part] = 
     tensors: dict[Part, list[torch.Tensor]] = {
         "params": [parameter.detach() for parameter in parameters],
         "grads": [parameter.grad for parameter in parameters if parameter.grad is not None],
-        "optimizer": [
-            value
-            for optimizer in given
-            for values in optimizer.state.values()
-            for value in values.values()
-            if isinstance(value, torch.Tensor)
-        ],
+        "optimizer": list(tensors_in([optimizer.state for optimizer in given])),
     }
     _sleeps[model] = asleep  # before the copies: if host memory is full at a later part, `wake` restores the others
     for part in what:

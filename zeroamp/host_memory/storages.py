@@ -34,14 +34,9 @@ class HostCopies:
             host.copy_(_bytes_of(storage), non_blocking=is_pinned)
             self._copies.append((storage, host))
         if is_pinned:
-            torch.accelerator.synchronize()  # the copies end before their sources are freed
+            torch.accelerator.synchronize(device)  # the copies end before their sources are freed
         for storage, _ in self._copies:
             storage.resize_(0)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in host memory."""
-        return sum(host.numel() for _, host in self._copies)
 
     def restore(self) -> None:
         """Allocate the storages again, and copy their bytes back on the current stream."""

@@ -21,7 +21,7 @@ from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.rank_group import RankGroup
 from zeroamp.weights.export import gather_weights
 from zeroamp.weights.files import ADAPTER_STEM, tensors_of_file, write_weights
-from zeroamp.weights.layouts import joins_tensors, publish
+from zeroamp.weights.layouts import joins_tensors, outline_of_model, publish
 from zeroamp.weights.load import Found, fill_weights
 from zeroamp.weights.model_weights import find_weights
 from zeroamp.weights.stream import one_by_one, whole_weights
@@ -84,7 +84,8 @@ def iter_merged_weights(
     _adapter_of(root, None)
     mesh, prefix = state.axes.whole, "base_model.model."
     layers = {name: module for name, module in root.named_modules() if hasattr(module, "lora_A")}
-    by_name = {each: weight for weight in find_weights(root) for each in weight.names}
+    weights = find_weights(root)
+    by_name = {each: weight for weight in weights for each in weight.names}
     factors = {name: weight for name, weight in by_name.items() if ".lora_" in name}
     for name, layer in layers.items():
         is_plain = isinstance(layer.get_base_layer(), nn.Linear) and not layer.lora_variant
@@ -113,16 +114,17 @@ def iter_merged_weights(
         return result.to(dtype)
 
     base = root.get_base_model()
+    outline = outline_of_model(base)
     tied = getattr(base, "all_tied_weights_keys", {})
     own = []
-    for weight in find_weights(root):
+    for weight in weights:
         names = [name for name in weight.names if name not in factors]
         own += [(name, weight) for name in names if name.removeprefix(prefix) not in tied][:1]
-    for tensors in whole_weights(own, mesh, None, bucket_bytes, by_layer=joins_tensors(base)):
+    for tensors in whole_weights(own, mesh, None, bucket_bytes, by_layer=joins_tensors(outline)):
         made = {}
         for name, tensor in one_by_one(tensors):
             made[name.removeprefix(prefix).replace(".base_layer.", ".")] = merged(name, tensor)
-        publish(base, made)
+        publish(outline, made)
         yield from one_by_one(made)
 
 

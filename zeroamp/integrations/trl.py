@@ -11,7 +11,7 @@ must be unsharded during the whole forward, so `"own_units": false` is the defau
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from zeroamp.host_memory.activations import save_on_cpu
 from zeroamp.integrations.transformers import ZeroampArguments
 from zeroamp.integrations.transformers import ZeroampMixin as ZeroampTrainerMixin
 from zeroamp.integrations.transformers.arguments import REFUSED
+from zeroamp.module_dtypes.patterns import find_matches
+from zeroamp.planning.parameter_uses import modules_around
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Policy
 
@@ -66,10 +68,11 @@ class ZeroampMixin(ZeroampTrainerMixin):
         filled["zeroamp"] = {"own_units": False} | filled.get("zeroamp", {})
         autocast = filled.get("torch_autocast", {})
         if autocast.get("enabled"):
-            filled["torch_autocast"] = {"lower_precision_safe_modules": "auto"} | autocast
-            if model is not None and hasattr(self, "reward_funcs"):
-                zeroamp = filled["zeroamp"]
-                zeroamp["overrides"] = [*zeroamp.get("overrides", ()), *_override_of_head(model)]
+            filled["torch_autocast"] = autocast = {"lower_precision_safe_modules": "auto"} | autocast
+            generates = hasattr(self, "reward_funcs")
+            if model is not None and generates and autocast["lower_precision_safe_modules"] == "auto":
+                own = filled["zeroamp"].get("overrides", ())
+                filled["zeroamp"]["overrides"] = [*own, *override_of_head(model, own)]
         return filled
 
     def prepare_wrap(self, model: nn.Module, policy: Policy) -> dict[str, Any]:
@@ -107,16 +110,21 @@ class ZeroampMixin(ZeroampTrainerMixin):
         return super().compute_ref_log_probs(model, inputs)
 
 
-def _override_of_head(model: Any) -> Iterator[dict[str, str]]:
+def override_of_head(model: Any, own: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
     """Yield what the traced run of a trainer's call would decide about the head: see [Note: The head outside ...].
 
-    GRPO and RLOO generate their batches, so there is no batch to trace `compute_loss` with.
+    GRPO and RLOO generate their batches, so there is no batch to trace `compute_loss` with. Nothing is yielded if one
+    of `own`, the overrides of the config, applies to the head: only the first that matches would apply.
     """
     head = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
     is_tied = weight is model.get_input_embeddings().weight
-    if weight is not None and weight.requires_grad and weight.dtype == torch.float32 and not is_tied:
-        name = next(fqn for fqn, module in model.named_modules() if module is head)
+    if weight is None or not weight.requires_grad or weight.dtype != torch.float32 or is_tied:
+        return
+    name = next(fqn for fqn, module in model.named_modules() if module is head)
+    around = {"", name, *modules_around(name)}
+    patterns = ([each["modules"]] if isinstance(each["modules"], str) else each["modules"] for each in own)
+    if all(around.isdisjoint(find_matches(model, pattern).modules) for pattern in chain.from_iterable(patterns)):
         yield {"modules": name, "param": "fp32", "communication": "fp32"}
 
 

@@ -18,7 +18,7 @@ from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.policies.numbers import is_integer
 from zeroamp.rank_group import RankGroup
 from zeroamp.weights.files import require_libraries, write_weights
-from zeroamp.weights.layouts import publish
+from zeroamp.weights.layouts import outline_of_model, publish
 from zeroamp.weights.model_weights import Weight, find_weights
 from zeroamp.weights.stream import whole_weights
 from zeroamp.wrapping.state import wrap_state
@@ -78,7 +78,7 @@ def export_hf(
 
     ranks.refuse_different("export_hf", check)
     tensors = gather_weights(weights, mesh, written_dtype())
-    ranks.on_first(lambda: publish(root, tensors))
+    ranks.on_first(lambda: publish(outline_of_model(root), tensors))
     write_config = partial(_save_config, root, dtype=written_dtype())
     writer = write_weights(tensors, Path(folder), write_config, max_shard_bytes)
     while ranks.on_first(lambda: next(writer, False)):

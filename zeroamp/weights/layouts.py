@@ -48,7 +48,7 @@ def parts_of_model(root: nn.Module, stored: Mapping[str, Stored], names: Iterabl
         stored: the tensors of the files, by name.
         names: the names of all tensors of the model.
     """
-    outline = _outline_of_model(root)
+    outline = outline_of_model(root)
     if outline is None:
         return dict(stored)
     from transformers import conversion_mapping, core_model_loading
@@ -87,9 +87,11 @@ def _convert(
     return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
 
 
-def joins_tensors(root: nn.Module) -> bool:
-    """Return whether `publish` computes a tensor from several: it then needs all tensors of a layer at once."""
-    outline = _outline_of_model(root)
+def joins_tensors(outline: Any) -> bool:
+    """Return whether `publish` computes a tensor from several: it then needs all tensors of a layer at once.
+
+    `outline`: what `outline_of_model` returned.
+    """
     if outline is None:
         return False
     from transformers import conversion_mapping
@@ -98,9 +100,11 @@ def joins_tensors(root: nn.Module) -> bool:
     return any(len(getattr(rule, "target_patterns", ())) > 1 for rule in rules)
 
 
-def publish(root: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Bring the tensors of a transformers model into the layout that its `save_pretrained` writes."""
-    outline = _outline_of_model(root)
+def publish(outline: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Bring the tensors of a transformers model into the layout that its `save_pretrained` writes.
+
+    `outline`: what `outline_of_model` returned.
+    """
     if outline is None:
         return
     from transformers.core_model_loading import revert_weight_conversion
@@ -110,7 +114,7 @@ def publish(root: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     tensors.update((name, tensor.contiguous()) for name, tensor in made.items())
 
 
-def _outline_of_model(root: nn.Module) -> Any:
+def outline_of_model(root: nn.Module) -> Any:
     """Return a tree of modules for which transformers finds the rules of `root`; None if `root` is not transformers'.
 
     transformers looks rules up by the classes and configs of the models in the tree, and `fully_shard` has changed the

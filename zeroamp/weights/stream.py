@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from zeroamp.planning.mesh import device_of, is_first_rank
 from zeroamp.policies.errors import CheckpointError, StepError
 from zeroamp.policies.numbers import is_integer
-from zeroamp.weights.layouts import joins_tensors, publish
+from zeroamp.weights.layouts import joins_tensors, outline_of_model, publish
 from zeroamp.weights.model_weights import Weight, find_weights
 from zeroamp.wrapping.state import wrap_state
 
@@ -73,12 +73,11 @@ def _yielded(
         for weight in find_weights(root)
         for name in (weight.written_names if is_published else weight.names[:1])
     ]
-    by_layer = is_published and joins_tensors(root)
-    for tensors in whole_weights(named, mesh, dtype, bucket_bytes, by_layer=by_layer):
+    outline = outline_of_model(root) if is_published else None
+    for tensors in whole_weights(named, mesh, dtype, bucket_bytes, by_layer=joins_tensors(outline)):
         if not to_all and not is_first_rank(mesh):
             tensors.clear()
-        if is_published:
-            publish(root, tensors)
+        publish(outline, tensors)
         yield from one_by_one(tensors)
 
 

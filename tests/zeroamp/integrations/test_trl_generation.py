@@ -8,11 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zeroamp
 from tests.models.adapters import quietly
 from tests.processes.trl_training import STOCK, Case, classes, llama, outcome, silence, tokenizer, words
 from tests.selection import slow_but
 
 pytest.importorskip("trl", reason="trl is not installed: its trainers are tested")
+from zeroamp.integrations.transformers import ZeroampMixin as ZeroampTrainerMixin
+from zeroamp.integrations.trl import ZeroampMixin, override_of_head
 
 
 @quietly
@@ -62,6 +65,45 @@ def _differences(trainer, stages, folder, lora, arguments):
         same = generated == completions and ours.losses == expected.losses
         found[stage] = [] if same and not ours.differs(expected) else [ours.losses, ours.differs(expected)]
     return found, len({len(text) for text in completions})
+
+
+def _model(tied=False):
+    return llama(Case(model={"tie_word_embeddings": tied}))
+
+
+@pytest.mark.parametrize(
+    ("own", "is_added"),
+    [
+        ([], True),
+        ([{"modules": ["norm", "*_layernorm"], "communication": "bf16"}], True),
+        ([{"modules": "@lm_head", "compute": "fp32"}], False),
+        ([{"modules": ["norm", "Linear"], "communication": "bf16"}], False),
+        ([{"modules": "LlamaForCausalLM", "communication": "bf16"}], False),
+    ],
+)
+def test_the_head_is_in_fp32_unless_the_config_names_it(own, is_added):
+    """A second override of the head would be an error: it would apply to nothing."""
+    added = list(override_of_head(_model(), own))
+    assert added == [{"modules": "lm_head", "param": "fp32", "communication": "fp32"}] * is_added
+    with torch.device("meta"):
+        keys = {
+            "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+            "zero_optimization": {"stage": 3},
+            "zeroamp": {"overrides": [*own, *added]},
+        }
+        zeroamp.build_plan(_model(), zeroamp.policy_from_config(keys))
+
+
+def test_a_head_that_shares_the_embedding_is_not_safe_anyway():
+    assert list(override_of_head(_model(tied=True), [])) == []
+
+
+@pytest.mark.parametrize(("safe", "is_added"), [({}, True), ({"lower_precision_safe_modules": ["Linear"]}, False)])
+def test_a_list_of_safe_modules_decides_about_the_head(monkeypatch, safe, is_added):
+    config = {"torch_autocast": {"enabled": True, "dtype": "bfloat16", **safe}}
+    monkeypatch.setattr(ZeroampTrainerMixin, "filled_config", lambda *_: config)
+    trainer = object.__new__(type("Generates", (ZeroampMixin,), {"reward_funcs": []}))
+    assert ("overrides" in trainer.filled_config(_model())["zeroamp"]) is is_added
 
 
 CASES = {

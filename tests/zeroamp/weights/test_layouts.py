@@ -9,7 +9,7 @@ from tests.models.architectures import IDS, SMALL, mixtral
 from tests.processes.training import config, full_parameters, policy, same_bits
 from tests.selection import slow_but
 from zeroamp.weights.files import INDEX, Stored
-from zeroamp.weights.layouts import _outline_of_model, parts_of_model
+from zeroamp.weights.layouts import outline_of_model, parts_of_model
 
 pytest.importorskip("transformers", reason="the rules are transformers'")
 
@@ -109,7 +109,7 @@ def _described(model):
     """The rules of transformers that are found for a model, as plain values that can be compared."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    rules = get_model_conversion_mapping(_outline_of_model(model))
+    rules = get_model_conversion_mapping(outline_of_model(model))
     return [(rule.source_patterns, rule.target_patterns, rule.scope_prefix) for rule in rules]
 
 

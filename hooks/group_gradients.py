@@ -29,7 +29,7 @@ summed over all replicas and divided. It is set aside while a replica sums its n
 result.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.dispatch import is_in_backward, runs_autograd_node
 from zeroamp.hooks._torch.parameter_group import GroupParameter, ParameterGroup, parameter_groups
+from zeroamp.hooks.guards import refuse_create_graph
 from zeroamp.hooks.tensors import hold_for_current_stream
 from zeroamp.policies.errors import WrapError
 
@@ -64,8 +65,6 @@ class GroupGradients:
         self._awaits_replicas = False  # `parameter.grad` holds sums of this replica alone
         self._in_reduction: list[int] = []  # positions in the flat gradients that are reduced now
         self._of_all_replicas: dict[int, torch.Tensor] = {}  # position -> `parameter.grad` before such sums
-        self.awaits_backward: Callable[[], bool] = lambda: False
-        """Whether the backward must not end yet, because a later one follows: see `SecondDerivatives`."""
         self._pre_forward_of_fsdp = group.replace("pre_forward", self._pre_forward)
         self._post_backward_of_fsdp = group.replace("post_backward", self._post_backward)
 
@@ -183,8 +182,7 @@ class GroupGradients:
 
     def _post_backward(self, *unused: Any) -> Any:
         group = self.group
-        if self.awaits_backward():
-            return None
+        refuse_create_graph()
         found = group.unsharded_gradients()
         if found is None:
             return None  # the unit has never run. FSDP2's own post-backward would raise if it does not reduce

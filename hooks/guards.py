@@ -1,5 +1,5 @@
 """Guards that raise: modules called outside of the root's forward, weights read outside of their module, safe modules
-with autocast off, and backwards that bypass `TrainStep`.
+with autocast off, backwards that bypass `TrainStep`, and second derivatives.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks._torch.dispatch import accumulates_in
+from zeroamp.hooks._torch.dispatch import accumulates_in, is_in_backward
 from zeroamp.hooks._torch.dtensor import num_axes
 from zeroamp.hooks.root_forward import ForwardContext
 from zeroamp.hooks.tensors import tensors_in
@@ -183,3 +183,25 @@ class BackwardGuard:
                 f"loss.backward() was called, but {self.reason}, which a plain backward ignores. "
                 "Call zeroamp.TrainStep(model, optimizer).backward(loss), then .step()."
             )
+
+
+def refuse_create_graph(_grad: torch.Tensor | None = None) -> None:
+    """Raise a StepError if the running backward has `create_graph=True`, which alone enables gradients in a backward.
+
+    FSDP2 reduces the gradients of a group and frees its unsharded parameters when the group's backward ends. The
+    backward of the gradients would read the freed parameters, and no hook of FSDP2 precedes it.
+    """
+    if torch.is_grad_enabled() and is_in_backward():
+        raise StepError(
+            "A gradient was computed with create_graph=True through a wrapped model. Second derivatives would read "
+            "parameters that FSDP2 has freed by then, so they are not supported. Leave create_graph out, or train this "
+            "model with DistributedDataParallel."
+        )
+
+
+def watch_create_graph(output: object) -> None:
+    """Refuse backwards with `create_graph=True` through an output of the model, before FSDP2's hooks run."""
+    if torch.is_grad_enabled():
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(refuse_create_graph)  # type: ignore[no-untyped-call]

@@ -223,7 +223,7 @@ def _is_nested(root: nn.Module) -> bool:
     return num_calls > 1
 
 
-def reshard_after_no_grad(root: nn.Module, *, unless: Callable[[], bool]) -> ForwardContext:
+def reshard_after_no_grad(root: nn.Module) -> ForwardContext:
     """Return a `ForwardContext` that reshards every group of `root` after an outermost forward with gradients off.
 
     At stages 0 to 2, and for the root at stage 3, FSDP2 retains unsharded parameters after a forward for the backward.
@@ -232,8 +232,6 @@ def reshard_after_no_grad(root: nn.Module, *, unless: Callable[[], bool]) -> For
     moment would train the unsharded copies. All-gathers that were prefetched for a unit that did not run are discarded
     too: a later forward would use their old values. FSDP2's record of forwards is restored: the next backward would
     prefetch a group of the forward without gradients.
-
-    Nothing is resharded if `unless()` is true: a backward then needs the unsharded parameters.
 
     Before a forward in `torch.inference_mode`, groups that were never unsharded are unsharded once outside of that
     mode. Call after all groups were made.
@@ -250,7 +248,7 @@ def reshard_after_no_grad(root: nn.Module, *, unless: Callable[[], bool]) -> For
         try:
             yield
         finally:
-            if not torch.is_grad_enabled() and not unless():
+            if not torch.is_grad_enabled():
                 for unit in units:
                     release(unit)
                 forget_forwards(root, num_recorded)

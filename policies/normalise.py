@@ -49,6 +49,7 @@ def normalised(config: Config, num_ranks: int | None) -> Config:
         ConfigError: two keys contradict each other, or a key that the mode needs is missing.
     """
     _check_param_dtype(config)
+    _check_states_dtype(config)
     autocast, types, zero = config.torch_autocast, config.data_types, config.zero_optimization
     total, micro, steps = resolve_batch_sizes(
         config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps, num_ranks
@@ -149,6 +150,16 @@ def _check_param_dtype(config: Config) -> None:
         raise ConfigError(
             f'data_types.param_dtype must be "{short_name(actual)}" in mode {mode}, but is "{short_name(asked)}". '
             "Remove it: only an enabled bf16 or fp16 block changes this dtype."
+        )
+
+
+def _check_states_dtype(config: Config) -> None:
+    types, is_low = config.data_types, config.bf16.bf16_optimizer_states
+    is_given = config.bf16.enabled and is_low is not None and "optimizer_states_dtype" in types.model_fields_set
+    if is_given and is_low != (types.optimizer_states_dtype == "bf16"):
+        raise ConfigError(
+            f'data_types.optimizer_states_dtype is "{types.optimizer_states_dtype}", but bf16.bf16_optimizer_states is '
+            f"{shown(is_low)}. Remove one of them: both set the dtype of the optimizer's state."
         )
 
 

@@ -46,7 +46,6 @@ from zeroamp.training.step_report import StepReport as StepReport
 from zeroamp.version import __version__ as __version__
 from zeroamp.weights.export import export_hf as export_hf
 from zeroamp.weights.full_tensors import full_gradient as full_gradient
-from zeroamp.weights.full_tensors import full_optimizer_state as full_optimizer_state
 from zeroamp.weights.full_tensors import full_parameter as full_parameter
 from zeroamp.weights.full_tensors import set_full_parameter as set_full_parameter
 from zeroamp.weights.load import load_hf as load_hf

@@ -1,14 +1,11 @@
 """Which part of a whole tensor a rank's shard is, for code that saves, loads or reads whole tensors."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.dtensor import is_strided, split_dim
-from zeroamp.planning.mesh import local_part, num_shards_of
+from zeroamp.planning.mesh import local_part
 
 
 def local_slices(tensor: DTensor) -> tuple[slice, ...]:
@@ -26,16 +23,3 @@ def local_slices(tensor: DTensor) -> tuple[slice, ...]:
     if (found := tuple(local_part(tensor.detach()).shape)) != tuple(lengths):
         raise AssertionError(f"expected a shard of shape {lengths} by {tensor.placements}, got {found}")
     return tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
-
-
-def is_bound_to_shard(parameter: torch.Tensor, state: Mapping[str, Any]) -> bool:
-    """Return whether a parameter's state is tied to this rank's shard of the parameter, so that it cannot be resharded.
-
-    True if a plain tensor has the shard's shape: 8-bit optimizers quantize in blocks of the shard, for example.
-    """
-    if num_shards_of(parameter) == 1:
-        return False
-    with torch.no_grad():
-        shape = local_part(parameter).shape
-    plain = (value for value in state.values() if isinstance(value, torch.Tensor) and not isinstance(value, DTensor))
-    return any(value.shape == shape for value in plain)

@@ -28,7 +28,6 @@ __all__ = [
     "discard_unsharded_gradients",
     "divide_factor",
     "divide_factors",
-    "end_backward",
     "forget_forwards",
     "forward_hooks",
     "gather_in_background",
@@ -106,11 +105,6 @@ def communication_methods(root: nn.Module) -> Iterator[tuple[Any, str]]:
         state: Any = unit._get_fsdp_state()
         yield from ((group, name) for group in groups_of(state) for name in COMMUNICATION)
         yield state, END_OF_BACKWARD
-
-
-def end_backward(root: FSDPModule) -> None:
-    """End the backward of all groups of a root that has run: reduce their gradients, and wait for the reductions."""
-    getattr(root._get_fsdp_state(), END_OF_BACKWARD)()
 
 
 def unsharded_sums(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:

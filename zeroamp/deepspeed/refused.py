@@ -39,7 +39,7 @@ _NAMES = {
     ),
     "Run `zero_to_fp32.py . OUTPUT --safe_serialization` in DeepSpeed's folder, then zeroamp.load_hf on OUTPUT. Call "
     "engine.save_16bit_model for a run of zeroamp.": ("utils.zero_to_fp32 checkpoint"),
-    "Call zeroamp.full_parameter, set_full_parameter, full_gradient or full_optimizer_state: docs/full-tensors.md.": (
+    "Call zeroamp.full_parameter, full_gradient or set_full_parameter; state has full_tensor(): docs/full-tensors.md": (
         "utils.safe_get_full_fp32_param utils.safe_get_full_grad utils.safe_get_full_optimizer_state "
         "utils.safe_set_full_fp32_param utils.safe_set_full_grad utils.safe_set_full_optimizer_state "
         "utils.safe_update_full_grad_vectorized utils.tensor_fragment"

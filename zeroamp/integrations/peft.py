@@ -24,7 +24,7 @@ from zeroamp.weights.files import ADAPTER_STEM, tensors_of_file, write_weights
 from zeroamp.weights.layouts import joins_tensors, outline_of_model, publish
 from zeroamp.weights.load import Found, fill_weights
 from zeroamp.weights.model_weights import find_weights
-from zeroamp.weights.stream import one_by_one, whole_weights
+from zeroamp.weights.stream import one_by_one, refuse_open_step, whole_weights
 from zeroamp.wrapping.state import wrap_state
 
 
@@ -77,9 +77,11 @@ def iter_merged_weights(
     Raises:
         CheckpointError: an adapter is not plain LoRA of Linear layers (DoRA, embeddings, biases, quantized weights), or
             the model has `modules_to_save`.
+        StepError: inside an optimizer step.
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
+    refuse_open_step(state, "iter_merged_weights")
     root: Any = state.root
     _adapter_of(root, None)
     mesh, prefix = state.axes.whole, "base_model.model."

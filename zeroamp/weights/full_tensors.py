@@ -1,4 +1,4 @@
-"""Reads whole parameters, gradients and optimizer state of a wrapped model, and sets parameters.
+"""Reads whole parameters and gradients of a wrapped model, and sets parameters.
 
 All functions are collective: every rank calls them, for the same parameters in the same order. A parameter may be given
 as `model.named_parameters()` yields it at any time: sharded, or unsharded in the middle of an optimizer step. Copies
@@ -6,18 +6,15 @@ are on the mesh's device, in the dtype of the shards. Of a value that is set, th
 shape, may be on any device, and is cast.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import parameter_pairs
-from zeroamp.host_memory.storages import bring_state_back
 from zeroamp.planning.mesh import axis_groups, device_of, local_part
-from zeroamp.policies.errors import StepError, describe, some_of
-from zeroamp.tensor_shards import is_bound_to_shard, local_slices
+from zeroamp.policies.errors import StepError, describe
+from zeroamp.tensor_shards import local_slices
 from zeroamp.wrapping.state import WrapState, reshard, wrap_state, wrapped_models
 from zeroamp.wrapping.step_state import Phase
 
@@ -69,18 +66,6 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     return None if gradient is None else _whole(gradient, state).div_(state.step.gradient_scale)
 
 
-def full_optimizer_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> torch.Tensor:
-    """Return a copy of one whole tensor of a parameter's optimizer state: "exp_avg", "momentum_buffer" or "step", say.
-
-    Raises:
-        StepError: the parameter is not one of a wrapped model, or the optimizer has no such whole tensor: before its
-            first step it has none, and 8-bit values in blocks belong to the shard of each rank.
-    """
-    state, sharded = _owner_of(parameter)
-    bring_state_back(optimizer)
-    return _whole(_entry(optimizer.state.get(sharded, {}), sharded, key), state)
-
-
 def _refuse_open_step(state: WrapState, method: str) -> None:
     if state.step.phase is Phase.OPEN:
         raise StepError(
@@ -95,18 +80,6 @@ def _gradient(sharded: nn.Parameter, state: WrapState, method: str) -> torch.Ten
     if state.step.shard_accumulator is not None:
         state.step.shard_accumulator.flush()
     return sharded.grad
-
-
-def _entry(entries: dict[str, Any], sharded: nn.Parameter, key: str) -> torch.Tensor:
-    value = entries.get(key)
-    if not isinstance(value, torch.Tensor) or is_bound_to_shard(sharded, entries):
-        found = some_of([name for name, each in entries.items() if isinstance(each, torch.Tensor)]) or "none"
-        raise StepError(
-            f'The optimizer has no whole tensor "{key}" for a parameter of shape {tuple(sharded.shape)}: its tensors '
-            f"are {found}. State is created in the first step, for parameters with a gradient. Of state in 8 bits, "
-            "each rank has its own part: read optimizer.state."
-        )
-    return value
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from zeroamp.policies.errors import CheckpointError, StepError
 from zeroamp.policies.numbers import is_integer
 from zeroamp.weights.layouts import joins_tensors, outline_of_model, publish
 from zeroamp.weights.model_weights import Weight, find_weights
-from zeroamp.wrapping.state import wrap_state
+from zeroamp.wrapping.state import WrapState, wrap_state
 
 Named = tuple[str, Weight]
 _LAYER = re.compile(r"(.*?\.\d+)\.")
@@ -60,9 +60,14 @@ def iter_weights(
             raise CheckpointError(f"iter_weights({argument}=) must be one of {valid}, but is {value!r}.")
     if not is_integer(bucket_bytes, at_least=1):
         raise CheckpointError(f"iter_weights(bucket_bytes=) must be an integer from 1 on, but is {bucket_bytes!r}.")
-    if state.step.is_open:
-        raise StepError(f"iter_weights was called {state.step.phase.value}. Call it between two optimizer steps.")
+    refuse_open_step(state, "iter_weights")
     return _yielded(state.root, state.axes.whole, dtype, bucket_bytes, is_published=names == "hf", to_all=to == "all")
+
+
+def refuse_open_step(state: WrapState, method: str) -> None:
+    """Raise StepError inside an optimizer step, where some weights may be updated and others not."""
+    if state.step.is_open:
+        raise StepError(f"{method} was called {state.step.phase.value}. Call it between two optimizer steps.")
 
 
 def _yielded(

@@ -9,9 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.dispatch import is_in_backward
-from zeroamp.hooks._torch.fsdp import (
-    gather_in_background,
-)
+from zeroamp.hooks._torch.fsdp import gather_in_background
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.gradient_reduction import ReceiveBuffers
 from zeroamp.hooks.group_gradients import by_module
@@ -21,6 +19,7 @@ from zeroamp.hooks.guards import (
     explain_sharded_reads,
     refuse_autocast_off,
     refuse_sharded,
+    watch_create_graph,
 )
 from zeroamp.hooks.precision.autocast import (
     cache_with_gradients,
@@ -30,7 +29,6 @@ from zeroamp.hooks.precision.autocast import (
 )
 from zeroamp.hooks.precision.module_casts import cast_inputs, run_in_fp32
 from zeroamp.hooks.root_forward import reshard_after_no_grad
-from zeroamp.hooks.second_derivatives import SecondDerivatives
 from zeroamp.hooks.typed_groups import typed_group_hooks
 from zeroamp.hooks.unit_hooks import UnitHooks, return_no_view
 from zeroamp.planning.parameter_uses import modules_around
@@ -83,11 +81,8 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
 def _add_root_forward(model: nn.Module, state: WrapState, hooks: UnitHooks) -> None:
     """Add the context managers that run around the root's forward, and the hooks that enter them."""
     policy, forward, device_type = state.plan.policy, state.root_forward, state.mesh.device_type
-    second = SecondDerivatives(cast(FSDPModule, model), partial(_leaves, model, state), policy.stage)
-    forward.on_output(second.watch)
-    for group in state.gradients:
-        group.awaits_backward = second.awaits_backward
-    forward.add("reshard", reshard_after_no_grad(model, unless=second.awaits_backward))
+    forward.on_output(watch_create_graph)
+    forward.add("reshard", reshard_after_no_grad(model))
     forward.add("outer autocast", cache_with_gradients)
     if policy.mode == "autocast":
         forward.add("outer autocast", warn_of_other_autocast(device_type, policy.param_dtype))

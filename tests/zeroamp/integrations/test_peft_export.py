@@ -178,7 +178,12 @@ def _perturbed(adapted):
 @quietly
 def _merged(adapted):
     model = zeroamp.wrap_model(_perturbed(adapted), zeroamp.policy_from_config(config(3)))
-    return {name: tensor.clone() for name, tensor in iter_merged_weights(model, bucket_bytes=4000)}
+    found = {name: tensor.clone() for name, tensor in iter_merged_weights(model, bucket_bytes=4000)}
+    train = zeroamp.TrainStep(model, torch.optim.AdamW([each for each in model.parameters() if each.requires_grad]))
+    train.backward(model(**model.dummy_inputs).logits.square().mean(), is_last=False)
+    with pytest.raises(zeroamp.StepError, match="iter_merged_weights was called"):
+        next(iter_merged_weights(model))
+    return found
 
 
 @pytest.mark.parametrize("name", ["LoRA", "tied", "rank-stabilised, with patterns"])

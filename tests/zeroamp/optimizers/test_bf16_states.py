@@ -132,6 +132,11 @@ def test_the_ledger_shows_the_dtype_and_verifies_it(ranks2):
         ({"optimizer": {"type": "SGD"}, **BF16}, 'AdamW alone has, .* but optimizer.type is "SGD"'),
         ({"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}, **BF16}, "without amsgrad and foreach"),
         ({"data_types": {"optimizer_states_dtype": "fp16"}}, "optimizer_states_dtype"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": False}, **BF16}, 'is "bf16", but bf16.*is false'),
+        (
+            {"bf16": {"enabled": True, "bf16_optimizer_states": True}, "data_types": {"optimizer_states_dtype": "fp32"}},
+            'is "fp32", but bf16.*is true',
+        ),
     ],
 )
 def test_a_config_that_contradicts_it_is_an_error(cfg, text):

@@ -13,7 +13,8 @@ from tests.oracles import one_process
 from tests.processes.training import check_run, config, full_parameters, same_bits, train, wrapped
 from zeroamp.optimizers import bf16_states
 
-BF16 = {"data_types": {"optimizer_states_dtype": "bf16"}}
+KEY = "optimizer_states_dtype"
+BF16 = {"data_types": {KEY: "bf16"}}
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
 NAME = "llama_tied"
 
@@ -134,7 +135,7 @@ def test_the_ledger_shows_the_dtype_and_verifies_it(ranks2):
         ({"data_types": {"optimizer_states_dtype": "fp16"}}, "optimizer_states_dtype"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": False}, **BF16}, 'is "bf16", but bf16.*is false'),
         (
-            {"bf16": {"enabled": True, "bf16_optimizer_states": True}, "data_types": {"optimizer_states_dtype": "fp32"}},
+            {"bf16": {"enabled": True, "bf16_optimizer_states": True}, "data_types": {KEY: "fp32"}},
             'is "fp32", but bf16.*is true',
         ),
     ],

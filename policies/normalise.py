@@ -20,6 +20,7 @@ from zeroamp.policies.schema import (
     LeafModuleBlock,
     Native,
     OffloadOptimizerBlock,
+    OffloadParamBlock,
     ZeroOptimizationBlock,
     iter_keys,
     own_class,
@@ -33,7 +34,7 @@ Mode = Literal["autocast", "bf16", "fp16", "fp32"]
 
 HELD_BY = {
     "bf16.bf16_optimizer_states": "data_types.optimizer_states_dtype",
-    "zero_optimization.offload_param": "zero_optimization.offload_optimizer",
+    "zero_optimization.offload_optimizer": "zeroamp.offload_between_steps",
 }
 """Key or block -> the key or block with the same meaning, which has the value in the normal form."""
 
@@ -55,6 +56,8 @@ def normalised(config: Config, num_ranks: int | None) -> Config:
         config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps, num_ranks
     )
     names = autocast.lower_precision_safe_modules
+    offload_param = _offload_param(zero)
+    offloads_state = offload_param is None and _is_on_cpu(zero.offload_optimizer)
     has_bf16_states = config.bf16.enabled and config.bf16.bf16_optimizer_states
     settled = {
         "train_batch_size": total,
@@ -72,9 +75,13 @@ def normalised(config: Config, num_ranks: int | None) -> Config:
         ),
         "zero_optimization": _changed(
             zero,
-            offload_param=None,
-            offload_optimizer=_offload(zero),
+            offload_param=offload_param,
+            offload_optimizer=None,
             leaf_module=zero.leaf_module or LeafModuleBlock(),
+        ),
+        "zeroamp": _changed(
+            config.zeroamp,
+            offload_between_steps=("optimizer",) if offloads_state else config.zeroamp.offload_between_steps,
         ),
         "steps_per_print": config.steps_per_print or 0,
     }
@@ -163,24 +170,25 @@ def _check_states_dtype(config: Config) -> None:
         )
 
 
-def _offload(zero: ZeroOptimizationBlock) -> OffloadOptimizerBlock | None:
-    """Return one block for the offload of parameters, gradients and optimizer state, or None without offload.
+def _is_on_cpu(block: OffloadParamBlock | OffloadOptimizerBlock | None) -> bool:
+    return block is not None and block.device == "cpu"
+
+
+def _offload_param(zero: ZeroOptimizationBlock) -> OffloadParamBlock | None:
+    """Return the block for the offload of parameters, gradients and optimizer state, or None without it.
 
     FSDP2 offloads all three together.
     """
     params, optimizer = zero.offload_param, zero.offload_optimizer
-    if params is not None and params.device == "cpu" and zero.stage != 3:
+    if params is None or not _is_on_cpu(params):
+        return None
+    if optimizer is not None and _is_on_cpu(optimizer) and optimizer.pin_memory != params.pin_memory:
         raise ConfigError(
-            f'zero_optimization.offload_param.device must be "none" at stage {zero.stage}, but is "cpu". Use stage 3, '
-            "or offload_optimizer, which works at every stage."
+            f"zero_optimization.offload_optimizer.pin_memory must be {shown(params.pin_memory)}, as "
+            f"offload_param.pin_memory is, but is {shown(optimizer.pin_memory)}. Write the same value in both: FSDP2 "
+            "offloads both together."
         )
-    pins = [block.pin_memory for block in (params, optimizer) if block is not None and block.device == "cpu"]
-    if len(set(pins)) > 1:
-        raise ConfigError(
-            f"zero_optimization.offload_optimizer.pin_memory must be {shown(pins[0])}, as offload_param.pin_memory is, "
-            f"but is {shown(pins[1])}. Write the same value in both: FSDP2 offloads both together."
-        )
-    return OffloadOptimizerBlock(device="cpu", pin_memory=pins[0]) if pins else None
+    return params
 
 
 def to_config(policy: "Policy") -> dict[str, Any]:

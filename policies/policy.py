@@ -255,7 +255,7 @@ class Policy:
     @property
     def offload(self) -> Offload:
         """The device of the shards: see `Offload`."""
-        block = self.config.zero_optimization.offload_optimizer
+        block = self.config.zero_optimization.offload_param
         return NO_OFFLOAD if block is None else Offload(to_cpu=True, pin_memory=block.pin_memory)
 
 

@@ -8,7 +8,12 @@ from zeroamp.policies.schema.config import (
 )
 from zeroamp.policies.schema.keys import SAME, Block, Honoured, Key, KeyClass, Native, Unsupported, iter_keys, own_class
 from zeroamp.policies.schema.precision import OverrideBlock
-from zeroamp.policies.schema.zero import LeafModuleBlock, OffloadOptimizerBlock, ZeroOptimizationBlock
+from zeroamp.policies.schema.zero import (
+    LeafModuleBlock,
+    OffloadOptimizerBlock,
+    OffloadParamBlock,
+    ZeroOptimizationBlock,
+)
 
 __all__ = [
     "SAME",
@@ -20,6 +25,7 @@ __all__ = [
     "LeafModuleBlock",
     "Native",
     "OffloadOptimizerBlock",
+    "OffloadParamBlock",
     "OptimizerBlock",
     "OverrideBlock",
     "SchedulerBlock",

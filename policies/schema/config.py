@@ -73,9 +73,7 @@ class ZeroampBlock(Block):
     offload_between_steps: Annotated[
         tuple[Literal["optimizer"], ...],
         BeforeValidator(as_tuple),
-        Honoured(
-            'state that is in host memory except during the update, by `TrainStep`: `["optimizer"]` (docs/memory.md)'
-        ),
+        Honoured('state that is in host memory between the updates, by `TrainStep`: `["optimizer"]` (docs/memory.md)'),
     ] = ()
     dp_replicate_size: Annotated[
         PositiveInt, Honoured("HSDP: number of replicas, each sharded over its part of the ranks, if no mesh is passed")

@@ -29,18 +29,22 @@ Fraction = Annotated[Number, Field(ge=0, le=1)]
 
 @with_foreign_keys("zero_optimization.offload_param")
 class OffloadParamBlock(Block):
-    """`offload_param`: offload of the shards to the CPU, at stage 3 only."""
+    """`offload_param`: offload of the shards to the CPU, as FSDP2 does it."""
 
-    device: Annotated[Device, Honoured("`cpu`: shards, gradients and optimizer state are on the CPU. Stage 3")] = "none"
+    device: Annotated[Device, Honoured("`cpu`: shards, gradients and optimizer state are on the CPU")] = "none"
     pin_memory: Annotated[bool, Honoured("page-locked memory, if there is an accelerator")] = True
 
 
 @with_foreign_keys("zero_optimization.offload_optimizer")
 class OffloadOptimizerBlock(Block):
-    """`offload_optimizer`: offload of the shards to the CPU, at every stage."""
+    """`offload_optimizer`: the optimizer's state is in host memory between the updates."""
 
-    device: Annotated[Device, Honoured("`cpu`: shards, gradients and optimizer state are on the CPU")] = "none"
-    pin_memory: Annotated[bool, Honoured("page-locked memory, if there is an accelerator")] = True
+    device: Annotated[
+        Device, Honoured('`cpu`: without `offload_param`, the same as `zeroamp.offload_between_steps` `["optimizer"]`')
+    ] = "none"
+    pin_memory: Annotated[
+        bool, Honoured("as `offload_param.pin_memory`. State that is offloaded alone is always in page-locked memory")
+    ] = True
 
 
 class LeafModuleBlock(Block):

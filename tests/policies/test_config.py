@@ -118,9 +118,14 @@ def test_what_is_read_is_the_policys_own():
     assert dict(policy.given)["torch_autocast.dtype"] == "bfloat16"
 
 
-def test_offload_needs_one_value_of_pin_memory_and_one_key_at_stages_1_and_2():
-    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
-    assert policy_from_config({"zero_optimization": zero}).offload == Offload(to_cpu=True, pin_memory=False)
+def test_offload_of_parameters_is_that_of_all_and_offload_of_the_optimizer_alone_is_that_of_its_state():
+    block = {"device": "cpu", "pin_memory": False}
+    both = policy_from_config({"zero_optimization": {"stage": 2, "offload_param": block, "offload_optimizer": block}})
+    assert both == policy_from_config({"zero_optimization": {"stage": 2, "offload_param": block}})
+    assert (both.offload, both.offload_between_steps) == (Offload(to_cpu=True, pin_memory=False), ())
+    state = policy_from_config({"zero_optimization": {"offload_optimizer": block}})
+    assert state == policy_from_config({"zeroamp": {"offload_between_steps": ["optimizer"]}})
+    assert (state.offload, state.replace(offload_optimizer=None)) == (NO_OFFLOAD, policy_from_config({}))
     assert policy_from_config({"zero_optimization": {"offload_param": {"device": "none"}}}).offload == NO_OFFLOAD
 
 
@@ -219,7 +224,7 @@ def test_a_block_can_be_changed_and_taken_out():
     policy = policy_from_config({"optimizer": {"type": "Adam", "params": {"lr": 0.1}}})
     assert policy.replace(optimizer={"type": "SGD"}).optimizer.type == "SGD"
     assert policy.replace(optimizer=None) == policy_from_config({})
-    assert policy.replace(**{"zero_optimization.offload_optimizer.device": "cpu"}).offload == Offload(to_cpu=True)
+    assert policy.replace(**{"zero_optimization.offload_param.device": "cpu"}).offload == Offload(to_cpu=True)
 
 
 def test_equal_policies_hash_alike_and_survive_a_pickle_and_a_copy():
@@ -282,10 +287,15 @@ ENABLED_BY = {
     "bf16": {"fp16.enabled": False, "bf16.enabled": True},
     "optimizer": {"optimizer.type": "Adam"},
     "scheduler": {"scheduler.type": "WarmupLR"},
-    "zero_optimization.offload_optimizer": {"zero_optimization.offload_optimizer.device": "cpu"},
     "zero_optimization.offload_param": {"zero_optimization.offload_param.device": "cpu"},
 }
-CHECKED_ONLY = {"data_types.param_dtype", "torch_autocast.enabled", "bf16.enabled", "fp16.enabled"}
+CHECKED_ONLY = {
+    "data_types.param_dtype",
+    "zero_optimization.offload_optimizer.pin_memory",
+    "torch_autocast.enabled",
+    "bf16.enabled",
+    "fp16.enabled",
+}
 
 
 def _another(path, default):
@@ -325,7 +335,7 @@ def test_replace_takes_honoured_keys_by_their_last_part_and_blocks_at_any_depth(
     policy = policy_from_config({"bf16": {"enabled": True}})
     with pytest.raises(ConfigError, match="^mode is not a key"):  # not comet.mode, which changes nothing
         policy.replace(mode="fp16")
-    assert policy.replace(offload_optimizer={"device": "cpu"}).offload == Offload(to_cpu=True)
+    assert policy.replace(offload_param={"device": "cpu"}).offload == Offload(to_cpu=True)
 
 
 def test_replace_derives_the_batch_sizes_again_that_were_derived():
@@ -345,9 +355,9 @@ def test_replace_derives_the_batch_sizes_again_that_were_derived():
     ("cfg", "change", "expected"),
     [
         (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
-            {"offload_param": None},
-            {"zero_optimization": {"stage": 3}},
+            {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
+            {"bf16_optimizer_states": None},
+            {"bf16": {"enabled": True}},
         ),
     ],
     ids=str,

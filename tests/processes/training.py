@@ -32,7 +32,7 @@ KEYS = {
     "hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
     "leaf_modules": "zero_optimization.leaf_module",
     "max_live_parameters": "zero_optimization.stage3_max_live_parameters",
-    "offload": "zero_optimization.offload_optimizer",
+    "offload": "zero_optimization.offload_param",
     "prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
 }
 """Attribute of a policy -> its key, where `Policy.replace` would not find it by the attribute's name."""

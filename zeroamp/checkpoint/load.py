@@ -17,6 +17,7 @@ from zeroamp.checkpoint.optimizer_state import check_optimizer_fits, load_optimi
 from zeroamp.checkpoint.save import run_of_root, wait_for_save
 from zeroamp.checkpoint.tensors import CheckpointReader
 from zeroamp.hooks.random_state import set_random_state
+from zeroamp.host_memory.storages import put_state_away
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.rank_group import RankGroup
@@ -228,6 +229,7 @@ class _Load:
             states = zip(train.optimizers, self.values["optimizers"], self.own["optimizers"], strict=True)
             for optimizer, description, own in states:
                 load_optimizer(optimizer, description, self.tensors, own, self.state.root)
+                put_state_away(optimizer)
         pairs = zip(train.optimizers, train.schedulers, self.values["schedulers"], strict=True)
         for optimizer, scheduler, saved in pairs:
             if self.has_scheduler and isinstance(scheduler, StatefulScheduler):

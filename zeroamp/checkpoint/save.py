@@ -34,6 +34,7 @@ from zeroamp.checkpoint.model_state import extra_states, frozen_names, model_ten
 from zeroamp.checkpoint.optimizer_state import optimizer_state
 from zeroamp.checkpoint.tensors import save_tensors, unsafe_names
 from zeroamp.hooks.random_state import random_state
+from zeroamp.host_memory.storages import put_state_away
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.policies.numbers import is_integer
@@ -208,14 +209,18 @@ class _Save:
 
     def begin(self, train: TrainStep, extra: Any, excluded: Sequence[str], *, in_background: bool) -> Path:
         """Take the snapshot, then write it, in this thread or in the background. Return the checkpoint's path."""
-        self.ranks.run(lambda: self._collect(train, extra, excluded))
-        if in_background:
-            self.ranks.run(self._stage)
-        with self._removing_draft():
-            self.path, target = self.ranks.on_first(self._open_draft)
-        if not in_background:
-            self._write()
-            return target
+        try:
+            self.ranks.run(lambda: self._collect(train, extra, excluded))
+            if in_background:
+                self.ranks.run(self._stage)
+            with self._removing_draft():
+                self.path, target = self.ranks.on_first(self._open_draft)
+            if not in_background:
+                self._write()
+                return target
+        finally:
+            for optimizer in train.optimizers:
+                put_state_away(optimizer)
         # torch's `async_save` does the same, but its thread ends before the checkpoint is published.
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zeroamp-checkpoint")
         self.ranks.background = executor.submit(self._write)

@@ -28,7 +28,7 @@ class Remedy:
     checkpointing: bool
     """Whether each unit recomputes its forward in the backward."""
     offload: bool
-    """Whether shards, gradients and optimizer state are on the CPU (`zero_optimization.offload_optimizer`)."""
+    """Whether shards, gradients and optimizer state are on the CPU (`zero_optimization.offload_param`)."""
     peak_bytes: int
     """Peak on the GPU."""
     host_bytes: int

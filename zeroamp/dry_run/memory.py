@@ -58,8 +58,8 @@ def memory_timeline(
     writer = TimelineWriter()
     writer.add("inputs and buffers", micro_batch.constant_bytes)
     groups = _GroupMemory(plan, ranks, writer, on_cpu=on_cpu)
-    offloaded = optimizer.state_bytes if plan.policy.offload_between_steps else 0
-    writer.add("optimizer state", optimizer.state_bytes - offloaded)
+    is_offloaded = bool(plan.policy.offload_between_steps)
+    writer.add("optimizer state", optimizer.state_bytes * (not is_offloaded))
     num_micro_batches = min(plan.policy.gradient_accumulation_steps, MAX_MICRO_BATCHES)
     # A Linear copies its float8 weight, divided by the scale, into the dtype of its group, one Linear at a time.
     copied = max((p.numel * p.group_key.param.itemsize for p in plan.params if p.has_own_gather_dtype), default=0)
@@ -70,10 +70,11 @@ def memory_timeline(
     writer.phase = "optimizer"
     groups.end_step()
     writer.add_row()
-    writer.add("optimizer state", offloaded)
-    for change in optimizer.changes:
-        writer.add("workspace", change)
-    writer.add("optimizer state", -offloaded)
+    for part in optimizer.parts:
+        writer.add("optimizer state", part.state_bytes * is_offloaded)
+        for change in part.changes:
+            writer.add("workspace", change)
+        writer.add("optimizer state", -part.state_bytes * is_offloaded)
     return writer.timeline(HOST_KINDS if plan.policy.offload.to_cpu else ())
 
 

@@ -10,6 +10,7 @@ from zeroamp.dry_run.traced_micro_batch import Change, EventRecorder
 from zeroamp.hooks._torch.dispatch import FakeTensorMode
 from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.hooks.tensors import tensors_in
+from zeroamp.host_memory.between_steps import limited_to, parts_of
 from zeroamp.optimizers.bf16_states import example_optimizer
 from zeroamp.optimizers.from_config import optimizer_from_config
 from zeroamp.planning.groups import ParamPlan
@@ -24,10 +25,22 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 class OptimizerCosts:
     """Bytes that the optimizer takes on the first rank, which holds the most."""
 
+    parts: tuple["PartCosts", ...]
+    """Of each part that the update has: see [Note: An update in parts] in `host_memory/between_steps.py`."""
+
+    @property
+    def state_bytes(self) -> int:
+        """State between steps, step counters included."""
+        return sum(part.state_bytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class PartCosts:
+    """Bytes of the parameters that are updated together."""
+
     state_bytes: int
-    """State between steps, step counters included."""
     changes: tuple[int, ...]
-    """Bytes that a step allocates (above 0) and frees (below 0), in order."""
+    """Bytes that the update allocates (above 0) and frees (below 0), in order."""
 
 
 def optimizer_costs(
@@ -49,7 +62,7 @@ def optimizer_costs(
             if param.is_trainable
         ]
         if not shards:
-            return OptimizerCosts(0, ())
+            return OptimizerCosts(())
         if factory is None and plan.policy.optimizer is not None:
             optimizer = optimizer_from_config(plan.policy, shards)
         else:
@@ -60,12 +73,16 @@ def optimizer_costs(
         for shard in shards:
             shard.grad = torch.empty_like(shard)
         optimizer.step()
-        state = list(tensors_in(optimizer.state))
-        recorder = EventRecorder([*state, *shards, *(shard.grad for shard in shards if shard.grad is not None)])
-        with recorder:
-            optimizer.step()
-    changes = tuple(event.num_bytes for event in recorder.events if isinstance(event, Change))
-    return OptimizerCosts(sum(tensor.nbytes for tensor in state), changes)
+        existing = [*tensors_in(optimizer.state), *shards, *(each.grad for each in shards if each.grad is not None)]
+        parts = parts_of(optimizer) if plan.policy.offload_between_steps else [list[torch.Tensor](shards)]
+        costs = []
+        for part in parts:
+            with limited_to(optimizer, part), EventRecorder(existing) as recorder:
+                optimizer.step()
+            state = tensors_in([optimizer.state[each] for each in part])
+            changes = (event.num_bytes for event in recorder.events if isinstance(event, Change))
+            costs.append(PartCosts(sum(tensor.nbytes for tensor in state), tuple(changes)))
+    return OptimizerCosts(tuple(costs))
 
 
 def _shards(param: ParamPlan, plan: Plan, ranks: Ranks) -> int:

@@ -247,7 +247,7 @@ class _Run:
         policy, num_shards = stage.plan.policy, stage.ranks.num_shards or 1
         plans = {policy.offload.to_cpu: stage.plan}
         with suppress(ConfigError):  # another key of the config may exclude offload
-            plans.setdefault(True, self.plan(policy.replace(offload_optimizer={"device": "cpu"})))
+            plans.setdefault(True, self.plan(policy.replace(offload_param={"device": "cpu"})))
 
         def measured(tried_ranks: int, checkpointing: bool, offload: bool) -> Remedy:
             ranks = replace(stage.ranks, num_shards=num_shards * tried_ranks // num_ranks)

@@ -56,7 +56,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         applies=lambda policy: policy.config.zero_optimization.zero_hpz_partition_size > 1,
     ),
     Conflict(
-        name="offload_param or offload_optimizer",
+        name="zero_optimization.offload_param",
         why="the scales would have to be computed on the CPU in each step",
         instead="Remove one of the two keys.",
         applies=lambda policy: policy.offload.to_cpu,

@@ -6,9 +6,10 @@ by the parameter's identity. So no tensor is replaced: the storage is resized to
 parameters, and back. Reading a tensor in between would read freed memory, so callers refuse that.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 
@@ -44,6 +45,16 @@ class HostCopies:
             storage.resize_(host.numel())
             _bytes_of(storage).copy_(host, non_blocking=True)  # the pinned allocator keeps `host` until this has ended
         self._copies.clear()
+
+
+offloaders: "WeakKeyDictionary[torch.optim.Optimizer, WeakMethod[Callable[[], None]]]" = WeakKeyDictionary()
+"""Optimizer -> moves its state to host memory, with `zeroamp.offload_between_steps`."""
+
+
+def put_state_away(optimizer: torch.optim.Optimizer) -> None:
+    """Move offloaded state that was brought back to the device to host memory again."""
+    if (found := offloaders.get(optimizer)) is not None and (offload := found()) is not None:
+        offload()
 
 
 def bring_state_back(optimizer: torch.optim.Optimizer) -> None:

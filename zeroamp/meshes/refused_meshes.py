@@ -49,7 +49,7 @@ def _of_policy(policy: Policy, *, is_plain: bool, num_context: int) -> Iterator[
     if policy.hpz_partition_size > 1:
         yield "zero_optimization.zero_hpz_partition_size"
     if policy.offload.to_cpu:
-        yield "offload_param or offload_optimizer"
+        yield "zero_optimization.offload_param"
 
 
 def _of_axes(model: nn.Module, plan: Plan, axes: MeshAxes) -> Iterator[str]:

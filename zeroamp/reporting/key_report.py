@@ -74,7 +74,7 @@ def _idle(path: str, policy: "Policy") -> str | None:
     if name == "keep_in_fp32_modules" and policy.mode == "fp32":
         return "everything is in fp32"
     if name == "pin_memory" and not policy.offload.to_cpu:
-        return "nothing is offloaded"
+        return "no parameters are offloaded"
     if name == "grad_accum_dtype" and policy.gradient_accumulation_steps == 1:
         return "gradient_accumulation_steps is 1"
     return None

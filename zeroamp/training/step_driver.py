@@ -96,7 +96,7 @@ class StepDriver:
             device=device_of(self.state.mesh),
         )
         self._num_held = _num_held(self.optimizers)
-        self._updates = [
+        self.updates = [
             OptimizerUpdate(optimizer, self.state, on_shards=on_shards)
             for optimizer, on_shards in zip(self.optimizers, self._on_shards, strict=True)
         ]
@@ -318,7 +318,7 @@ class StepDriver:
         if self.clipped is None:
             raise AssertionError("expected the results of clip")
         if not self.clipped.skipped:
-            for update in self._updates:
+            for update in self.updates:
                 if any(update.optimizer is optimizer for optimizer in optimizers):
                     with label("optimizer", type(update.optimizer).__name__):
                         update.step()

@@ -13,8 +13,8 @@ this rank's shard, and statistics of another shape. See `_Shard.store`.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
 from typing import Any
 
@@ -44,11 +44,15 @@ class OptimizerUpdate:
         OwnedOptimizers.add(optimizer)
         self._state = state
         self._on_shards = on_shards
+        self.parts: Callable[[], Iterable[AbstractContextManager[None]]] = lambda: (nullcontext(),)
+        """Returns contexts. `step` calls `optimizer.step()` in each of them, by default once."""
 
     def step(self) -> None:
-        """Call `optimizer.step()`."""
+        """Call `optimizer.step()`, once for each of `parts`."""
         with OwnedOptimizers.updating():
-            self._step()
+            for part in self.parts():
+                with part:
+                    self._step()
 
     def _step(self) -> None:
         if works_on_shards(self.optimizer, on_shards=self._on_shards):

@@ -197,7 +197,7 @@ def test_where_nothing_fits_the_plan_computes_what_would():
     assert (first.stage, first.num_ranks, first.checkpointing) == (3, 8, True)
     assert any(remedy.offload for remedy in run.remedies)
     for remedy in run.remedies:
-        block = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": {"device": "cpu"}}
+        block = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": {"device": "cpu"}}
         zero = {"zero_optimization": block} if remedy.offload else {}
         again = {"checkpointing": remedy.checkpointing, "gpu": run.gpu, "stages": (3,)}
         stage = plan(zero, world_size=remedy.num_ranks, **again).stages[0]

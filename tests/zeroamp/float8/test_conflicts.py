@@ -12,9 +12,7 @@ SET = {
     "float16 compute": {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "float16"}},
     "zero_optimization.stage 0": {"zero_optimization": {"stage": 0}},
     "zero_optimization.zero_hpz_partition_size": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
-    "offload_param or offload_optimizer": {
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-    },
+    "zero_optimization.offload_param": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
 }
 
 

@@ -42,7 +42,7 @@ PLACED = {
 }
 OTHERS = (
     "zero_optimization.zero_hpz_partition_size",
-    "offload_param or offload_optimizer",
+    "zero_optimization.offload_param",
     "initialisation of parameters on the meta device",
 )
 NAMES = (*AXES, *CONFIGS, *PLACED, *OTHERS)
@@ -55,7 +55,7 @@ def _wrap(name):
     if "param_gather_dtype" in name:
         pytest.importorskip("torchao", reason="wrap_model looks for torchao first")
     if "offload" in name:
-        cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        cfg["zero_optimization"]["offload_param"] = {"device": "cpu"}
     with torch.device("meta" if "meta device" in name else "cpu"):
         model = Two()
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))

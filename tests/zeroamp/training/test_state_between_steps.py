@@ -151,7 +151,7 @@ def _optimizer_outlives():
         train = zeroamp.TrainStep(model, optimizer)
         train.backward(loss_of(model, batch(NAME, 0)))
         train.step()
-    update = weakref.ref(driver_of(train)._updates[0])
+    update = weakref.ref(driver_of(train).updates[0])
     del train
     gc.collect()
     return update() is None

@@ -20,6 +20,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.host_memory.activations import save_on_cpu
+from zeroamp.integrations.peft import iter_merged_weights
 from zeroamp.integrations.transformers import ZeroampArguments
 from zeroamp.integrations.transformers import ZeroampMixin as ZeroampTrainerMixin
 from zeroamp.integrations.transformers.arguments import REFUSED
@@ -27,6 +28,8 @@ from zeroamp.module_dtypes.patterns import find_matches
 from zeroamp.planning.parameter_uses import modules_around
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Policy
+from zeroamp.weights.stream import iter_weights
+from zeroamp.wrapping.state import wrap_state
 
 _REFUSED = {
     "use_liger_kernel": (
@@ -61,6 +64,22 @@ class ZeroampMixin(ZeroampTrainerMixin):
     @maybe_activation_offload_context.setter
     def maybe_activation_offload_context(self, context: object) -> None:
         del context
+
+    @property
+    def vllm_generation(self) -> Any:
+        """TRL's `VLLMGeneration`, which gets the weights by `zeroamp.iter_weights`, or merged if there are adapters."""
+        return self._vllm_generation
+
+    @vllm_generation.setter
+    def vllm_generation(self, generation: Any) -> None:
+        # TRL's own reads `named_parameters()` of the model, which are shards here.
+        generation._iter_named_params = self._iter_vllm_weights
+        self._vllm_generation = generation
+
+    def _iter_vllm_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.wrap()
+        dtype = wrap_state(self.model).plan.policy.low_dtype or torch.float32
+        return (iter_merged_weights if hasattr(self.model, "peft_config") else iter_weights)(self.model, dtype)
 
     def filled_config(self, model: nn.Module | None) -> dict[str, Any]:
         """Return the config with its "auto" values filled. See [Note: The head outside of its module]."""

@@ -7,7 +7,6 @@ from tests.models.prepared import checkpoint_inside, checkpoint_outside, compile
 from tests.models.small import Llama
 from tests.oracles import one_process
 from tests.processes.training import check_run, config, train
-from tests.selection import slow_but
 
 NAME = "llama_tied"
 NUM_STEPS = 5
@@ -18,33 +17,39 @@ def _compile_with_inductor(model: Llama):
         block.compile(fullgraph=True)
 
 
+HOW = {
+    "compile": compile_blocks,
+    "inductor": _compile_with_inductor,
+    "inside": checkpoint_inside,
+    "outside": checkpoint_outside,
+}
+
+
 def _run(stage, how, accumulation=1, threshold=None):
-    after = {
-        "compile": compile_blocks,
-        "inductor": _compile_with_inductor,
-        "inside": checkpoint_inside,
-        "outside": checkpoint_outside,
-    }
     # bf16 communication would round stage 1's accumulated fp32 gradient.
     comm = "fp32" if accumulation > 1 else None
     cfg = config(stage, accumulation=accumulation, comm=comm, threshold=threshold)
-    return train(NAME, cfg, NUM_STEPS, prepare=after[how])
+    return train(NAME, cfg, NUM_STEPS, prepare=HOW[how])
 
 
-@pytest.mark.parametrize("threshold", slow_but([None, 0], None), ids=["model-wide group", "group per unit"])
-@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
-@pytest.mark.parametrize("how", ["compile", "inside", "outside"])
-def test_same_bits_as_the_oracle(ranks2, stage, how, threshold):
-    expected = one_process.train(NAME, world_size=2, num_steps=NUM_STEPS)
-    for rank, run in enumerate(ranks2.run(_run, stage, how, 1, threshold)):
-        check_run(run, rank, expected)
-
-
-@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
-def test_checkpointing_around_the_units_with_accumulation(ranks2, stage):
-    reduce_each = stage >= 2
-    expected = one_process.train(NAME, world_size=2, num_steps=NUM_STEPS, accumulation=2, reduce_each=reduce_each)
-    for rank, run in enumerate(ranks2.run(_run, stage, "outside", 2)):
+@pytest.mark.parametrize(
+    ("stage", "how", "options"),
+    [
+        (0, "compile", {}),
+        (3, "compile", {}),
+        (3, "inside", {}),
+        (3, "outside", {"accumulation": 2}),
+        pytest.param(3, "compile", {"threshold": 0}, marks=pytest.mark.slow),
+        pytest.param(1, "outside", {"accumulation": 2}, marks=pytest.mark.slow),
+        pytest.param(2, "outside", {"threshold": 0}, marks=pytest.mark.slow),
+        pytest.param(2, "inside", {"accumulation": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_same_bits_as_the_oracle(ranks2, stage, how, options):
+    oracle = {"accumulation": options.get("accumulation", 1), "reduce_each": stage >= 2}
+    expected = one_process.train(NAME, world_size=2, num_steps=NUM_STEPS, **oracle)
+    for rank, run in enumerate(ranks2.run(_run, stage, how, **options)):
         check_run(run, rank, expected)
 
 

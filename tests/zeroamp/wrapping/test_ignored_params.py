@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 import zeroamp
 from tests.models.small import batch, build, loss_of
-from tests.processes.training import Run, check_same_run, config, full_parameters, policy, train
+from tests.processes.training import Run, check_same_run, config, full_parameters, policy, same_bits, train
 from tests.selection import slow_but
 from zeroamp.training.step import driver_of
 
@@ -63,11 +63,10 @@ CONFIGS = {
     "stage 1": config(1, accumulation=2, comm="fp32"),  # in bf16 the sum of the micro-batches would be rounded
     "stage 3": config(3, clip=0.5),
     "stage 3, fp16": config(3, dtype="float16", fp16={"initial_scale_power": 8}),
-    "stage 2, fp32, bf16 sums": config(2, dtype=None),
 }
 
 
-@pytest.mark.parametrize("name", slow_but(CONFIGS, "stage 0", "stage 3", "stage 3, fp16"))
+@pytest.mark.parametrize("name", slow_but(CONFIGS, "stage 3", "stage 3, fp16"))
 def test_what_the_caller_reduces_trains_as_if_it_were_sharded(ranks2, name):
     """Losses, norms (which count it once), clipping and parameters: the same bits."""
     for kinds in ranks2.run(_same_as_sharded, CONFIGS[name]):
@@ -145,49 +144,34 @@ def _resumed(folder):
     model, step = _training(cfg)
     zeroamp.load_checkpoint(folder / "checkpoints", model, step)
     found = _steps(model, step, range(2, 4), cfg)
-    assert found.losses == expected.losses[2:]
-    assert found.norms == expected.norms[2:]
-    files = load_file(folder / "export/model.safetensors")
-    assert all(torch.equal(files[name], value) for name, value in exported.items())
+    assert (found.losses, found.norms) == (expected.losses[2:], expected.norms[2:])
+    assert same_bits(found.parameters, expected.parameters) == []
+    assert same_bits(load_file(folder / "export/model.safetensors"), exported) == []
     zeroamp.load_hf(model, folder / "export")
-    loaded = full_parameters(model)
-    assert all(torch.equal(loaded[name], value) for name, value in exported.items())
-    return [name for name, parameter in full_parameters(model).items() if not torch.equal(parameter, exported[name])]
+    assert same_bits(full_parameters(model), exported) == []
 
 
 def test_checkpoints_exports_and_loads_have_them(ranks2, tmp_path):
-    assert ranks2.run(_resumed, tmp_path) == [[], []]
+    ranks2.run(_resumed, tmp_path)
 
 
-def _resumed_with_others(folder):
-    """Parameters that are whole in the save and sharded at the load, and the other way round."""
+def _saved_whole_and_loaded_sharded(folder):
     cfg = config(3)
-    ignored = _training(cfg)
+    saved = _training(cfg)
+    _steps(*saved, range(1), cfg)
+    zeroamp.save_checkpoint(folder, *saved)
     model = zeroamp.wrap_model(build(NAME), policy(cfg))
-    sharded = model, zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1))
-    answers = []
-    for index, (saved, loaded) in enumerate(((ignored, sharded), (sharded, ignored))):
-        if saved is ignored:
-            _steps(*saved, range(1), cfg)
-        zeroamp.save_checkpoint(folder / str(index), *saved)
-        try:
-            zeroamp.load_checkpoint(folder / str(index), *loaded)
-        except zeroamp.CheckpointError as error:
-            answers.append(str(error))
-            zeroamp.load_checkpoint(folder / str(index), *loaded, load_optimizer_states=False)
-        else:
-            answers.append("loaded")
-        loss = loss_of(loaded[0], batch(NAME, dist.get_rank()))
-        loaded[1].backward(loss)
-        loaded[1].step()
-    return answers
+    loaded = model, zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1))
+    with pytest.raises(zeroamp.CheckpointError) as error:
+        zeroamp.load_checkpoint(folder, *loaded)
+    zeroamp.load_checkpoint(folder, *loaded, load_optimizer_states=False)
+    return str(error.value)
 
 
 def test_state_of_a_whole_parameter_is_not_put_beside_a_sharded_one(ranks2, tmp_path):
-    for whole, sharded in ranks2.run(_resumed_with_others, tmp_path):
-        assert "of embed.weight that cannot be resharded" in whole
-        assert "the parameter was not sharded, but is sharded (Shard(dim=0),) over" in whole
-        assert sharded == "loaded"
+    for text in ranks2.run(_saved_whole_and_loaded_sharded, tmp_path):
+        assert "of embed.weight that cannot be resharded" in text
+        assert "the parameter was not sharded, but is sharded (Shard(dim=0),) over" in text
 
 
 def _hooked(method):
@@ -228,7 +212,7 @@ def _reduced(stage):
     return calls
 
 
-@pytest.mark.parametrize(("stage", "num_reductions"), [(1, 1), (3, 2)])
+@pytest.mark.parametrize(("stage", "num_reductions"), [(1, 1), (3, 2)], ids=["once per step", "per micro-batch"])
 def test_of_hooks_registered_after_wrap_model_those_after_accumulation_run(ranks2, stage, num_reductions):
     assert ranks2.run(_reduced, stage) == [[True] * num_reductions] * 2
 

@@ -89,32 +89,15 @@ def test_in_another_order_than_the_registered_one_some_units_are_gathered_again(
     assert num_collectives == ranks2.run(_log, 0, _reverse)[0][1] + 2 * 2  # two units of two groups
 
 
-def _nested():
+def test_what_fits_ends_at_the_first_that_does_not():
     with torch.device("meta"):
         model = Llama(tied=True)
-    return build_plan(model, zeroamp.policy_from_config(config(threshold=0)), {"Block", "Linear"})
-
-
-def test_with_nested_units_a_parent_comes_before_its_children_in_both_directions():
-    plan = _nested()
-    forward, backward = plan.run.forward_order(), plan.run.backward_order()
-    assert forward[:6] == ["", "blocks.0", "blocks.0.qkv", "blocks.0.out", "blocks.0.gate_up", "blocks.0.down"]
-    assert backward[:4] == ["", "head", "blocks.2", "blocks.2.down"]
-    assert sorted(forward) == sorted(backward) == sorted(["", *plan.units])
-
-
-def test_what_fits_ends_at_the_first_that_does_not():
-    plan = _nested()
+    plan = build_plan(model, zeroamp.policy_from_config(config(threshold=0)), {"Block", "Linear"})
     ahead = fits(plan.run.forward_order(), plan, plan.unit_numels()["blocks.0.qkv"] + 63)
     assert ahead[""] == ["blocks.0"]
     assert ahead["blocks.0"] == ["blocks.0.qkv"]
     assert ahead["blocks.0.qkv"] == ["blocks.0.out"]
     assert ahead["head"] == []
-
-
-def evaluate(model, name):
-    with torch.no_grad():
-        model(batch(name, 0))
 
 
 def _gathers_of_a_backward(num_before, num_between):
@@ -137,9 +120,14 @@ def _gathers_of_a_backward(num_before, num_between):
     return [name for name, _ in gathers.log]
 
 
-@pytest.mark.parametrize(("num_before", "num_between"), [(0, 0), (2, 0), (0, 1), (2, 1)])
+@pytest.mark.parametrize(("num_before", "num_between"), [(0, 0), (2, 1)])
 def test_a_backward_prefetches_what_it_needs_whatever_was_evaluated(ranks2, num_before, num_between):
     assert ranks2.run(_gathers_of_a_backward, num_before, num_between)[0] == ["2", "1", "0"]
+
+
+def evaluate(model, name):
+    with torch.no_grad():
+        model(batch(name, 0))
 
 
 def _train(size, options, how, mesh_shape=None, **fields):
@@ -154,26 +142,21 @@ def _train(size, options, how, mesh_shape=None, **fields):
     )
 
 
-@pytest.mark.parametrize("how", slow_but(["", "evaluated", "reversed", "reversed, evaluated"], "reversed, evaluated"))
+@pytest.mark.parametrize("how", ["", pytest.param("evaluated", marks=pytest.mark.slow), "reversed, evaluated"])
 @pytest.mark.parametrize("options", slow_but([{}, {"threshold": 0, "accumulation": 3}], {}), ids=str)
 def test_same_bits_as_the_oracle_in_any_order(ranks2, options, how):
     # An evaluation in another order leaves gathers that nothing waited for. The next step must not use them.
     oracle = {"accumulation": options.get("accumulation", 1), "prepare": _reverse if "reversed" in how else None}
     expected = one_process.train(MODEL, world_size=2, num_steps=NUM_STEPS, clip=0.5, reduce_each=True, **oracle)
-    for size in (BLOCK, 2 * BLOCK, 10**9):
+    for size in (BLOCK, 10**9):
         for rank, run in enumerate(ranks2.run(_train, size, options, how)):
             check_run(run, rank, expected)
 
 
-def _train_all(size, how, mesh_shape, fields):
-    return _train(size, {"threshold": 0, "accumulation": 2}, how, mesh_shape, **fields)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh_shape", [(1, 4), (2, 2)])
-@pytest.mark.parametrize("how", ["", "reversed, evaluated"])
-def test_with_hybrid_sharding_a_secondary_partition_and_live_units(ranks4, mesh_shape, how):
-    expected = ranks4.run(_train_all, 0, how, mesh_shape, {})
-    for fields in ({}, {"hpz_partition_size": 2}, {"max_live_parameters": BLOCK}):
-        for ours, theirs in zip(ranks4.run(_train_all, BLOCK, how, mesh_shape, fields), expected, strict=True):
+def test_with_hybrid_sharding_a_secondary_partition_and_live_units(ranks4):
+    options, how = {"threshold": 0, "accumulation": 2}, "reversed, evaluated"
+    for mesh_shape, fields in (((1, 4), {"hpz_partition_size": 2}), ((2, 2), {"max_live_parameters": BLOCK})):
+        expected = ranks4.run(_train, 0, options, how, mesh_shape)
+        for ours, theirs in zip(ranks4.run(_train, BLOCK, options, how, mesh_shape, **fields), expected, strict=True):
             check_same_run(ours, theirs)

@@ -1,4 +1,4 @@
-"""`wrap_model`: what it leaves alone, what it refuses, meta-device models, and entry points besides forward."""
+"""`wrap_model`: what it leaves alone, what it refuses, and meta-device models."""
 
 import pytest
 import torch
@@ -9,10 +9,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import zeroamp
-from tests.models.small import HfLlama, Llama, batch, build, loss_of
+from tests.models.small import HfLlama, Llama, batch, build
 from tests.processes.ranks import RankError
-from tests.processes.training import config, full_parameters, same_bits, wrapped
-from tests.selection import slow_but
+from tests.processes.training import config, full_parameters, same_bits
 
 
 def _wrap(name, stage):
@@ -27,8 +26,7 @@ def _wrap(name, stage):
     )
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "encoder", "hf_llama"])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("name", "stage"), [("llama_tied", 0), ("encoder", 3)])
 def test_wraps_in_place_and_leaves_names_and_values_alone(ranks2, name, stage):
     assert ranks2.run(_wrap, name, stage)[0] == (True, True, True, [])
 
@@ -95,32 +93,26 @@ def test_refusals_on_all_ranks(ranks2, how, text):
     assert "--- rank 1" in str(caught.value)
 
 
-def _meta(factory_name, stage, seed_by_rank):
-    factory = {"llama": lambda: Llama(tied=True), "hf": HfLlama}[factory_name]
+TIED = {
+    "llama": (lambda: Llama(tied=True), lambda model: model.head.weight is model.embed.weight),
+    "hf": (HfLlama, lambda model: model.lm_head.weight is model.get_input_embeddings().weight),
+}
+"""Name -> (factory, whether the model's head is tied)."""
+
+
+def _meta(factory_name, stage):
+    factory, is_tied = TIED[factory_name]
     with torch.device("meta"):
         model = factory()
-    torch.manual_seed(dist.get_rank() if seed_by_rank else 0)
+    torch.manual_seed(dist.get_rank())
     before = torch.get_rng_state()
     model = zeroamp.wrap_model(model, zeroamp.policy_from_config(config(stage)))
-    unchanged = torch.equal(before, torch.get_rng_state())
-    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    start = full_parameters(model)
-    losses = []
-    for _ in range(5):
-        loss = loss_of(model, batch("llama_tied", 0))
-        losses.append(float(loss.detach()))
-        train.backward(loss)
-        train.step()
-    tied = {
-        "llama": lambda m: m.head.weight is m.embed.weight,
-        "hf": lambda m: m.lm_head.weight is m.get_input_embeddings().weight,
-    }
-    return unchanged, tied[factory_name](model), start, losses
+    return torch.equal(before, torch.get_rng_state()), is_tied(model), full_parameters(model)
 
 
 def _initialized_at_once(factory_name):
     """The same draws, made on a full model: module by module in the order of `named_modules`."""
-    model = {"llama": lambda: Llama(tied=True), "hf": HfLlama}[factory_name]()
+    model = TIED[factory_name][0]()
     torch.manual_seed(0)
     with torch.no_grad():
         for module in model.modules():
@@ -134,15 +126,14 @@ def _initialized_at_once(factory_name):
     return {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("factory_name", slow_but(["llama", "hf"], "llama"))
+@pytest.mark.parametrize(
+    ("factory_name", "stage"), [("llama", 0), ("llama", 3), pytest.param("hf", 3, marks=pytest.mark.slow)]
+)
 def test_a_meta_model_starts_from_the_values_of_its_own_initialisation(ranks2, factory_name, stage):
-    (unchanged, tied, start, losses), (_, _, other_start, _) = ranks2.run(_meta, factory_name, stage, True)
-    assert unchanged
-    assert tied
-    assert same_bits(start, other_start) == []
-    assert same_bits(start, _initialized_at_once(factory_name)) == []
-    assert losses[-1] < losses[0]
+    for is_state_unchanged, is_tied, start in ranks2.run(_meta, factory_name, stage):
+        assert is_state_unchanged
+        assert is_tied
+        assert same_bits(start, _initialized_at_once(factory_name)) == []
 
 
 class ManyBuffers(nn.Module):
@@ -203,7 +194,7 @@ def _sliced_mesh(stage):
 
 
 def test_a_slice_of_a_larger_mesh_works_at_every_stage(ranks4):
-    by_stage = {stage: ranks4.run(_sliced_mesh, stage) for stage in (0, 1, 2, 3)}
+    by_stage = {stage: ranks4.run(_sliced_mesh, stage) for stage in (0, 2, 3)}
     assert len({tuple(norms) for runs in by_stage.values() for norms in runs}) == 1
 
 
@@ -284,34 +275,3 @@ def _peak_elements():
 def test_materialising_never_holds_more_than_one_modules_parameters(ranks2):
     largest, largest_parameter = ranks2.run(_peak_elements)[0]
     assert largest == largest_parameter
-
-
-def _entry_points():
-    model = wrapped("llama_untied", config(3))
-    tokens = batch("llama_untied", 0)
-    zeroamp.register_forward_method(model, "logits")
-    with torch.no_grad():
-        logits = model.logits(tokens)
-        loss = model(tokens)
-    expected = build("llama_untied")
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        return torch.equal(logits, expected.logits(tokens)), torch.equal(loss, expected(tokens))
-
-
-def test_a_registered_method_gathers_typed_groups_and_runs_under_autocast(ranks2):
-    assert ranks2.run(_entry_points)[0] == (True, True)
-
-
-def _generate(stage):
-    model = wrapped("hf_llama", config(stage)).eval()
-    prompt = batch("hf_llama", 0)[:, :4]
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    tokens = model.generate(prompt, **options)
-    expected = build("hf_llama").eval()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return tokens.tolist() == expected.generate(prompt, **options).tolist()
-
-
-@pytest.mark.parametrize("stage", slow_but([0, 3], 3))
-def test_generate_works_unregistered_because_it_calls_the_model(ranks2, stage):
-    assert ranks2.run(_generate, stage)[0] is True

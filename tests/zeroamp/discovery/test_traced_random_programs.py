@@ -99,7 +99,7 @@ def _program(seed):
     return Uses(forward, trainable=choose.random() < 0.85), terms
 
 
-@pytest.mark.parametrize("first", slow_but(range(0, 160, 20), 0))
+@pytest.mark.parametrize("first", slow_but(range(0, 80, 20), 0))
 def test_what_is_called_safe_is(first):
     num_safe = num_missed = 0
     for seed in range(first, first + 20):

@@ -29,16 +29,14 @@ def test_a_sharded_model_is_refused(ranks2):
 
 
 class Dummies(nn.Module):
+    """Has inputs of its own, as transformers' models do."""
+
     main_input_name = "x"
 
     def __init__(self, dummies):
         super().__init__()
         self.lin = nn.Linear(8, 8)
-        self.dummies = dummies
-
-    @property
-    def dummy_inputs(self):
-        return self.dummies
+        self.dummy_inputs = dummies
 
     def forward(self, x):
         return self.lin(x)

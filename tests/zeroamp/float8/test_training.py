@@ -15,7 +15,8 @@ from tests.models.small import batch, build, loss_of
 from tests.oracles import one_process
 from tests.oracles.float8_weights import round_linears
 from tests.processes.ranks import RankError
-from tests.processes.training import config, full_parameters, policy, train, wrapped
+from tests.processes.training import config, full_parameters, policy, same_bits, train, wrapped
+from tests.selection import slow_but
 from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.float8 import extension
 from zeroamp.float8.conflicts import KEY
@@ -47,18 +48,16 @@ def uneven_and_rounded(model):
     round_linears(model)
 
 
-def differing(parameters, expected):
-    return [fqn for fqn, value in expected.items() if not torch.equal(parameters[fqn], value)]
-
-
 def assert_as_oracle(runs, losses, expected):
     for rank, run in enumerate(runs):
         assert run.losses == [step[rank] for step in losses]
-        assert differing(run.parameters, expected) == []
+        assert same_bits(run.parameters, expected) == []
 
 
-@pytest.mark.parametrize("mode", ["autocast", "bf16"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "mode"),
+    [(3, "autocast"), (1, "bf16"), pytest.param(2, "bf16", marks=pytest.mark.slow)],
+)
 def test_the_bits_are_those_of_one_process_that_rounds_its_weights(ranks2, stage, mode):
     comm = "fp32" if stage == 1 else None  # else sums of micro-batches would be rounded to bf16
     cfg = float8(stage, accumulation=2, clip=0.5, comm=comm, **(BF16 if mode == "bf16" else {}))
@@ -72,38 +71,23 @@ def test_the_bits_are_those_of_one_process_that_rounds_its_weights(ranks2, stage
     assert plain[0] != losses[0]  # the weights were rounded
 
 
-@pytest.mark.parametrize(
-    ("name", "tied"), [("odd_rows", ""), ("moe", ""), ("llama_tied", "head"), ("hf_llama", "lm_head")]
-)
-def test_padded_shards_experts_and_tied_heads_on_four_ranks(ranks4, name, tied):
-    prepare = partial(round_linears, left_out=(tied,))
-    losses, _, expected = one_process.train(name, world_size=4, num_steps=2, prepare=prepare)
-    assert_as_oracle(ranks4.run(train, name, float8(3), 2), losses, expected)
-
-
-@pytest.mark.parametrize(("mesh_shape", "keys"), [((2, 2), {}), (None, {"ranks_per_node": 2})], ids=["HSDP", "nodes"])
-def test_replicas_and_nodes(ranks4, mesh_shape, keys):
-    replicas = 1 if mesh_shape is None else mesh_shape[0]
-    options = {"num_replicas": replicas, "prepare": uneven_and_rounded}
-    losses, _, expected = one_process.train(NAME, world_size=4, num_steps=2, **options)
-    runs = ranks4.run(train, NAME, float8(3, zeroamp=keys), 2, mesh_shape=mesh_shape, prepare_before=uneven)
-    assert_as_oracle(runs, losses, expected)
-
-
-OPTIONS = {
-    "reproducible": {"zeroamp": {"reproducible": True}},
-    "a weight in bf16": {"zeroamp": {"overrides": [{"modules": "head", "param": "bf16"}]}},
+ON_FOUR = {
+    "padded shards": ("odd_rows", {}, {}, {}),
+    "experts": ("moe", {}, {}, {}),
+    "a tied head": ("llama_tied", {}, {}, {"left_out": ("head",)}),
+    "HSDP": (NAME, {}, {"mesh_shape": (2, 2)}, {}),
+    "nodes": (NAME, {"ranks_per_node": 2}, {}, {}),
+    "reproducible": (NAME, {"reproducible": True}, {}, {}),
+    "a weight in bf16": (NAME, {"overrides": [{"modules": "head", "param": "bf16"}]}, {}, {"left_out": ("head",)}),
 }
 
 
-@pytest.mark.parametrize("what", OPTIONS)
-def test_other_options(ranks2, what):
-    cfg = float8(3)
-    for key, value in OPTIONS[what].items():
-        cfg[key] = {**cfg.get(key, {}), **value}
-    prepare = partial(round_linears, left_out=("head",) if "bf16" in what else ())
-    losses, _, expected = one_process.train(NAME, world_size=2, num_steps=2, prepare=prepare)
-    assert_as_oracle(ranks2.run(train, NAME, cfg, 2), losses, expected)
+@pytest.mark.parametrize("what", slow_but(ON_FOUR, "padded shards", "a tied head", "HSDP", "nodes"))
+def test_models_meshes_and_other_options_on_four_ranks(ranks4, what):
+    name, keys, options, rounding = ON_FOUR[what]
+    prepare, num_replicas = partial(round_linears, **rounding), 2 if what == "HSDP" else 1
+    losses, _, expected = one_process.train(name, world_size=4, num_steps=2, num_replicas=num_replicas, prepare=prepare)
+    assert_as_oracle(ranks4.run(train, name, float8(3, zeroamp=keys), 2, **options), losses, expected)
 
 
 def _verified(cfg):
@@ -161,7 +145,7 @@ def _resume(cfg, folder):
     resumed = _steps(models[1], second, 2, 4)
     kinds = {(parameter.dtype, type(parameter.to_local())) for parameter in models[1].parameters()}
     ends = [full_parameters(model) for model in models[:2]]
-    return through, resumed, kinds, differing(*ends), saved
+    return through, resumed, kinds, same_bits(*ends), saved
 
 
 def test_a_resumed_run_is_exact_and_checkpoints_are_plain(ranks2, tmp_path):
@@ -171,7 +155,7 @@ def test_a_resumed_run_is_exact_and_checkpoints_are_plain(ranks2, tmp_path):
         assert kinds == {(torch.float32, torch.Tensor)}
         assert other_ends == []
         assert all(torch.count_nonzero(value.view(torch.int32) & 0xFFFF) for value in saved.values())  # not rounded
-        assert differing(load_file(tmp_path / "exported" / "model.safetensors"), saved) == []
+        assert same_bits(load_file(tmp_path / "exported" / "model.safetensors"), saved) == []
 
 
 LARGE_LR = 0.2
@@ -197,12 +181,12 @@ def _plain_loop(cfg, compiles):
     return losses, full_parameters(model)
 
 
-@pytest.mark.parametrize(("stage", "compiles"), [(1, False), (3, False), pytest.param(3, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("stage", "compiles"), [(3, False), pytest.param(3, True, marks=pytest.mark.slow)])
 def test_a_plain_loop_with_evaluations_uses_no_old_scale(ranks2, stage, compiles):
     losses, _, expected = one_process.train(NAME, world_size=2, num_steps=3, prepare=round_linears, lr=LARGE_LR)
     for rank, (own, parameters) in enumerate(ranks2.run(_plain_loop, float8(stage), compiles)):
         assert own == [step[rank] for step in losses]
-        assert differing(parameters, expected) == []
+        assert same_bits(parameters, expected) == []
 
 
 def _outside(cfg):
@@ -274,7 +258,7 @@ def test_a_backward_has_the_scales_of_its_weights_after_other_weights_were_evalu
     cfg = float8(3, **BF16)
     expected = ranks2.run(_other_weights_before_the_backward, cfg, 1.0)
     for run, other in zip(ranks2.run(_other_weights_before_the_backward, cfg, 0.125), expected, strict=True):
-        assert differing(run, other) == []
+        assert same_bits(run, other) == []
 
 
 def _twice(cfg):

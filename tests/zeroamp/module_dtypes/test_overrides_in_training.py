@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
+from tests.models.prepared import checkpoint_inside, compile_blocks
 from tests.models.small import batch, build, loss_of
 from tests.oracles import overrides as oracle
 from tests.processes.ranks import RankError
@@ -19,11 +20,11 @@ LINEARS = [fqn for fqn, _ in build(NAME).named_parameters() if fqn not in (*NORM
 DOWNS = [fqn for fqn in LINEARS if ".down." in fqn]
 
 
-def _all_stages(options, stages):
+def _all_stages(options, stages, prepare=None):
     """Return {stage: (losses, parameters, whether the verification and a step moved what is planned)} of this rank."""
     runs = {}
     for stage in stages:
-        model = wrapped(NAME, config(stage, **options))
+        model = wrapped(NAME, config(stage, **options), prepare_before=prepare)
         ledger = zeroamp.explain(model)
         verified = ledger.verify(model, batch(NAME, dist.get_rank()))
         zeroamp.traffic(model).reset()
@@ -67,19 +68,9 @@ CASES = {
         (1, 2, 3),
         {"in_fp32": ["blocks.1.out", "norm"], "sent_as": {"blocks.1.out.weight": BF16, "norm.weight": BF16}},
     ),
-    "a list of blocks": (
-        options_of({"modules": "blocks", "compute": "fp32"}),
-        (0, 3),
-        {"in_fp32": ["blocks.0", "blocks.1", "blocks.2"]},
-    ),
     "norms send bf16": (
         options_of({"modules": "RMSNorm", "communication": "bf16"}),
         (1, 2, 3),
-        {"sent_as": dict.fromkeys(NORMS, BF16)},
-    ),
-    "norms send bf16, a group per unit": (
-        options_of({"modules": "RMSNorm", "communication": "bf16"}, threshold=0),
-        (1, 3),
         {"sent_as": dict.fromkeys(NORMS, BF16)},
     ),
     "some norms send bf16: two model-wide groups": (
@@ -101,11 +92,6 @@ CASES = {
         options_of({"modules": "down", "communication": "fp32"}, zeroamp={"reduce_accumulate_dtype": "native"}),
         (1, 2, 3),
         {"native": [fqn for fqn in LINEARS if fqn not in DOWNS]},
-    ),
-    "native bf16 norms at stage 0": (
-        options_of({"modules": "RMSNorm", "communication": "bf16"}, zeroamp={"reduce_accumulate_dtype": "native"}),
-        (0, 1),
-        {"native": [*LINEARS, *NORMS]},
     ),
     "Linears of no list": (
         options_of(
@@ -135,7 +121,14 @@ def test_the_bits_are_those_of_plain_torch(ranks2, case):
     check(ranks2.run(_all_stages, options, stages), expected)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("prepare", slow_but([checkpoint_inside, compile_blocks], checkpoint_inside))
+def test_a_region_has_these_bits_too_in_blocks_that_are_computed_again_or_compiled(ranks2, prepare):
+    options, _, written_out = CASES["fp32 Linear inside of a unit, bf16 gradients"]
+    expected = oracle.train(NAME, world_size=2, num_steps=NUM_STEPS, reduce_each=False, **written_out)
+    check(ranks2.run(_all_stages, options, [3], prepare), expected)
+
+
+@pytest.mark.parametrize("stage", slow_but([1, 2], 2))
 def test_micro_batches_are_summed_before_or_after_the_cast_to_the_communication_dtype(ranks2, stage):
     options = options_of({"modules": "RMSNorm", "communication": "bf16"}, accumulation=2, comm="fp32")
     written_out = {"sent_as": dict.fromkeys(NORMS, BF16), "accumulation": 2, "reduce_each": stage == 2}
@@ -155,20 +148,6 @@ def test_in_the_other_low_modes_compute_fp32_is_that_of_keep_in_fp32_modules(ran
         assert (ours[stage][0], ours[stage][2]) == (kept[stage][0], True)
         assert same_bits(ours[stage][1], kept[stage][1]) == []
     assert same_bits(ours[3][1], plain[3][1]) != [], "else the test shows nothing"
-
-
-def _groups(overrides, mesh_shape=None):
-    model = wrapped(NAME, config(3, zeroamp={"overrides": overrides}), mesh_shape=mesh_shape)
-    verified = zeroamp.explain(model).verify(model, batch(NAME, dist.get_rank()))
-    rows = {row["group"]: (row["param"], row["communication"]) for row in zeroamp.explain(model).to_dict()["groups"]}
-    return rows, verified.is_traffic_as_planned
-
-
-def test_replicas_of_a_group_with_another_communication_dtype(ranks2):
-    overrides = [{"modules": "norm2", "communication": "bf16"}, {"modules": "blocks.1.qkv", "communication": "fp32"}]
-    rows, is_planned = ranks2.run(_groups, overrides, (2, 1))[0]
-    assert is_planned
-    assert rows.keys() >= {"blocks.1:bf16 (reduced in fp32)", "model-wide:fp32 (reduced in bf16)", "model-wide:fp32"}
 
 
 def _differs():

@@ -25,11 +25,10 @@ HOW = {
 }
 
 
-def _run(stage, how, accumulation=1, threshold=None):
+def _run(stage, how, **options):
     # bf16 communication would round stage 1's accumulated fp32 gradient.
-    comm = "fp32" if accumulation > 1 else None
-    cfg = config(stage, accumulation=accumulation, comm=comm, threshold=threshold)
-    return train(NAME, cfg, NUM_STEPS, prepare=HOW[how])
+    comm = "fp32" if options.get("accumulation", 1) > 1 else None
+    return train(NAME, config(stage, comm=comm, **options), NUM_STEPS, prepare=HOW[how])
 
 
 @pytest.mark.parametrize(
@@ -40,6 +39,7 @@ def _run(stage, how, accumulation=1, threshold=None):
         (3, "inside", {}),
         (3, "outside", {"accumulation": 2}),
         pytest.param(3, "compile", {"threshold": 0}, marks=pytest.mark.slow),
+        pytest.param(3, "compile", {"dtype": None, "bf16": {"enabled": True}}, marks=pytest.mark.slow),
         pytest.param(1, "outside", {"accumulation": 2}, marks=pytest.mark.slow),
         pytest.param(2, "outside", {"threshold": 0}, marks=pytest.mark.slow),
         pytest.param(2, "inside", {"accumulation": 2}, marks=pytest.mark.slow),
@@ -48,6 +48,7 @@ def _run(stage, how, accumulation=1, threshold=None):
 )
 def test_same_bits_as_the_oracle(ranks2, stage, how, options):
     oracle = {"accumulation": options.get("accumulation", 1), "reduce_each": stage >= 2}
+    oracle |= {"low_model": torch.bfloat16} if "bf16" in options else {}
     expected = one_process.train(NAME, world_size=2, num_steps=NUM_STEPS, **oracle)
     for rank, run in enumerate(ranks2.run(_run, stage, how, **options)):
         check_run(run, rank, expected)

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zeroamp
+from tests.models.families import NUM_RANKS, Family, loss_of
 from tests.models.small import VOCAB, hf_llama
+from tests.oracles import families as oracle
 from tests.processes.training import config, full_parameters, same_bits
 
 pytest.importorskip("trl", reason="the loss is TRL's")
@@ -12,7 +15,7 @@ pytest.importorskip("trl", reason="the loss is TRL's")
 pytestmark = pytest.mark.slow  # importing TRL takes most of the time
 
 NUM_STEPS = 3
-LARGE = 1000  # elements: the embedding and the head have 2,560
+LR = 1e-2
 
 
 def _patched():
@@ -28,45 +31,22 @@ def _inputs(index):
     return {"input_ids": tokens, "labels": tokens, "fused_lm_head": True}
 
 
-def _optimizer(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def _train_on_ranks():
-    model = _patched()
-    cfg = config(3, threshold=LARGE, zeroamp={"own_units": False})
+def _train():
+    cfg = config(3, threshold=1000, zeroamp={"own_units": False})  # the embedding and the head have 2,560 elements
     policy = zeroamp.policy_from_config(cfg).replace(lower_precision_safe_modules="auto")
-    zeroamp.wrap_model(model, policy, example_inputs=_inputs(0))
-    train = zeroamp.TrainStep(model, _optimizer(model))
-    rank = torch.distributed.get_rank()
+    model = zeroamp.wrap_model(_patched(), policy, example_inputs=_inputs(0))
+    step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1))
     losses = []
-    for step in range(NUM_STEPS):
-        loss = model(**_inputs(2 * step + rank)).loss
+    for index in range(NUM_STEPS):
+        loss = loss_of(model, _inputs(NUM_RANKS * index + dist.get_rank()))
         losses.append(float(loss.detach()))
-        train.backward(loss)
-        train.step()
+        step.backward(loss)
+        step.step()
     return losses, full_parameters(model)
 
 
-def _train_in_one_process():
-    model = _patched()
-    optimizer = _optimizer(model)
-    losses = []
-    for step in range(NUM_STEPS):
-        gradients = []
-        for rank in range(2):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(**_inputs(2 * step + rank)).loss
-            losses.append(float(loss.detach()))
-            gradients.append(torch.autograd.grad(loss, list(model.parameters())))
-        for parameter, *both in zip(model.parameters(), *gradients, strict=True):
-            parameter.grad = (both[0] + both[1]) / 2
-        optimizer.step()
-    return losses, {fqn: parameter.detach() for fqn, parameter in model.named_parameters()}
-
-
 def test_without_own_units_the_fused_head_has_the_bits_of_one_process(ranks2):
-    losses, parameters = _train_in_one_process()
-    for rank, (ours, trained) in enumerate(ranks2.run(_train_on_ranks)):
-        assert ours == losses[rank::2]
-        assert same_bits(trained, parameters) == []
+    expected = oracle.train(Family(build=_patched, batch=_inputs), num_steps=NUM_STEPS, lr=LR)
+    for rank, (losses, parameters) in enumerate(ranks2.run(_train)):
+        assert losses == expected.losses[rank]
+        assert same_bits(parameters, expected.parameters) == []

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import zeroamp
-from tests.models.small import MODELS, RMSNorm, batch, loss_of
+from tests.models.small import RMSNorm, batch, loss_of
 from tests.oracles import one_process
 from tests.processes.training import (
     check_run,
@@ -74,18 +74,6 @@ def test_offloading_changes_no_bit_of_the_other_options(ranks4):
     ours, expected = (ranks4.run(_with_the_other_options, fields) for fields in (ON_CPU, {}))
     for run, other in zip(ours, expected, strict=True):
         check_same_run(run, other)
-
-
-def _from_meta(fields):
-    with torch.device("meta"):
-        model = MODELS["hf_llama"]()
-    torch.manual_seed(3)
-    return full_parameters(zeroamp.wrap_model(model, policy(config(3), fields)))
-
-
-def test_a_meta_model_starts_from_the_same_values(ranks2):
-    for ours, expected in zip(ranks2.run(_from_meta, ON_CPU), ranks2.run(_from_meta, {}), strict=True):
-        assert same_bits(ours, expected) == []
 
 
 class _WithBuffer(RMSNorm):

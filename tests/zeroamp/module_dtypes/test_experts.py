@@ -1,19 +1,16 @@
 """Mixtures of experts: as plain autocast leaves them, and in bf16 by an override, bit for bit as one process."""
 
-import warnings
 from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import zeroamp
 from tests.models.experts import EXPERTS
-from tests.models.families import NUM_RANKS, loss_of
 from tests.oracles import families as oracle
 from tests.processes.experts import LR, NUM_STEPS, config, train
-from tests.processes.training import full_parameters, same_bits
+from tests.processes.training import same_bits
 from tests.selection import slow_but
 
 pytest.importorskip("transformers", reason="most of the models are transformers'")
@@ -66,10 +63,6 @@ def test_fused_experts_train_as_in_one_process(ranks2, expected, name, stage, sa
     assert any(".mlp.experts." in fqn for fqn in runs[0].low) == is_low
 
 
-def test_the_two_numerics_differ(expected):
-    assert expected("Mixtral", False).losses != expected("Mixtral", True).losses
-
-
 # Routers that choose other experts on each rank
 
 
@@ -98,41 +91,22 @@ def test_experts_that_no_rank_chose_keep_no_gradient(ranks2, expected, stage, le
 # Recomputed and compiled
 
 
-def _checkpoint(model, *, use_reentrant):
+def _checkpoint(model, *, use_reentrant=False):
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
 
 
-@pytest.mark.parametrize("use_reentrant", slow_but([False, True], False))
-def test_experts_that_are_computed_again_have_the_same_bits(ranks2, expected, use_reentrant):
-    runs = ranks2.run(train, "Mixtral", config(3), prepare=partial(_checkpoint, use_reentrant=use_reentrant))
-    _check(runs, expected("Mixtral", True))
+def _compile(model):
+    for block in model.model.layers:
+        block.compile(fullgraph=True, backend="aot_eager")
 
 
-def _compiled_and_eager():
-    warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")  # transformers' own
-    results = []
-    for is_compiled in (False, True):
-        family = EXPERTS["Mixtral"]
-        model = family.seeded()
-        zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)))
-        for block in model.model.layers if is_compiled else ():
-            block.compile(fullgraph=True, backend="aot_eager")
-        train_step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=LR))
-        losses = []
-        for index in range(2):
-            loss = loss_of(model, family.batch(index * NUM_RANKS + dist.get_rank()))
-            losses.append(float(loss.detach()))
-            train_step.backward(loss)
-            train_step.step()
-        results.append((losses, full_parameters(model)))
-    return results
-
-
-@pytest.mark.slow
-def test_a_compiled_block_has_the_bits_of_an_eager_one(ranks2):
-    for eager, compiled in ranks2.run(_compiled_and_eager):
-        assert compiled[0] == eager[0]
-        assert same_bits(compiled[1], eager[1]) == []
+@pytest.mark.parametrize(
+    "prepare",
+    slow_but([_checkpoint, partial(_checkpoint, use_reentrant=True), _compile], _checkpoint),
+    ids=["computed again", "computed again, reentrant", "compiled"],
+)
+def test_experts_that_are_computed_again_or_compiled_have_the_same_bits(ranks2, expected, prepare):
+    _check(ranks2.run(train, "Mixtral", config(3), prepare=prepare), expected("Mixtral", True))
 
 
 # DeepSeek-V3's router

@@ -19,7 +19,6 @@ BF16, FP32 = torch.bfloat16, torch.float32
 MODES = {
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
     "bf16": {"bf16": {"enabled": True}},
-    "fp32": {},
 }
 
 
@@ -100,15 +99,6 @@ def test_what_is_inside_a_region_but_of_an_earlier_override_computes_in_fp32_wit
         "kept in fp32: zeroamp.overrides.1 (modules 'blocks.0'); "
         "zeroamp.overrides.0 (modules 'blocks.0.down'): communication bf16"
     )
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_compute_fp32_is_an_fp32_region_in_every_mode(mode):
-    plan = plan_of({"modules": ["norm", "blocks.1"], "compute": "fp32"}, mode=mode)
-    assert set(plan.fp32_regions.modules) == {"norm", "blocks.1"}
-    assert cells(plan)["blocks.1.qkv.weight"] == (FP32, "fp32", FP32)
-    assert plan.input_dtype("blocks.1") is None
-    assert plan.input_dtype("blocks.0") == (BF16 if mode == "bf16" else None)
 
 
 def test_overrides_come_before_the_answers_of_a_traced_run():

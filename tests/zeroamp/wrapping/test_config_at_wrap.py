@@ -43,8 +43,11 @@ def _total_of_another_world(cfg):
 
 
 def _by_config(path):
-    model = zeroamp.wrap_model(build(NAME), path)
-    assert zeroamp.explain(model).to_dict() == zeroamp.explain(wrapped(NAME, config(3))).to_dict()
+    expected = zeroamp.explain(wrapped(NAME, config(3))).to_dict()
+    for given in (config(3), path, str(path)):
+        assert zeroamp.explain(zeroamp.wrap_model(build(NAME), given)).to_dict() == expected
+    with pytest.raises(zeroamp.ConfigError, match="config must be .*NoneType"):
+        zeroamp.wrap_model(build(NAME), None)
     broken = {"zero_optimisation": {}} if dist.get_rank() == 1 else config(3)
     with pytest.raises(zeroamp.ZeroAmpError) as caught:
         zeroamp.wrap_model(build(NAME), broken)

@@ -10,51 +10,10 @@ import zeroamp
 from tests.measuring.logs import log_lines
 from tests.measuring.storage_peak import StoragePeak
 from tests.models.small import HfLlama, batch, build, hf_llama, loss_of
-from tests.oracles import one_process
 from tests.processes.ranks import RankError
-from tests.processes.training import check_run, config, full_parameters, policy, same_bits, train
+from tests.processes.training import config, full_parameters, policy, same_bits
 from zeroamp.planning.plan import build_plan
 from zeroamp.policies.numbers import gib_text
-
-
-def _to_bf16(model):
-    model.bfloat16()
-
-
-def _to_bf16_and_back(model):
-    model.bfloat16().float()
-
-
-def _to_fp16_in_part(model):
-    model.blocks[1].half()
-    model.embed.bfloat16()
-
-
-def _to_fp16_in_part_and_back(model):
-    model.blocks[1].half().float()
-    model.embed.bfloat16().float()
-
-
-def _trained(stages, options, prepare):
-    return {
-        stage: train("llama_tied", config(stage, clip=0.5, **options), 3, prepare_before=prepare) for stage in stages
-    }
-
-
-@pytest.mark.parametrize(
-    ("options", "before", "oracle"),
-    [
-        ({}, _to_bf16, _to_bf16_and_back),
-        pytest.param({"dtype": None}, _to_fp16_in_part, _to_fp16_in_part_and_back, marks=pytest.mark.slow),
-    ],
-    ids=["autocast, all in bf16", "fp32, some in fp16"],
-)
-def test_training_equals_that_of_the_model_cast_to_fp32(ranks2, options, before, oracle):
-    autocast = None if "dtype" in options else torch.bfloat16
-    expected = one_process.train("llama_tied", world_size=2, num_steps=3, clip=0.5, prepare=oracle, autocast=autocast)
-    for rank, by_stage in enumerate(ranks2.run(_trained, (0, 1, 2, 3), options, before)):
-        for run in by_stage.values():
-            check_run(run, rank, expected)
 
 
 def _frozen_in_bf16():

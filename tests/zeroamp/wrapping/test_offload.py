@@ -11,15 +11,11 @@ from torch.distributed.tensor import DTensor
 
 import zeroamp
 from tests.models.small import RMSNorm, batch, loss_of
-from tests.oracles import one_process
 from tests.processes.training import (
-    check_run,
-    check_same_run,
     config,
     full_parameters,
     policy,
     same_bits,
-    train,
     wrapped,
 )
 from zeroamp.accumulation.shard_accumulator import RoundedSum, ShardAccumulator
@@ -30,50 +26,10 @@ from zeroamp.weights.materialize import materialize_model
 from zeroamp.wrapping.shard import offload_policy
 from zeroamp.wrapping.state import wrap_state
 
-NUM_STEPS = 5
-CLIP = 0.5
 ON_CPU = {"offload": {"device": "cpu"}}
 
 
-def _train(stages, options):
-    return {
-        stage: train("llama_tied", config(stage, clip=CLIP, **options), NUM_STEPS, fields=ON_CPU) for stage in stages
-    }
-
-
-FP16 = {"dtype": "float16", "fp16": {"loss_scale": 1024}}
-LOSS_SCALE = {"autocast": torch.float16, "loss_scale": 1024.0}
-
-
-@pytest.mark.parametrize(
-    ("stages", "options", "oracle"),
-    [
-        ((2, 3), {"accumulation": 3, "threshold": 0}, {"accumulation": 3, "reduce_each": True}),
-        pytest.param((0, 1), {"accumulation": 3, "comm": "fp32"}, {"accumulation": 3}, marks=pytest.mark.slow),
-        pytest.param((0, 1, 2, 3), FP16, LOSS_SCALE, marks=pytest.mark.slow),
-    ],
-    ids=["stages 2 and 3", "stages 0 and 1", "float16 and a loss scale"],
-)
-def test_the_same_bits_as_in_one_process(ranks2, stages, options, oracle):
-    expected = one_process.train("llama_tied", world_size=2, num_steps=NUM_STEPS, clip=CLIP, **oracle)
-    for rank, by_stage in enumerate(ranks2.run(_train, stages, options)):
-        for run in by_stage.values():
-            check_run(run, rank, expected)
-
-
 LOW = {"accumulation": 3, "data_types": {"grad_accum_dtype": "bf16"}}
-
-
-def _with_the_other_options(fields):
-    options = {"hpz_partition_size": 2, "prefetch_bucket_size": 20_000, "max_live_parameters": 20_000}
-    return train("llama_tied", config(3), NUM_STEPS, mesh_shape=(1, 4), fields={**options, **fields})
-
-
-@pytest.mark.slow
-def test_offloading_changes_no_bit_of_the_other_options(ranks4):
-    ours, expected = (ranks4.run(_with_the_other_options, fields) for fields in (ON_CPU, {}))
-    for run, other in zip(ours, expected, strict=True):
-        check_same_run(run, other)
 
 
 class _WithBuffer(RMSNorm):

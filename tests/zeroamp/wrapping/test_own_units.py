@@ -1,4 +1,4 @@
-"""Embeddings and heads as units of their own: same bits, fewer bytes held, and every way to use them."""
+"""Embeddings and heads as units of their own: when they are held, and errors by name. `test_same_bits` trains them."""
 
 import re
 
@@ -9,110 +9,14 @@ from torch.distributed.tensor import DTensor
 
 import zeroamp
 from tests.models.embeddings import cross_entropy
-from tests.models.prepared import checkpoint_outside, compile_blocks
 from tests.models.small import batch, build
-from tests.oracles import one_process
-from tests.processes.training import check_run, check_same_run, config, full_parameters, same_bits, train, wrapped
-from tests.selection import slow_but
+from tests.processes.training import config, full_parameters, same_bits, wrapped
 from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.hooks.collectives.collective_calls import peer_lost
 from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.wrapping.state import wrap_state
 
 LARGE = 1000  # elements: embeddings and heads have 2,560
-NUM_STEPS = 4
-
-
-def _train(name, *, how=None, fields=None, mesh_shape=None, before=None, **options):
-    cfg = config(3, threshold=LARGE, **options)
-    return train(name, cfg, NUM_STEPS, prepare=how, fields=fields, mesh_shape=mesh_shape, prepare_before=before)
-
-
-def _check(by_rank, name, **oracle):
-    expected = one_process.train(name, world_size=len(by_rank), num_steps=NUM_STEPS, **oracle)
-    for rank, run in enumerate(by_rank):
-        check_run(run, rank, expected)
-
-
-USES = (
-    *("llama_untied", "chunked_calls", "checkpointed_chunks", "checkpointed_lookup", "checkpointed_scaled_lookup"),
-    *("two_lookups", "positions", "scaled", "times_weight", "padded", "inference_reads"),
-)
-
-
-@pytest.mark.parametrize("name", slow_but(USES, "llama_untied", "scaled", "chunked_calls", "checkpointed_lookup"))
-def test_the_same_bits_as_one_process(ranks2, name):
-    _check(ranks2.run(_train, name), name)
-
-
-def _compile_ends(model):
-    # Not as one graph: on torch 2.15, FSDP2's own hooks break the graph of a compiled nn.Embedding or nn.Linear.
-    model.embed.compile(backend="aot_eager")
-    model.head.compile(backend="aot_eager")
-
-
-def _compile_whole(model):
-    model.compile(backend="aot_eager")
-
-
-def _freeze_embedding(model):
-    model.embed.requires_grad_(False)
-
-
-def _freeze_head(model):
-    model.head.requires_grad_(False)
-
-
-TWO_GROUPS = [
-    {"modules": "head.bias", "communication": "fp32"},
-    {"modules": "embed.weight", "param": "bf16"},
-    {"modules": "embed.bias", "param": "bf16", "communication": "fp32"},
-]
-"""The weight and the bias of an own unit are all-gathered in two collectives: their dtypes of the reduction differ."""
-
-UNTIED, CHUNKED = "llama_untied", "chunked_calls"
-WAYS = {
-    "accumulation": (CHUNKED, {"accumulation": 3}, {"accumulation": 3, "reduce_each": True}),
-    "fp32": (UNTIED, {"dtype": None}, {"autocast": None}),
-    "bf16": (UNTIED, {"dtype": None, "bf16": {"enabled": True}}, {"low_model": torch.bfloat16}),
-    "compiled blocks": (UNTIED, {"how": compile_blocks}, {}),
-    "checkpointed blocks": (UNTIED, {"how": checkpoint_outside}, {}),
-    "compiled ends": (UNTIED, {"how": _compile_ends}, {}),
-    "compiled whole": (CHUNKED, {"how": _compile_whole}, {}),
-    "frozen embedding": (UNTIED, {"before": _freeze_embedding}, {"prepare": _freeze_embedding}),
-    "frozen head": (UNTIED, {"before": _freeze_head}, {"prepare": _freeze_head}),
-    "two groups": (CHUNKED, {"zeroamp": {"overrides": TWO_GROUPS[:1]}}, {}),
-    "read outside, switched off": ("chunked_reads", {"zeroamp": {"own_units": False}}, {}),
-    "read by TRL's way, switched off": ("gathered_weight", {"zeroamp": {"own_units": False}}, {}),
-}
-
-
-@pytest.mark.parametrize(
-    "way",
-    slow_but(WAYS, "checkpointed blocks", "compiled ends", "frozen head", "two groups", "read outside, switched off"),
-)
-def test_the_same_bits_as_one_process_in_every_way_of_training(ranks2, way):
-    name, options, oracle = WAYS[way]
-    _check(ranks2.run(_train, name, **options), name, **oracle)
-
-
-OPTIONS = {
-    "live units": {"fields": {"max_live_parameters": 20_000}},
-    "prefetch": {"fields": {"prefetch_bucket_size": 20_000}},
-    "offload": {"fields": {"offload": {"device": "cpu"}}},
-    "HSDP": {"mesh_shape": (2, 2)},
-    "hpZ": {"fields": {"hpz_partition_size": 2}},
-}
-
-
-def _both(options):
-    runs = [_train(UNTIED, accumulation=2, zeroamp={"own_units": own}, **options) for own in (True, False)]
-    check_same_run(*runs)
-
-
-@pytest.mark.parametrize("name", slow_but(OPTIONS, "live units"))
-def test_options_and_meshes_change_no_bit(request, name):
-    request.getfixturevalue("ranks4" if name in ("HSDP", "hpZ") else "ranks2").run(_both, OPTIONS[name])
 
 
 def _step(model, name, accumulation=1):
@@ -136,6 +40,14 @@ def _calls(name, accumulation, **options):
                 calls[key.group][key.collective != "all_gather"] += number
         found.append(calls)
     return found
+
+
+TWO_GROUPS = [
+    {"modules": "head.bias", "communication": "fp32"},
+    {"modules": "embed.weight", "param": "bf16"},
+    {"modules": "embed.bias", "param": "bf16", "communication": "fp32"},
+]
+"""The weight and the bias of an own unit are all-gathered in two collectives: their dtypes of the reduction differ."""
 
 
 @pytest.mark.parametrize(
@@ -293,31 +205,3 @@ def test_a_weight_that_is_read_outside_of_its_module_is_an_error_by_name(ranks2,
     text = ranks2.run(_read, name)[0]
     assert re.search(rf"{module}\.weight was read outside of its module", text)
     assert '{"own_units": false}' in text
-
-
-def _steps(own, folder, *, load):
-    """Return the parameters after two more steps; without `load`, a checkpoint is saved at the end."""
-    model = wrapped("llama_untied", config(3, threshold=LARGE, zeroamp={"own_units": own}))
-    step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    if load:
-        zeroamp.load_checkpoint(folder, model, step)
-    for index in range(2):
-        step.backward(model(batch("llama_untied", index)))
-        step.step()
-    if not load:
-        zeroamp.save_checkpoint(folder, model, step)
-    return full_parameters(model)
-
-
-def _resume(folder):
-    """Go on from a checkpoint in either grouping; return what differs from going on as before."""
-    differing = []
-    for saved in (False, True):
-        _steps(saved, folder / str(saved), load=False)
-        same, other = (_steps(own, folder / str(saved), load=True) for own in (saved, not saved))
-        differing += same_bits(same, other)
-    return differing
-
-
-def test_checkpoints_of_either_grouping_load_in_the_other(ranks2, tmp_path):
-    assert ranks2.run(_resume, tmp_path) == [[], []]

@@ -49,13 +49,12 @@ def _steps(model, step, indices, cfg):
     return Run(losses=losses, norms=norms, parameters=full_parameters(model), mean_losses=mean_losses)
 
 
-def _same_as_sharded(cfg):
+def _trains_as_sharded(cfg):
     model, step = _training(cfg)
     held = [model.get_parameter(name) for name in IGNORED]
-    kinds = {type(parameter) for parameter in held}
+    assert {type(parameter) for parameter in held} == {nn.Parameter}
     check_same_run(_steps(model, step, range(3), cfg), train(NAME, cfg, 3))
     assert all(model.get_parameter(name) is parameter for name, parameter in zip(IGNORED, held, strict=True))
-    return kinds
 
 
 CONFIGS = {
@@ -69,11 +68,10 @@ CONFIGS = {
 @pytest.mark.parametrize("name", slow_but(CONFIGS, "stage 3", "stage 3, fp16"))
 def test_what_the_caller_reduces_trains_as_if_it_were_sharded(ranks2, name):
     """Losses, norms (which count it once), clipping and parameters: the same bits."""
-    for kinds in ranks2.run(_same_as_sharded, CONFIGS[name]):
-        assert kinds == {nn.Parameter}
+    ranks2.run(_trains_as_sharded, CONFIGS[name])
 
 
-def _norm():
+def _norm_of_local_gradients():
     """Gradients that the caller does not reduce: the norm has the mean of their squares over ranks."""
     model, step = _training(config(3))
     step.backward(loss_of(model, batch(NAME, dist.get_rank())))
@@ -84,20 +82,18 @@ def _norm():
         squares[int(name in IGNORED)] += gradient.double().square().sum()
     local = [model.get_parameter(name).grad.clone() for name in IGNORED]
     norm = float(step.clip_grad_norm())
-    same = all(torch.equal(g, model.get_parameter(name).grad) for name, g in zip(IGNORED, local, strict=True))
     dist.all_reduce(squares)
-    return norm, float((squares[0] + squares[1] / 2).sqrt().float()), same, local[0].tolist()
+    assert norm == pytest.approx(float((squares[0] + squares[1] / 2).sqrt()), rel=1e-6)  # fp64 sums in another order
+    assert all(torch.equal(g, model.get_parameter(name).grad) for name, g in zip(IGNORED, local, strict=True))
+    return local[0].tolist()
 
 
 def test_gradients_stay_local_and_their_mean_square_is_in_the_norm(ranks2):
-    answers = ranks2.run(_norm)
-    for norm, expected, is_same, _ in answers:
-        assert norm == pytest.approx(expected, rel=1e-6)  # fp64 sums in another order
-        assert is_same
-    assert answers[0][3] != answers[1][3]
+    first, second = ranks2.run(_norm_of_local_gradients)
+    assert first != second
 
 
-def _frozen(cfg):
+def _values_of_each_rank():
     """Frozen and ignored, in bf16 and in an integer dtype, with values of each rank's own."""
 
     def prepare(model):
@@ -106,31 +102,24 @@ def _frozen(cfg):
         weight.data = weight.data.bfloat16() + dist.get_rank()
         model.counts = nn.Parameter(torch.arange(5) + dist.get_rank(), requires_grad=False)
 
-    model = _wrapped(cfg, ["blocks.0.out.weight", "counts"], prepare)
+    model = _wrapped(config(3), ["blocks.0.out.weight", "counts"], prepare)
     step = zeroamp.TrainStep(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
     step.backward(loss_of(model, batch(NAME, dist.get_rank())))
     step.step()
-    weight = model.get_parameter("blocks.0.out.weight")
+    assert model.get_parameter("blocks.0.out.weight").dtype == torch.bfloat16
+    assert model.counts.tolist() == [dist.get_rank() + i for i in range(5)]
     ledger = zeroamp.explain(model)
-    rows = {row["parameter"]: row for row in ledger.parameter_rows()}
-    return (
-        weight.dtype,
-        model.counts.tolist(),
-        rows["counts"],
-        str(ledger),
-        ledger.verify(model, batch(NAME, 0)).to_dict(),
-    )
+    row = next(row for row in ledger.parameter_rows() if row["parameter"] == "counts")
+    assert row["group"] == "ignored:int64"
+    assert row["why"] == "ignored_params: whole on each rank, and its gradient is not reduced"
+    assert row["stored_bytes_per_rank"] == 5 * 8
+    assert row["all_gathered_bytes_per_step"] == row["reduced_bytes_per_step"] == 0
+    assert "ignored:bf16" in str(ledger)
+    ledger.verify(model, batch(NAME, 0))
 
 
 def test_values_may_differ_between_ranks_and_are_listed(ranks2):
-    for rank, (dtype, counts, row, ledger, _) in enumerate(ranks2.run(_frozen, config(3))):
-        assert dtype == torch.bfloat16
-        assert counts == [rank + i for i in range(5)]
-        assert row["group"] == "ignored:int64"
-        assert row["why"] == "ignored_params: whole on each rank, and its gradient is not reduced"
-        assert row["stored_bytes_per_rank"] == 5 * 8
-        assert row["all_gathered_bytes_per_step"] == row["reduced_bytes_per_step"] == 0
-        assert "ignored:bf16" in ledger
+    ranks2.run(_values_of_each_rank)
 
 
 def _resumed(folder):

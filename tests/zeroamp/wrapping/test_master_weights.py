@@ -16,22 +16,21 @@ from zeroamp.planning.plan import build_plan
 from zeroamp.policies.numbers import gib_text
 
 
-def _frozen_in_bf16():
+def _keeps_frozen_parameters():
     model = build("llama_tied").bfloat16()
     model.blocks[0].requires_grad_(False)
     model.register_buffer("table", torch.ones(3, dtype=torch.bfloat16))
     zeroamp.wrap_model(model, policy(config(3)))
-    return {fqn: p.dtype for fqn, p in model.named_parameters()}, model.table.dtype
+    for fqn, parameter in model.named_parameters():
+        assert parameter.dtype == (torch.bfloat16 if fqn.startswith("blocks.0.") else torch.float32), fqn
+    assert model.table.dtype == torch.bfloat16
 
 
 def test_frozen_parameters_and_buffers_stay_as_stored(ranks2):
-    dtypes, of_buffer = ranks2.run(_frozen_in_bf16)[0]
-    for fqn, dtype in dtypes.items():
-        assert dtype == (torch.bfloat16 if fqn.startswith("blocks.0.") else torch.float32), fqn
-    assert of_buffer == torch.bfloat16
+    ranks2.run(_keeps_frozen_parameters)
 
 
-def _peak():
+def _holds_the_shards_and_one_group():
     model = build("llama_untied").bfloat16()
     plan = build_plan(model, policy(config(3)))
     shards = sum(4 * -(-p.shape[0] // 2) * p[:1].numel() for p in model.parameters())
@@ -40,13 +39,12 @@ def _peak():
     stored = [StorageWeakRef(p.untyped_storage()) for p in model.parameters()]
     with StoragePeak(shards + largest) as peak:
         zeroamp.wrap_model(model, policy(config(3)))
-    return peak.num_bytes, shards, largest, whole, sum(not ref.expired() for ref in stored)
+    assert shards < peak.num_bytes <= shards + largest < whole
+    assert all(ref.expired() for ref in stored), "the model's own memory is held on"
 
 
 def test_wrapping_holds_the_shards_and_one_group_in_fp32(ranks2):
-    for peak, shards, largest, whole, num_left in ranks2.run(_peak):
-        assert shards < peak <= shards + largest < whole
-        assert num_left == 0, "the model's own memory is held on"
+    ranks2.run(_holds_the_shards_and_one_group)
 
 
 def _logged(in_bf16):

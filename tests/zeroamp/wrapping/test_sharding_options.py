@@ -1,4 +1,4 @@
-"""A secondary partition, live units and leaf modules: what is gathered when, over which ranks, and the same bits."""
+"""A secondary partition, live units and leaf modules: what is gathered when, and over which ranks."""
 
 import pytest
 import torch

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroamp
 from tests.models.small import HfLlama, Llama, batch, build
@@ -14,21 +15,20 @@ from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, same_bits
 
 
-def _wrap(name, stage):
+def _keeps_names_and_values(name, stage):
     plain = build(name)
     keys, values = list(plain.state_dict()), {fqn: p.detach().clone() for fqn, p in plain.named_parameters()}
     model = zeroamp.wrap_model(plain, zeroamp.policy_from_config(config(stage)))
-    return (
-        model is plain and isinstance(model, FSDPModule),
-        list(model.state_dict()) == keys,
-        all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters()),
-        same_bits(full_parameters(model), values),
-    )
+    assert model is plain
+    assert isinstance(model, FSDPModule)
+    assert list(model.state_dict()) == keys
+    assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters())
+    assert same_bits(full_parameters(model), values) == []
 
 
 @pytest.mark.parametrize(("name", "stage"), [("llama_tied", 0), ("encoder", 3)])
 def test_wraps_in_place_and_leaves_names_and_values_alone(ranks2, name, stage):
-    assert ranks2.run(_wrap, name, stage)[0] == (True, True, True, [])
+    ranks2.run(_keeps_names_and_values, name, stage)
 
 
 class OwnsEverything(nn.Sequential):
@@ -42,15 +42,16 @@ class OwnsEverything(nn.Sequential):
         return super().forward(x) * self.scale
 
 
-def _container():
+def _keeps_children():
     torch.manual_seed(0)
     model = zeroamp.wrap_model(OwnsEverything(), zeroamp.policy_from_config(config(3)))
     model(torch.ones(2, 4)).sum().backward()
-    return len(model), all(p.grad is not None for p in model.parameters())
+    assert len(model) == 3
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_a_container_that_owns_parameters_keeps_its_children(ranks2):
-    assert ranks2.run(_container)[0] == (3, True)
+    ranks2.run(_keeps_children)
 
 
 def _refuse(how):
@@ -136,13 +137,6 @@ def test_a_meta_model_starts_from_the_values_of_its_own_initialisation(ranks2, f
         assert same_bits(start, _initialized_at_once(factory_name)) == []
 
 
-class ManyBuffers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2)
-        self.own = BufferOwner()
-
-
 class BufferOwner(nn.Module):
     def __init__(self):
         super().__init__()
@@ -159,20 +153,19 @@ class BufferOwner(nn.Module):
         self.count.fill_(7)
 
 
-def _meta_buffers():
+def _initialises_buffers():
     with torch.device("meta"):
-        model = ManyBuffers()
+        model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "own": BufferOwner()})
     model.register_buffer("kept", torch.arange(3.0))  # off the meta device: its values stay
-    model = zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)))
-    own, bias = model.own, model.attention.out_proj.bias.full_tensor()
-    values = [own.mask.all().item(), own.bytes.sum().item(), own.phase[0].item(), own.count.item(), model.kept.tolist()]
-    return values, bias.abs().max().item()
+    zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)))
+    own, bias = model["own"], model["attention"].out_proj.bias.full_tensor()
+    assert (own.mask.all(), own.bytes.sum(), own.phase[0], own.count) == (True, 0, 1j, 7)
+    assert model.kept.tolist() == [0.0, 1.0, 2.0]
+    assert bias.abs().max() == 0  # nn.MultiheadAttention zeroes it after nn.Linear has drawn it
 
 
 def test_meta_buffers_of_every_dtype_and_what_a_parent_sets_in_its_child(ranks2):
-    values, bias = ranks2.run(_meta_buffers)[0]
-    assert values == [True, 0, 1j, 7, [0.0, 1.0, 2.0]]
-    assert bias == 0.0  # nn.MultiheadAttention zeroes it after nn.Linear has drawn it
+    ranks2.run(_initialises_buffers)
 
 
 def _sliced_mesh(stage):
@@ -231,13 +224,12 @@ def test_a_unit_that_is_unfrozen_later_has_its_wire(ranks2):
 class Uninitialised(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer = nn.Linear(4, 4)
         self.scale = nn.Parameter(torch.ones(4))
 
 
 def _meta_without_initialisation():
     with torch.device("meta"):
-        model = Uninitialised()
+        model = nn.Sequential(nn.Linear(4, 4), Uninitialised())
     zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)))
 
 
@@ -246,26 +238,25 @@ def test_a_meta_tensor_that_nothing_initialises_is_refused_by_name(ranks2):
         ranks2.run(_meta_without_initialisation)
 
 
-def _peak_elements():
-    """The largest tensor that is ever allocated off the meta device while a meta model is wrapped."""
-    from torch.utils._python_dispatch import TorchDispatchMode
+class Largest(TorchDispatchMode):
+    """`num_bytes`: of the largest storage that is made off the meta device."""
 
-    class Largest(TorchDispatchMode):
-        live = 0
+    num_bytes = 0
 
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and out.device.type == "cpu" and out.untyped_storage().size() > self.live:
-                self.live = out.untyped_storage().size()
-            return out
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.device.type == "cpu":
+            self.num_bytes = max(self.num_bytes, out.untyped_storage().nbytes())
+        return out
 
+
+def _materialises_parameter_by_parameter():
     with torch.device("meta"):
         model = Llama(tied=True, num_blocks=8)
     with Largest() as largest:
         zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)))
-    return largest.live, max(p.numel() for p in model.parameters()) * 4
+    assert largest.num_bytes == 4 * max(p.numel() for p in model.parameters())
 
 
 def test_materialising_never_holds_more_than_one_modules_parameters(ranks2):
-    largest, largest_parameter = ranks2.run(_peak_elements)[0]
-    assert largest == largest_parameter
+    ranks2.run(_materialises_parameter_by_parameter)

@@ -133,54 +133,6 @@ def test_a_region_computes_in_fp32_and_modules_around_it_get_the_modes_dtype(ran
     assert ranks2.run(_dtypes_in_a_step, mode, stage)[0] == ({(fp32, fp32, fp32, False)}, {outside})
 
 
-class Scaled(torch.autograd.Function):
-    """A custom op that asks for fp32 under autocast, with torch's own decorators."""
-
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-    def forward(ctx, x, weight):
-        assert (x.dtype, weight.dtype, torch.is_autocast_enabled("cpu")) == (torch.float32, torch.float32, False)
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        return gradient * weight, (gradient * x).sum(0)
-
-
-class Custom(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.inside = nn.Linear(8, 8)
-        self.weight = nn.Parameter(torch.rand(8))
-
-    def forward(self, x):
-        return Scaled.apply(self.inside(x), self.weight).float().square().mean()
-
-
-def _custom(wrap):
-    model = Custom()
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-    if wrap:
-        zeroamp.wrap_model(model, zeroamp.policy_from_config(config("autocast")))
-        loss = model(x)
-    else:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(x)
-    loss.backward()
-    gradients = [p.grad.full_tensor() if wrap else p.grad for p in model.parameters()]
-    return float(loss.detach()), gradients
-
-
-def test_custom_functions_with_custom_fwd_and_custom_bwd_do_what_they_do_under_plain_autocast(ranks2):
-    ours, plain = ranks2.run(_custom, True)[0], _custom(False)
-    assert ours[0] == plain[0]
-    assert all(torch.equal(a, b) for a, b in zip(ours[1], plain[1], strict=True))
-
-
 def _buffers(mode):
     """Return the dtype of a buffer that two modules share: by default, of a buffer_dtype, and kept in fp32."""
     found = []

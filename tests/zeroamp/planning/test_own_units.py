@@ -20,7 +20,9 @@ def plan(model, stage=3, threshold=LARGE, auto_wrap_policy=None, **options):
     return build_plan(model, policy, auto_wrap_policy)
 
 
-def test_the_embedding_and_the_head_of_an_untied_model():
+def test_the_embedding_and_the_head_of_an_untied_model_which_transformers_may_name():
+    built = plan(hf_llama(tied=False))
+    assert built.own_units == OwnUnits(lookups=("model.embed_tokens",), heads=("lm_head",))
     built = plan("llama_untied")
     assert built.own_units == OwnUnits(lookups=("embed",), heads=("head",))
     assert built.units == ("blocks.0", "blocks.1", "blocks.2", "embed", "head")
@@ -28,10 +30,6 @@ def test_the_embedding_and_the_head_of_an_untied_model():
     assert (groups["embed"], groups["head"]) == ({"embed.weight"}, {"head.weight"})
     assert "root" not in groups, "what is left, the last norm, is with the other norms"
     assert "norm.weight" in groups["model-wide:fp32"]
-
-
-def test_those_that_a_transformers_model_names():
-    assert plan(hf_llama(tied=False)).own_units == OwnUnits(lookups=("model.embed_tokens",), heads=("lm_head",))
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,7 @@ import torch
 from torch import nn
 
 import zeroamp
-from tests.models.small import build
 from tests.processes.training import config, policy
-from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.shard_sizes import local_numel, may_shard_any_dim, numel_of_shards, padded_numel, shard_dim
 
 
@@ -72,24 +70,6 @@ def test_the_config_and_a_secondary_partition_keep_dimension_0():
     assert may_shard_any_dim(nn.Parameter(parameter.detach().bfloat16(), requires_grad=False), policy(config(1)))
     assert not may_shard_any_dim(parameter, policy(config(3), {"shard_dim": 0}))
     assert not may_shard_any_dim(parameter, policy(config(3), {"hpz_partition_size": 2}))
-
-
-def _dims(plan, num_shards):
-    return {param.fqn: dim for param in plan.params if (dim := param.shard_dim(num_shards))}
-
-
-def test_stage_0_and_a_stage_of_one_rank_shard_nothing_else():
-    for stage in (0, 1, 2, 3):
-        plan = zeroamp.build_plan(build("odd_rows"), policy(config(stage)))
-        assert bool(_dims(plan, Ranks(num_shards=4).shards(plan.policy))) == (stage > 0)
-
-
-def test_a_model_in_which_three_dimensions_are_sharded():
-    plan = zeroamp.build_plan(build("odd_rows"), policy(config(3)))
-    of_block = {"up.weight": 1, "experts": 1, "mixers": 2}
-    at_4 = {f"blocks.{i}.{name}": dim for i in (0, 1) for name, dim in of_block.items()}
-    assert _dims(plan, 2) == _dims(plan, 4) == {**at_4, "embed.weight": 1, "head.weight": 1}
-    assert _dims(plan, 3) == {f"blocks.{i}.down.weight": 1 for i in (0, 1)}
 
 
 def _hf_plan(name, **fields):

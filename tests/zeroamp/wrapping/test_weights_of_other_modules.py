@@ -88,6 +88,35 @@ class CastsToWeight(nn.Module):
         return self.gate(self.lin(x) + x * x)
 
 
+class Scaled(torch.autograd.Function):
+    """A custom op that asks for fp32 under autocast, with torch's own decorators."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, x, weight):
+        assert (x.dtype, weight.dtype, torch.is_autocast_enabled("cpu")) == (torch.float32, torch.float32, False)
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+class CallsFunction(nn.Module):
+    """Reads its weight in a function of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.rand(8))
+
+    def forward(self, x):
+        return Scaled.apply(self.lin(x), self.weight)
+
+
 def _blocks(block):
     torch.manual_seed(0)
     model = nn.Module()
@@ -147,6 +176,7 @@ FP32 = {"zeroamp": {"overrides": [{"modules": "*.lin", "param": "fp32"}]}}
         (_scaled, {"Functional"}, None, {}),
         (Convolutions, {"Convolutions"}, "bfloat16", {}),
         (Transposed, {"Transposed"}, None, {}),
+        (CallsFunction, {"CallsFunction"}, "bfloat16", {}),
         (CastsToWeight, {"CastsToWeight"}, "bfloat16", AUTO),
         (CastsToWeight, {"CastsToWeight"}, "bfloat16", FP32),
     ],

@@ -1,6 +1,5 @@
 """`discover_safe_parameters` against runs with those parameters in bf16, and the models that are harder to run."""
 
-import functools
 import re
 import warnings
 
@@ -94,15 +93,6 @@ def _closure(model):
     model.lin.forward = lambda x: forward(x) + 0
 
 
-def _partial(model):
-    model.lin.forward = functools.partial(type(model.lin).forward, model.lin)
-
-
-def _hidden_list(model):
-    model.held = [[model.lin.weight]]
-    model.use = lambda m, x: F.linear(F.linear(x, m.held[0][0]), m.w, m.b)
-
-
 def _captured(model):
     weight = model.lin.weight
     model.use = lambda m, x: F.linear(F.linear(x, weight), m.w, m.b)
@@ -112,12 +102,7 @@ def _compiled(model):
     model.lin.compile(backend="eager", fullgraph=True)
 
 
-def _shared(model):
-    model.again = model.lin
-    model.use = lambda m, x: F.linear(m.again(m.lin(x)), m.w, m.b)
-
-
-@pytest.mark.parametrize("reach", [_closure, _partial, _hidden_list, _compiled, _shared])
+@pytest.mark.parametrize("reach", [_closure, _compiled])
 def test_parameters_are_recognised_however_the_forward_reaches_them(reach):
     model = Uses(lambda m, x: F.linear(m.lin(x), m.w, m.b))
     reach(model)
@@ -156,14 +141,6 @@ def test_a_model_that_needs_values_stays_in_fp32_and_the_warning_names_the_line_
     assert re.match(place, text)
     assert re.search(place[7:], found.reasons["experts.0.weight"])
     assert "List classes of modules" in text
-
-
-def test_a_run_that_raises_is_an_error_with_the_models_own():
-    def forward(m, x):
-        raise KeyError("mine")
-
-    with pytest.raises(zeroamp.ConfigError, match=r"test_traced_parameters\.py.*KeyError: 'mine'"):
-        zeroamp.discover_safe_parameters(Uses(forward), (X,))
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

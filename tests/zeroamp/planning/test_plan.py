@@ -61,16 +61,6 @@ def test_attention_weights_that_multihead_attention_owns_are_unsafe_and_subclass
     assert "position" in groups(built)["root"]
 
 
-def test_a_threshold_of_zero_gives_each_unit_its_own_fp32_group():
-    built = plan(meta(Llama, tied=True), threshold=0)
-    assert groups(built)["blocks.1:fp32"] == {"blocks.1.norm1.weight", "blocks.1.norm2.weight"}
-    assert "model-wide:fp32" not in groups(built)
-
-
-def test_fp32_mode_needs_one_group_per_unit():
-    assert [group.kind for group in plan(meta(Llama, tied=True), dtype=None).groups] == ["unit"] * 4
-
-
 def test_fp32_adapters_on_a_frozen_bf16_base_are_groups_apart():
     model = meta(Llama, tied=True).bfloat16().requires_grad_(False)
     for block in model.blocks:

@@ -8,11 +8,13 @@ from tests.measuring.measured import measured_step
 from tests.measuring.traffic import traffic_rows
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import (
+    check_same_run,
     config,
     full_parameters,
     policy,
     same_bits,
     sharded_dims,
+    train,
     wrapped,
 )
 from tests.selection import slow_but
@@ -34,6 +36,21 @@ def _sharded_dims(model):
     num_shards = ranks_of(state.mesh).shards(state.plan.policy)
     assert found == {param.fqn: param.shard_dim(num_shards) for param in state.plan.params}
     return set(found.values())
+
+
+def _train(options, key):
+    return train(NAME, config(3, accumulation=2, **options), 4, fields={"shard_dim": key})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{"zeroamp": {"reduce_accumulate_dtype": "native"}}, {"data_types": {"grad_accum_dtype": "bf16"}}],
+    ids=["native", "bf16 sums"],
+)
+def test_reductions_and_sums_in_low_precision_have_the_bits_of_dimension_0(ranks2, options):
+    for planned, dim_0 in zip(ranks2.run(_train, options, "auto"), ranks2.run(_train, options, 0), strict=True):
+        check_same_run(planned, dim_0)
 
 
 def _unused(stage, threshold):

@@ -171,6 +171,7 @@ CASES = {
     "own units, checkpointed lookup": own("checkpointed_lookup"),
     "own units, checkpointed chunks": own("checkpointed_chunks"),
     "own units, checkpointed scaled lookup": own("checkpointed_scaled_lookup"),
+    "own units, two lookups": own("two_lookups"),
     "own units, positions": own("positions"),
     "own units, times weight": own("times_weight"),
     "own units, padded": own("padded"),

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeroamp
 from tests.models.small import HfLlama, Llama, batch, build
 from tests.processes.ranks import RankError
-from tests.processes.training import config, full_parameters, same_bits
+from tests.processes.training import config, full_parameters, same_bits, wrapped
 
 
 def _keeps_names_and_values(name, stage):
@@ -260,3 +260,16 @@ def _materialises_parameter_by_parameter():
 
 def test_materialising_never_holds_more_than_one_modules_parameters(ranks2):
     ranks2.run(_materialises_parameter_by_parameter)
+
+
+def _generate():
+    model = wrapped("hf_llama", config(3)).eval()
+    prompt = batch("hf_llama", 0)[:, :4]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    tokens = model.generate(prompt, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(tokens, build("hf_llama").eval().generate(prompt, **options))
+
+
+def test_generate_works_unregistered_because_it_calls_the_model(ranks2):
+    ranks2.run(_generate)

@@ -68,6 +68,13 @@ def move(model, _name):
     model.blocks[1]._apply(torch.clone)
 
 
+def set_by_methods_of_fsdp2(model):
+    """More input buffers, and a group of reductions apart: FSDP2 has these methods from torch 2.13 on."""
+    if hasattr(model, "set_separate_reduce_scatter_group"):
+        model.set_reduce_scatter_max_input_buffers(3)
+        model.set_separate_reduce_scatter_group()
+
+
 def compile_ends(model):
     # Not as one graph: on torch 2.15, FSDP2's own hooks break the graph of a compiled nn.Embedding or nn.Linear.
     model.embed.compile(backend="aot_eager")
@@ -189,6 +196,7 @@ CASES = {
     "own units, live units": own(options={"accumulation": 2}, fields={"max_live_parameters": 2 * BLOCK}, oracle=TWICE),
     "own units, HSDP": own(world_size=4, mesh=(2, 2), options={"accumulation": 2}, oracle={**TWICE, "num_replicas": 2}),
     "a head that is read, no own units": own("chunked_reads", options=NOT_OWN),
+    "methods of FSDP2": Case(options={"accumulation": 2, "threshold": 0}, after=set_by_methods_of_fsdp2, oracle=TWICE),
     "moved": Case(stages=(1, 3), between=move),
     "odd rows": Case(model="odd_rows", stages=(0, 1, 2, 3)),
     "odd rows, fp32": Case(model="odd_rows", stages=(1, 3), options={"dtype": None}, oracle={"autocast": None}),
@@ -222,6 +230,7 @@ FAST = (
     "own units, frozen head",
     "own units, two groups",
     "own units, live units",
+    "methods of FSDP2",
     "moved",
     "odd rows",
     "odd rows, fp32",

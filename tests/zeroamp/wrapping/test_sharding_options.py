@@ -4,14 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import zeroamp
 from tests.measuring.collectives import Collectives, Gathers
 from tests.models.small import batch
 from tests.processes.ranks import RankError
-from tests.processes.training import check_same_run, config, full_parameters, policy, same_bits, train, wrapped
+from tests.processes.training import config, full_parameters, policy, same_bits, wrapped
 
 FP32, BF16 = torch.float32, torch.bfloat16
 NUM_STEPS = 5
@@ -132,20 +131,3 @@ def test_ranks_may_run_different_parts_of_a_leaf_module(ranks2):
         assert units == ["layers.0", "layers.1"]
         assert norm == stages[0][1]
         assert same_bits(parameters, stages[0][2]) == []
-
-
-def _set_by_methods_of_fsdp2(model):
-    model.set_reduce_scatter_max_input_buffers(3)
-    model.set_separate_reduce_scatter_group()
-
-
-def _with_methods_of_fsdp2(prepare):
-    return train("llama_untied", config(3, clip=0.5, accumulation=2, threshold=0), 3, prepare=prepare)
-
-
-@pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="FSDP2 has these methods from torch 2.13 on"
-)
-def test_more_input_buffers_and_a_group_of_reductions_by_fsdp2s_own_methods_give_the_same_bits(ranks2):
-    ours, expected = (ranks2.run(_with_methods_of_fsdp2, prepare) for prepare in (_set_by_methods_of_fsdp2, None))
-    check_same_run(ours[0], expected[0])

@@ -52,10 +52,14 @@ OURS, WARNING = "[zeroamp] INFO: ", "[zeroamp] WARNING: "
 @pytest.mark.parametrize(
     ("configure", "expected"),
     [
-        ("", [[OURS], [OURS] * 2, [WARNING], [OURS] * 2, ["late: "]]),
-        ("logging.basicConfig(format='mine: %(message)s')", [[], [], ["mine: "], [], ["late: "]]),
+        pytest.param("", [[OURS], [OURS] * 2, [WARNING], [OURS] * 2, ["late: "]], id="unconfigured"),
+        pytest.param(
+            "logging.basicConfig(format='mine: %(message)s')",
+            [[], [], ["mine: "], [], ["late: "]],
+            id="configured",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["unconfigured", "configured"],
 )
 def test_each_message_is_printed_once_per_job(tmp_path, configure, expected):
     script = tmp_path / "train.py"

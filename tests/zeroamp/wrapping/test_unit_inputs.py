@@ -91,13 +91,10 @@ def _seen(keep):
     return [set(block.seen) for block in model.blocks], promised, bool((spied.table.bfloat16() != spied.table).any())
 
 
-BY_NAME = ["blocks.1.*.weight", "blocks.1.*.bias"]
-
-
 @pytest.mark.parametrize(
     ("keep", "dtype", "promised"),
-    [("auto", LOW, LOW), (["blocks.1"], FP32, None), (BY_NAME, LOW, LOW)],
-    ids=["no region", "a region", "parameters that are kept in fp32 by name"],
+    [("auto", LOW, LOW), (["blocks.1"], FP32, None)],
+    ids=["no region", "a region"],
 )
 def test_units_take_floating_point_inputs_in_the_modes_dtype_and_regions_take_fp32_uncast(
     ranks2, keep, dtype, promised
@@ -106,6 +103,13 @@ def test_units_take_floating_point_inputs_in_the_modes_dtype_and_regions_take_fp
     assert seen == [{(LOW, LOW, torch.int64)}, {(dtype, dtype, torch.int64)}]
     assert of_plan == [LOW, LOW, promised]
     assert is_fp32 is (dtype == FP32)
+
+
+def test_a_unit_of_parameters_that_are_kept_in_fp32_takes_its_inputs_in_the_modes_dtype():
+    cfg = config("bf16", 3, ["blocks.0.*.weight", "blocks.0.*.bias"])
+    plan = zeroamp.build_plan(build("makes_fp32"), cfg)
+    assert plan.input_dtype("blocks.0") == LOW
+    assert {p.dtypes.param for p in plan.params if p.fqn.startswith("blocks.0")} == {FP32}
 
 
 def _of_registered_method():

@@ -155,10 +155,10 @@ class BufferOwner(nn.Module):
 
 def _initialises_buffers():
     with torch.device("meta"):
-        model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "own": BufferOwner()})
+        model = nn.Sequential(nn.MultiheadAttention(8, 2), BufferOwner())
     model.register_buffer("kept", torch.arange(3.0))  # off the meta device: its values stay
     zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)))
-    own, bias = model["own"], model["attention"].out_proj.bias.full_tensor()
+    own, bias = model[1], model[0].out_proj.bias.full_tensor()
     assert (own.mask.all(), own.bytes.sum(), own.phase[0], own.count) == (True, 0, 1j, 7)
     assert model.kept.tolist() == [0.0, 1.0, 2.0]
     assert bias.abs().max() == 0  # nn.MultiheadAttention zeroes it after nn.Linear has drawn it

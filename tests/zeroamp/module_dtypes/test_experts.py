@@ -43,13 +43,13 @@ def _check(runs, expected):
     [
         ("Mixtral", 0, {}, True),
         ("Mixtral", 3, {}, True),
-        ("Qwen3-MoE", 3, AUTO, True),
         ("DeepSeek-V3", 3, AUTO, True),
         ("gpt-oss", 3, AUTO, True),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
                 ("Mixtral", 2, AUTO, True),
+                ("Qwen3-MoE", 3, AUTO, True),
                 ("Mixtral", 3, {}, False),
                 ("DeepSeek-V3", 3, {}, False),
                 ("gpt-oss", 3, {}, False),

@@ -226,7 +226,6 @@ FAST = (
     "own units, scaled",
     "own units, chunked calls",
     "own units, checkpointed lookup",
-    "own units, compiled ends",
     "own units, frozen head",
     "own units, two groups",
     "own units, live units",

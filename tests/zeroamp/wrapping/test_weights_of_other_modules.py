@@ -180,6 +180,10 @@ FP32 = {"zeroamp": {"overrides": [{"modules": "*.lin", "param": "fp32"}]}}
         (CastsToWeight, {"CastsToWeight"}, "bfloat16", AUTO),
         (CastsToWeight, {"CastsToWeight"}, "bfloat16", FP32),
     ],
+    ids=[
+        *("MultiheadAttention", "a weight in the loss", "scaled weights", "channels_last", "transposed"),
+        *("custom_fwd", "dtype of a traced weight", "dtype of an fp32 weight"),
+    ],
 )
 def test_the_same_bits_as_one_process(ranks2, block, units, dtype, more):
     assert ranks2.run(_differing, block, units, dtype, (0, 3), more) == [[], []]

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
-from tests.models.prepared import checkpoint_inside, compile_blocks
+from tests.models.prepared import checkpoint_inside
 from tests.models.small import batch, build
 from tests.oracles import one_process
 from tests.oracles import overrides as oracle
@@ -108,7 +108,12 @@ def test_the_bits_are_those_of_plain_torch(ranks2, case):
     check(ranks2.run(_all_stages, options, stages), expected)
 
 
-@pytest.mark.parametrize("prepare", slow_but([checkpoint_inside, compile_blocks], checkpoint_inside))
+def compile_by_dynamo(model):
+    for block in model.blocks:
+        block.compile(backend="eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("prepare", slow_but([checkpoint_inside, compile_by_dynamo], checkpoint_inside))
 def test_a_region_has_these_bits_too_in_blocks_that_are_computed_again_or_compiled(ranks2, prepare):
     options, _, written_out = CASES["fp32 Linear inside of a unit, bf16 gradients"]
     expected = oracle.train(NAME, world_size=2, num_steps=NUM_STEPS, reduce_each=False, **written_out)

@@ -58,7 +58,7 @@ def test_what_is_safe_changes_no_bit(architecture):
     assert is_unchanged(model, gathered(model, found.safe), args, kwargs)
 
 
-@pytest.mark.parametrize("name", slow_but(["llama", "gpt2", "bert", "t5"], "llama", "gpt2"))
+@pytest.mark.parametrize("name", slow_but(["llama", "t5"], "llama"))
 def test_transformers_dummy_inputs_give_the_same_answer(name):
     pytest.importorskip("transformers", reason="the model is transformers'")
     model, args, kwargs = ARCHITECTURES[name]()
@@ -71,11 +71,10 @@ def test_a_vision_model_has_no_dummy_inputs_of_its_own():
         zeroamp.discover_safe_parameters(ARCHITECTURES["vit"]()[0])
 
 
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
-def test_experts_of_mixtral_stay_in_fp32_however_they_are_run(implementation):
-    """`grouped_mm` is on no list of autocast, and `batched_mm` indexes the experts."""
+def test_experts_of_mixtral_stay_in_fp32_also_on_the_meta_device():
+    """`grouped_mm` is on no list of autocast."""
     pytest.importorskip("transformers", reason="the model is transformers'")
-    model, args, kwargs = ARCHITECTURES["mixtral"](implementation)
+    model, args, kwargs = ARCHITECTURES["mixtral"]()
     found = zeroamp.discover_safe_parameters(model, args, kwargs)
     assert "model.layers.0.mlp.experts.gate_up_proj" not in found.safe
     assert "model.layers.0.mlp.gate.weight" in found.safe  # the router: a plain linear layer

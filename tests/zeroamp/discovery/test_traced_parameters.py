@@ -1,8 +1,9 @@
 """`discover_safe_parameters` against runs with those parameters in bf16, and the models that are harder to run."""
 
-import functools
+import random
 import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import zeroamp
 from tests.models.parameter_uses import USES, Uses
 from tests.models.small import MODELS, batch, build
 from tests.oracles.low_precision_gather import gathered, is_unchanged, randomise, rounded
+from tests.selection import slow_but
 from zeroamp.planning.parameter_uses import find_uses
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, resolve_safe_classes, unsafe_owner
 
@@ -43,6 +45,31 @@ def test_each_way_of_using_a_parameter(use):
     assert is_unchanged(model, gathered(model, found.safe), (X,), {})
 
 
+ALONE = {"written in place", "locally another dtype"}
+"""Uses that change what a later one reads: the values, or the cast that autocast has cached."""
+
+
+@pytest.mark.parametrize("first", slow_but(range(0, 80, 20), 0))
+def test_of_two_ways_at_once_none_is_called_safe_that_changes_a_bit(first):
+    num_safe = 0
+    for seed in range(first, first + 20):
+        choose = random.Random(seed)
+        uses = choose.sample(sorted(USES.keys() - ALONE), 2)
+        forwards = [USES[use][0]().use for use in uses]
+        model = Uses(partial(_all_of, forwards), trainable=choose.random() < 0.85)
+        randomise(model, seed)
+        found = zeroamp.discover_safe_parameters(model, (X,))
+        for name in found.safe:
+            assert is_unchanged(model, gathered(model, [name]), (X,), {}), (uses, name, found.reasons)
+        assert is_unchanged(model, gathered(model, found.safe), (X,), {}), (uses, found.reasons)
+        num_safe += len(found.safe)
+    assert 10 <= num_safe <= 50  # of 60: the test reaches both verdicts
+
+
+def _all_of(forwards, model, x):
+    return [forward(model, x) for forward in forwards]
+
+
 def _class_list(model):
     classes = resolve_safe_classes(DEFAULT_SAFE_MODULES, model)
     return {use.fqns[0] for use in find_uses(model, []) if unsafe_owner(use.named_owners(), classes) is None}
@@ -58,18 +85,14 @@ def test_the_small_models_agree_with_the_class_list(name):
     assert set(found.reasons) == {name for name, _ in model.named_parameters()}
 
 
-def test_a_tied_weight_has_its_first_name_and_says_the_others():
+def test_it_prints_the_parameters_and_the_reasons_and_a_tied_weight_by_its_first_name():
     found = zeroamp.discover_safe_parameters(build("llama_tied"), (batch("llama_tied", 0),))
-    assert found.reasons["embed.weight"] == "not safe: read in fp32 by aten.embedding in embed (tied: head.weight)"
-    assert "head.weight" not in found.reasons
-
-
-def test_it_prints_the_parameters_and_the_reasons():
-    found = zeroamp.discover_safe_parameters(nn.Sequential(nn.Linear(8, 8, bias=False), nn.LayerNorm(8)), (X,))
+    num_parameters = len(list(build("llama_tied").parameters()))
     first, *lines = str(found).splitlines()
-    assert first == "1 of 3 parameters are safe"
-    assert lines[0] == "0.weight: safe: cast to bf16 in 0"
-    assert [line.rpartition(" safe: ")[0] for line in lines[1:]] == ["1.weight: not", "1.bias: not"]
+    assert first == f"{len(found.safe)} of {num_parameters} parameters are safe"
+    assert "blocks.0.qkv.weight: safe: cast to bf16 in blocks.0.qkv" in lines
+    assert "embed.weight: not safe: read in fp32 by aten.embedding in embed (tied: head.weight)" in lines
+    assert "head.weight" not in found.reasons
 
 
 def test_float16():
@@ -93,26 +116,9 @@ def test_derived_weights_are_used_where_they_are_derived():
     assert model[0].weight is weight
 
 
-def test_a_model_on_the_meta_device():
-    with torch.device("meta"):
-        model = build("llama_untied")
-    found = zeroamp.discover_safe_parameters(model, (batch("llama_untied", 0),))
-    assert found.safe == _class_list(model)
-    assert all(parameter.is_meta for parameter in model.parameters())
-
-
 def _closure(model):
     forward = model.lin.forward
     model.lin.forward = lambda x: forward(x) + 0
-
-
-def _partial(model):
-    model.lin.forward = functools.partial(type(model.lin).forward, model.lin)
-
-
-def _hidden_list(model):
-    model.held = [[model.lin.weight]]
-    model.use = lambda m, x: F.linear(F.linear(x, m.held[0][0]), m.w, m.b)
 
 
 def _captured(model):
@@ -124,12 +130,7 @@ def _compiled(model):
     model.lin.compile(backend="eager", fullgraph=True)
 
 
-def _shared(model):
-    model.again = model.lin
-    model.use = lambda m, x: F.linear(m.again(m.lin(x)), m.w, m.b)
-
-
-@pytest.mark.parametrize("reach", [_closure, _partial, _hidden_list, _compiled, _shared])
+@pytest.mark.parametrize("reach", [_closure, _compiled])
 def test_parameters_are_recognised_however_the_forward_reaches_them(reach):
     model = Uses(lambda m, x: F.linear(m.lin(x), m.w, m.b))
     reach(model)
@@ -168,14 +169,6 @@ def test_a_model_that_needs_values_stays_in_fp32_and_the_warning_names_the_line_
     assert re.match(place, text)
     assert re.search(place[7:], found.reasons["experts.0.weight"])
     assert "List classes of modules" in text
-
-
-def test_a_run_that_raises_is_an_error_with_the_models_own():
-    def forward(m, x):
-        raise KeyError("mine")
-
-    with pytest.raises(zeroamp.ConfigError, match=r"test_traced_parameters\.py.*KeyError: 'mine'"):
-        zeroamp.discover_safe_parameters(Uses(forward), (X,))
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

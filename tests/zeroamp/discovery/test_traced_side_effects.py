@@ -89,7 +89,7 @@ def test_the_model_and_the_world_are_as_before(raises):
     tensors, structure, states = _tensors(model), _structure(model), _random_states()
     hooks = dict(vars(module_hooks))
     if raises:
-        with pytest.raises(zeroamp.ConfigError, match="ValueError: from the forward"):
+        with pytest.raises(zeroamp.ConfigError, match=r"test_traced_side_effects\.py.*ValueError: from the forward"):
             zeroamp.discover_safe_parameters(model, (X,))
     else:
         found = zeroamp.discover_safe_parameters(model, (X,))
@@ -111,13 +111,3 @@ def test_nothing_stays_in_autocasts_cache():
         with FakeTensorMode():
             kind = type(torch.ones(()))
         assert [held for held in gc.get_objects() if type(held) is kind and held.numel() == 64] == []
-
-
-def test_two_runs_in_a_row_and_a_training_step_between():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
-    first = zeroamp.discover_safe_parameters(model, (X,))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        model(X).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    assert zeroamp.discover_safe_parameters(model, (X,)) == first

@@ -1,11 +1,10 @@
-"""Scales of float8 weights, the error that they leave, and the Linear that divides by them."""
+"""Scales of float8 weights, and the error that they leave."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 
 from tests.oracles.float8_weights import scale_of
 
@@ -48,27 +47,3 @@ def test_scales_are_powers_of_two_of_the_whole_weight_and_errors_are_bounded(ran
             error = (value - exact).abs()
             assert torch.all((error <= 2**-4 * exact.abs()) | (error <= 2**-17 * largest))
     assert results[0][1][5].isnan().all()  # what is no number stays none
-
-
-def test_a_linear_has_the_bits_of_torch_with_the_divided_weight():
-    from torchao.float8 import Float8TrainingTensor, LinearMMConfig
-
-    from zeroamp.float8.scaled_weights import _Linear
-
-    torch.manual_seed(0)
-    values, scale = torch.randn(24, 16).to(torch.float8_e4m3fn), torch.tensor(64.0)
-    for shape in ((16,), (5, 16), (2, 3, 16)):
-        for has_bias in (True, False):
-            results = []
-            for is_float8 in (True, False):
-                x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
-                bias = torch.ones(24, dtype=torch.bfloat16, requires_grad=True) if has_bias else None
-                if is_float8:
-                    weight = Float8TrainingTensor(values, scale, torch.bfloat16, LinearMMConfig()).requires_grad_()
-                    output = _Linear.apply(x, weight, bias)
-                else:
-                    weight = (values.float() / scale).bfloat16().requires_grad_()
-                    output = F.linear(x, weight, bias)
-                inputs = [x, weight, *([bias] if has_bias else [])]
-                results.append([output, *torch.autograd.grad(output.square().sum(), inputs)])
-            assert all(torch.equal(own, of_torch) for own, of_torch in zip(*results, strict=True))

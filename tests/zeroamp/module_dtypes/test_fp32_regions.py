@@ -2,15 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import zeroamp
 from tests.models.small import VOCAB, WIDTH, batch
-from tests.processes.training import full_parameters, same_bits
-from tests.selection import slow_but
 from zeroamp.module_dtypes.kept_in_fp32 import find_fp32_regions
 from zeroamp.module_dtypes.overrides import Overrides
 
@@ -51,18 +47,17 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, recomputes=False):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCAB)
-        self.recomputes = recomputes
 
     def forward(self, tokens):
         x = self.embed(tokens)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+            x = block(x)
         return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
 
 
@@ -111,147 +106,46 @@ def test_the_plan_says_so():
     assert cells["blocks.0.out.weight"][:3] == (torch.bfloat16, "bf16", torch.bfloat16)
 
 
-def _steps(mode, stage, *, recomputes=False, compiled=False, keep=("router", "LayerNorm")):
-    model = Model(recomputes)
-    zeroamp.wrap_model(model, zeroamp.policy_from_config(config(mode, stage, list(keep))))
-    if compiled:
-        for block in model.blocks:
-            block.compile(backend="eager", fullgraph=True)
+def _dtypes_in_a_step(mode, stage):
+    """Return what the first router says of its runs, and the dtypes that reach the module after it."""
+    model, after = Model(), []
+    zeroamp.wrap_model(model, zeroamp.policy_from_config(config(mode, stage, ["router", "LayerNorm"])))
+    model.blocks[0].out.register_forward_pre_hook(lambda _module, args: after.append(args[0].dtype))
     step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    losses = []
-    for index in range(3):
-        step.backward(model(batch("llama", index * 2 + dist.get_rank())))
-        losses.append(step.step().loss)
-    return losses, full_parameters(model), set(model.blocks[0].router.seen)
-
-
-LOW = {"autocast": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
-@pytest.mark.parametrize("mode", MODES)
-def test_a_region_computes_in_fp32_at_every_stage_and_in_every_mode(ranks2, mode, stage):
-    losses, _, seen = ranks2.run(_steps, mode, stage)[0]
-    fp32 = torch.float32
-    assert seen == {(fp32, fp32, fp32, False)}
-    assert losses[-1] < losses[0]
-
-
-def _outside(mode):
-    """The dtype that reaches the module after a region."""
-    model = Model()
-    zeroamp.wrap_model(model, zeroamp.policy_from_config(config(mode, keep=["router"])))
-    seen = []
-    model.blocks[0].out.register_forward_pre_hook(lambda _module, args: seen.append(args[0].dtype))
-    model(batch("llama", 0))
-    return seen
+    for index in range(2):
+        step.backward(model(batch("llama", index)))
+        step.step()
+    return set(model.blocks[0].router.seen), set(after)
 
 
 @pytest.mark.parametrize(
-    ("mode", "dtype"), [("autocast", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+    ("mode", "stage", "outside"),
+    [
+        ("autocast", 0, torch.float32),
+        ("autocast", 3, torch.float32),
+        ("bf16", 0, torch.bfloat16),
+        ("bf16", 3, torch.bfloat16),
+        ("fp16", 3, torch.float16),
+    ],
 )
-def test_modules_around_a_region_get_the_modes_dtype(ranks2, mode, dtype):
-    assert ranks2.run(_outside, mode)[0] == [dtype]
+def test_a_region_computes_in_fp32_and_modules_around_it_get_the_modes_dtype(ranks2, mode, stage, outside):
+    fp32 = torch.float32
+    assert ranks2.run(_dtypes_in_a_step, mode, stage)[0] == ({(fp32, fp32, fp32, False)}, {outside})
 
 
-def _reference(mode):
-    """The same model in one process: plain autocast, with the regions written out by hand."""
-    model = Model()
-    for block in model.blocks:
-        for module in (block.norm, block.router):
-            forward = module.forward
-
-            def in_fp32(x, forward=forward):
-                with torch.autocast("cpu", enabled=False):
-                    return forward(x.float())
-
-            module.forward = in_fp32
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for index in range(3):
-        optimizer.zero_grad()
-        total = []
-        for rank in range(2):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = model(batch("llama", index * 2 + rank))
-            (loss / 2).backward()
-            total.append(float(loss.detach()))
-        losses.append(sum(total) / 2)
-        optimizer.step()
-    return losses, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+def _buffers(mode):
+    """Return the dtype of a buffer that two modules share: by default, of a buffer_dtype, and kept in fp32."""
+    found = []
+    for keep, types in (("auto", {}), ("auto", {"buffer_dtype": "bf16"}), (["offset"], {"buffer_dtype": "bf16"})):
+        model = Model()
+        model.blocks[1].offset = model.blocks[0].offset
+        zeroamp.wrap_model(model, zeroamp.policy_from_config(config(mode, keep=keep, **types)))
+        model(batch("llama", 0)).backward()
+        assert model.blocks[0].offset is model.blocks[1].offset
+        found.append(model.blocks[0].offset.dtype)
+    return found
 
 
-@pytest.mark.parametrize("how", slow_but(["eager", "recomputes", "compiled"], "eager", "recomputes"))
-def test_under_autocast_it_is_bit_for_bit_what_plain_torch_does_with_autocast_off_there(ranks2, how):
-    losses, parameters, _ = ranks2.run(_run, how)[0]
-    expected_losses, expected = _reference("autocast")
-    assert losses == expected_losses
-    assert same_bits(parameters, expected) == []
-
-
-def _run(how):
-    return _steps("autocast", 3, recomputes=how == "recomputes", compiled=how == "compiled")
-
-
-class Scaled(torch.autograd.Function):
-    """A custom op that asks for fp32 under autocast, with torch's own decorators."""
-
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-    def forward(ctx, x, weight):
-        assert (x.dtype, weight.dtype, torch.is_autocast_enabled("cpu")) == (torch.float32, torch.float32, False)
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        return gradient * weight, (gradient * x).sum(0)
-
-
-class Custom(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.inside = nn.Linear(8, 8)
-        self.weight = nn.Parameter(torch.rand(8))
-
-    def forward(self, x):
-        return Scaled.apply(self.inside(x), self.weight).float().square().mean()
-
-
-def _custom(wrap):
-    model = Custom()
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-    if wrap:
-        zeroamp.wrap_model(model, zeroamp.policy_from_config(config("autocast")))
-        loss = model(x)
-    else:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(x)
-    loss.backward()
-    gradients = [p.grad.full_tensor() if wrap else p.grad for p in model.parameters()]
-    return float(loss.detach()), gradients
-
-
-def test_custom_functions_with_custom_fwd_and_custom_bwd_do_what_they_do_under_plain_autocast(ranks2):
-    ours, plain = ranks2.run(_custom, True)[0], _custom(False)
-    assert ours[0] == plain[0]
-    assert all(torch.equal(a, b) for a, b in zip(ours[1], plain[1], strict=True))
-
-
-def _buffers(mode, keep, buffer_dtype):
-    model = Model()
-    model.blocks[1].offset = model.blocks[0].offset
-    cfg = config(mode, keep=keep, **({} if buffer_dtype is None else {"buffer_dtype": buffer_dtype}))
-    zeroamp.wrap_model(model, zeroamp.policy_from_config(cfg))
-    model(batch("llama", 0)).backward() if mode == "bf16" else None
-    return model.blocks[0].offset.dtype, model.blocks[0].offset is model.blocks[1].offset
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["autocast", "bf16"])
 def test_no_mode_casts_buffers_unless_asked(ranks2, mode):
-    assert ranks2.run(_buffers, mode, "auto", None)[0] == (torch.float32, True)
-    assert ranks2.run(_buffers, mode, "auto", "bf16")[0] == (torch.bfloat16, True)
-    assert ranks2.run(_buffers, mode, ["offset"], "bf16")[0] == (torch.float32, True)
+    assert ranks2.run(_buffers, mode)[0] == [torch.float32, torch.bfloat16, torch.float32]

@@ -1,13 +1,15 @@
-"""What reaches the process group: kinds, dtypes, counts and sizes, per stage. One step of three micro-batches."""
+"""What reaches the process group: kinds, dtypes, counts and sizes, per stage; and that zeroamp counts just these."""
+
+from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroamp
 from tests.measuring.collectives import Collectives
-from tests.models.small import Llama, ThreeUnits, batch, loss_of
+from tests.models.small import batch, loss_of
 from tests.processes.training import config, wrapped
-from tests.selection import slow_but
 
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
 MICRO_BATCHES = 3
@@ -25,25 +27,9 @@ def _count(model, inputs, micro_batches):
     return dict(collectives.calls), dict(collectives.elements)
 
 
-def _three_units(stage):
-    cfg = config(stage, dtype=None, accumulation=MICRO_BATCHES)
-    torch.manual_seed(0)
-    model = zeroamp.wrap_model(ThreeUnits(), zeroamp.policy_from_config(cfg))
-    return _count(model, torch.ones(2, 8), MICRO_BATCHES)
-
-
 def _llama(stage, accumulation, options):
     model = wrapped("llama_tied", config(stage, accumulation=accumulation, **options))
     return _count(model, batch("llama_tied", 0), accumulation)
-
-
-# One gather more than units x passes: FSDP2 keeps its record of the forward order until the last backward, so the first
-# unit of the last micro-batch prefetches the last unit of the one before. Where the root owns parameters, as in any
-# language model, that prefetch meets the root, which is still gathered, and costs nothing (see the LLaMA counts below).
-@pytest.mark.parametrize(("stage", "gathers", "reduces"), [(1, 4, 3), (2, 4, 9), (3, 19, 9)])
-def test_three_units_and_three_micro_batches_cost_what_each_stage_promises(ranks2, stage, gathers, reduces):
-    calls, _ = ranks2.run(_three_units, stage)[0]
-    assert calls == {("all_gather", FP32): gathers, ("all_to_all", FP32): reduces, ("all_reduce", FP64): 1}
 
 
 def test_stage_0_gathers_nothing_and_reduces_once(ranks2):
@@ -70,38 +56,81 @@ def test_safe_parameters_travel_in_bf16_and_the_others_in_fp32(ranks2, stage, ga
     assert elements["all_to_all", FP32] == reduces * (ROOT + SMALL)
 
 
-def test_stage_3_costs_one_gather_and_one_reduction_more_than_one_dtype_would(ranks2):
-    calls, _ = ranks2.run(_llama, 3, 1, {})[0]
-    assert calls["all_gather", BF16] + calls["all_gather", FP32] == 8  # 2 per block, the root, the model-wide group
-    assert calls["all_to_all", BF16] + calls["all_to_all", FP32] == 5
+NATIVE = {"zeroamp": {"reduce_accumulate_dtype": "native"}}
 
 
-def test_with_a_threshold_of_zero_every_unit_gathers_its_fp32_parameters_itself(ranks2):
-    calls, elements = ranks2.run(_llama, 3, 1, {"threshold": 0})[0]
-    assert calls["all_gather", BF16] == 6
-    assert calls["all_gather", FP32] == 7
-    assert calls["all_to_all", FP32] == 4
-    assert elements["all_gather", FP32] == 2 * SMALL + ROOT
+@pytest.mark.parametrize(
+    ("stage", "options", "expected"),
+    [
+        # Every unit gathers its fp32 parameters itself.
+        (3, {"threshold": 0}, {("all_gather", BF16): 6, ("all_gather", FP32): 7, ("all_to_all", FP32): 4}),
+        (2, {"comm": "fp32"}, {("all_gather", BF16): 3, ("all_to_all", FP32): 5, ("all_to_all", BF16): 0}),
+        (3, {"comm": "fp32"}, {("all_gather", BF16): 6, ("all_to_all", FP32): 5, ("all_to_all", BF16): 0}),
+        (0, NATIVE, {("all_reduce", BF16): 3, ("all_reduce", FP32): 2, ("all_to_all", FP32): 0}),
+        (3, NATIVE, {("reduce_scatter", BF16): 3, ("reduce_scatter", FP32): 2, ("all_to_all", BF16): 0}),
+    ],
+    ids=["threshold of 0", "fp32 communication, stage 2", "fp32 communication", "native, stage 0", "native"],
+)
+def test_what_options_send_otherwise(ranks2, stage, options, expected):
+    calls, _ = ranks2.run(_llama, stage, 1, options)[0]
+    assert {key: calls.get(key, 0) for key in expected} == expected
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_communication_data_type_fp32_is_honoured_with_bf16_gathers(ranks2, stage):
-    calls, _ = ranks2.run(_llama, stage, 1, {"comm": "fp32"})[0]
-    assert calls["all_to_all", FP32] == 5
-    assert ("all_to_all", BF16) not in calls
-    assert calls["all_gather", BF16] == (6 if stage == 3 else 3)
+def _both_counts(options, mesh_shape):
+    """Return (calls, bytes) that zeroamp counts, and those that reach the process group."""
+    model = wrapped("llama_untied", config(**options), mesh_shape=mesh_shape)
+    observed, elements = _count(model, batch("llama_untied", 0), options.get("accumulation", 1))
+    calls, num_bytes = Counter(), Counter()
+    for (kind, dtype), (num_calls, size) in zeroamp.traffic(model).by_dtype().items():
+        # Replicas are summed in tree order: an all-to-all, and an all-gather of the sums.
+        is_ours = kind == "all_reduce" and dtype == FP32
+        for half in ("all_to_all", "all_gather") if is_ours else (kind,):
+            calls[half, dtype] += num_calls
+            num_bytes[half, dtype] += size
+    return (calls, num_bytes), (observed, {key: count * key[1].itemsize for key, count in elements.items()})
 
 
-@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
-def test_native_accumulation_uses_the_backends_own_reduction(ranks2, stage):
-    calls, _ = ranks2.run(_llama, stage, 1, {"zeroamp": {"reduce_accumulate_dtype": "native"}})[0]
-    kind = "all_reduce" if stage == 0 else "reduce_scatter"
-    assert calls[kind, BF16] == 3
-    assert calls[kind, FP32] == 2
+@pytest.mark.parametrize(
+    ("options", "mesh_shape"),
+    [
+        ({"stage": 0}, None),
+        ({"stage": 1, "accumulation": 2}, None),
+        ({"stage": 3, "threshold": 0}, None),
+        ({"stage": 3, **NATIVE}, None),
+        ({"stage": 3}, (2, 1)),
+    ],
+    ids=str,
+)
+def test_calls_and_bytes_are_counted_as_they_reach_the_process_group(ranks2, options, mesh_shape):
+    counted, observed = ranks2.run(_both_counts, options, mesh_shape)[0]
+    assert counted == observed
+    assert counted[0].total() > 5
 
 
-def test_the_model_has_the_sizes_that_the_counts_assume():
-    named = dict(Llama(tied=True).named_parameters())
-    linear = sum(p.numel() for n, p in named.items() if n.startswith("blocks") and "norm" not in n)
-    norms = sum(p.numel() for n, p in named.items() if n.startswith("blocks") and "norm" in n)
-    assert (linear, norms, sum(p.numel() for p in named.values())) == (BLOCK, SMALL, BLOCK + SMALL + ROOT)
+class _Allocations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.fp32_numels = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                self.fp32_numels.add(tensor.numel())
+        return out
+
+
+def _fp32_copies_of_buckets():
+    model = wrapped("llama_untied", config(3))
+    buckets = {group.numel for group in model._zeroamp_state.plan.groups if group.name.startswith("blocks")}
+    loss = loss_of(model, batch("llama_untied", 0))
+    with _Allocations() as allocations:
+        loss.backward()
+    return buckets, buckets & allocations.fp32_numels, len(allocations.fp32_numels)
+
+
+def test_no_bf16_bucket_is_ever_copied_in_fp32(ranks2):
+    buckets, copied, seen = ranks2.run(_fp32_copies_of_buckets)[0]
+    assert len(buckets) == 1  # three equal blocks
+    assert copied == set()
+    assert seen > 3  # the norms, the shards: it did look

@@ -1,7 +1,6 @@
 """What of a config only shows when a model, a mesh and a device are there."""
 
 import json
-import logging
 import re
 
 import pytest
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroamp
-from tests.measuring.logs import log_lines
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import check_same_run, config, train, wrapped
 from zeroamp.wrapping.model_checks import check_device
@@ -45,8 +43,11 @@ def _total_of_another_world(cfg):
 
 
 def _by_config(path):
-    model = zeroamp.wrap_model(build(NAME), path)
-    assert zeroamp.explain(model).to_dict() == zeroamp.explain(wrapped(NAME, config(3))).to_dict()
+    expected = zeroamp.explain(wrapped(NAME, config(3))).to_dict()
+    for given in (config(3), path, str(path)):
+        assert zeroamp.explain(zeroamp.wrap_model(build(NAME), given)).to_dict() == expected
+    with pytest.raises(zeroamp.ConfigError, match="config must be .*NoneType"):
+        zeroamp.wrap_model(build(NAME), None)
     broken = {"zero_optimisation": {}} if dist.get_rank() == 1 else config(3)
     with pytest.raises(zeroamp.ZeroAmpError) as caught:
         zeroamp.wrap_model(build(NAME), broken)
@@ -59,21 +60,14 @@ def test_a_config_or_its_path_is_taken_for_its_policy_and_one_ranks_error_is_rai
     assert all("zero_optimisation" in text for text in ranks2.run(_by_config, path))
 
 
-def _replicas(cfg):
-    model = wrapped(NAME, cfg)
-    return tuple(next(model.parameters()).device_mesh.mesh.shape)
+def _same_with_the_mesh():
+    cfg = config(3, zeroamp={"dp_replicate_size": 2})
+    assert tuple(next(wrapped(NAME, cfg).parameters()).device_mesh.mesh.shape) == (2, 2)
+    check_same_run(train(NAME, cfg, 3), train(NAME, config(3), 3, mesh_shape=(2, 2)))
 
 
 def test_dp_replicate_size_makes_the_mesh_and_is_the_same_as_passing_it(ranks4):
-    cfg = config(3, zeroamp={"dp_replicate_size": 2})
-    assert ranks4.run(_replicas, cfg)[0] == (2, 2)
-    ours = ranks4.run(train, NAME, cfg, 3)[0]
-    theirs = ranks4.run(_train_on_mesh, config(3))[0]
-    check_same_run(ours, theirs)
-
-
-def _train_on_mesh(cfg):
-    return train(NAME, cfg, 3, mesh_shape=(2, 2))
+    ranks4.run(_same_with_the_mesh)
 
 
 def test_a_number_of_replicas_that_does_not_fit_is_refused(ranks4):
@@ -111,17 +105,13 @@ def _steps_with_one_bad_gradient(cfg):
     return reports, step.num_skipped, step.state_dict()["num_skipped"]
 
 
-def test_check_grad_overflow_skips_a_step_with_a_gradient_that_is_not_finite_on_all_ranks(ranks2):
-    cfg = config(2, dtype=None, bf16={"enabled": True, "check_grad_overflow": True})
-    for answer in ranks2.run(_steps_with_one_bad_gradient, cfg):
-        assert answer == ([(1, False, True), (1, True, False), (2, False, True)], 1, 1)
-
-
-def test_without_it_nothing_is_skipped(ranks2):
-    cfg = config(2, dtype=None, bf16={"enabled": True})
-    reports, num_skipped, _ = ranks2.run(_steps_with_one_bad_gradient, cfg)[0]
-    assert [skipped for _, skipped, _ in reports] == [False] * 3
-    assert num_skipped == 0
+@pytest.mark.parametrize("checks", [True, False])
+def test_check_grad_overflow_skips_a_step_with_a_gradient_that_is_not_finite_on_all_ranks(ranks2, checks):
+    cfg = config(2, dtype=None, bf16={"enabled": True, "check_grad_overflow": checks})
+    for reports, *nums_skipped in ranks2.run(_steps_with_one_bad_gradient, cfg):
+        assert [is_skipped for _, is_skipped, _ in reports] == [False, checks, False]
+        assert nums_skipped == [int(checks)] * 2
+        assert not checks or reports == [(1, False, True), (1, True, False), (2, False, True)]
 
 
 def _plain_backward(cfg):
@@ -132,21 +122,3 @@ def _plain_backward(cfg):
 
 def test_a_plain_backward_that_would_leave_the_check_out_raises(ranks2):
     ranks2.run(_plain_backward, config(2, dtype=None, bf16={"enabled": True, "check_grad_overflow": True}))
-
-
-def _logged(cfg):
-    with log_lines(logging.INFO) as lines:
-        model = wrapped(NAME, cfg)
-        step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for index in range(4):
-            step.backward(loss_of(model, batch(NAME, index)))
-            step.step()
-    return [line for line in lines if line.startswith("step ")]
-
-
-def test_steps_per_print_logs_every_so_many_steps_on_the_first_rank(ranks2):
-    first, second = ranks2.run(_logged, config(3, steps_per_print=2))
-    assert [line.split(":")[0] for line in first] == ["step 2", "step 4"]
-    assert first[0].endswith(", lr 0.1")
-    assert second == []
-    assert ranks2.run(_logged, config(3))[0] == []

@@ -19,11 +19,8 @@ ZERO_3 = {
     "a group more in every unit": {"stage3_param_persistence_threshold": 0},
     "prefetch": {"stage3_prefetch_bucket_size": 30_000},
     "live parameters": {"stage3_max_live_parameters": 10**12},
-    "leaf modules": {"leaf_module": {"classes": ["Block"]}},
-    "a secondary partition": {"zero_hpz_partition_size": 2},
 }
 MORE = {
-    "stage 0": {"stage": 0},
     "stage 1 with accumulation": {"stage": 1, "accumulation": 2, "clip": 1.0},
     "stage 3": {"clip": 1.0},
     "modules kept in fp32": {

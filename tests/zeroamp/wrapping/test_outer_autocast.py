@@ -1,10 +1,12 @@
-"""An autocast of the caller around several optimizer steps has the bits of an autocast around each forward."""
+"""A wrapped model inside of the caller's own autocast: the config's wins, or it is refused."""
 
 from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
+import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import config, wrapped
 from tests.selection import slow_but
@@ -14,8 +16,11 @@ NUM_STEPS = 3
 OUTER = {
     "none": nullcontext,
     "same": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "other dtype": lambda: torch.autocast("cpu", dtype=torch.float16),
     "disabled": lambda: torch.autocast("cpu", enabled=False),
 }
+MODES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "loss_scale": 128}}}
+ALLOWED = {"dtype": None, "zeroamp": {"external_autocast": "allow"}}
 
 
 def _losses(model, outer, *, evaluates=False, each=nullcontext):
@@ -35,27 +40,81 @@ def _losses(model, outer, *, evaluates=False, each=nullcontext):
     return losses
 
 
-def _of_wrapped(cfg, outer, evaluates):
-    return _losses(wrapped(NAME, cfg), outer, evaluates=evaluates)
+def _of_wrapped(cfg, outer, evaluates, compiled):
+    model = wrapped(NAME, cfg)
+    if compiled:
+        for block in model.blocks:
+            block.compile(backend="eager")
+    if outer == "other dtype":  # around forwards only: a backward inside of it would mix fp16 and bf16
+        return _losses(model, "none", evaluates=evaluates, each=OUTER[outer])
+    return _losses(model, outer, evaluates=evaluates)
 
 
 def _of_plain(outer, each=nullcontext):
     return _losses(build(NAME), outer, each=each)
 
 
-ALLOWED = {"dtype": None, "zeroamp": {"external_autocast": "allow"}}
-
-
 @pytest.mark.parametrize("evaluates", slow_but([False, True], True))
 @pytest.mark.parametrize(
-    ("outer", "options"), [("same", {}), ("disabled", {}), ("same", ALLOWED)], ids=["same", "disabled", "allowed"]
+    ("outer", "options", "compiled"),
+    [
+        ("same", {}, False),
+        ("other dtype", {}, False),
+        ("disabled", {}, False),
+        ("same", ALLOWED, False),
+        pytest.param("disabled", {}, True, marks=pytest.mark.slow),
+    ],
+    ids=["same", "other dtype", "disabled", "allowed", "disabled, compiled"],
 )
-def test_weights_are_cast_again_after_each_update(ranks2, outer, options, evaluates):
+def test_the_configs_autocast_wins_and_weights_are_cast_again_after_each_update(
+    ranks2, outer, options, compiled, evaluates
+):
     # All ranks get the same batches, so that one process is the oracle.
-    for rank in ranks2.run(_of_wrapped, config(3, comm="fp32", **options), outer, evaluates):
+    for rank in ranks2.run(_of_wrapped, config(3, comm="fp32", **options), outer, evaluates, compiled):
         assert rank == _of_plain("none", OUTER["same"])
 
 
 def test_plain_torch_reads_old_casts_there():
     assert _of_plain("same") != _of_plain("none", OUTER["same"])
     assert _of_plain("same")[0] == _of_plain("none", OUTER["same"])[0]
+
+
+def _first_norm(mode, inside_before):
+    """Return the norm of a first step; `inside_before`: after a forward that an autocast around it refuses."""
+    model = wrapped(NAME, config(3, dtype=None, **MODES[mode]))
+    if inside_before:
+        with OUTER["same"](), pytest.raises(zeroamp.PrecisionError, match=f"{mode} precision"):
+            loss_of(model, batch(NAME, 0))
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step.backward(loss_of(model, batch(NAME, 0)))
+    return step.step().grad_norm
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_autocast_in_the_config_it_is_refused_on_every_rank_and_training_goes_on(ranks2, mode):
+    assert ranks2.run(_first_norm, mode, True) == ranks2.run(_first_norm, mode, False)
+
+
+def _evaluated_after_a_refusal():
+    model = wrapped(NAME, config(1, dtype=None))
+    with OUTER["same"](), pytest.raises(zeroamp.PrecisionError):
+        loss_of(model, batch(NAME, 0))
+    with torch.no_grad():
+        loss_of(model, batch(NAME, 0))
+    return [fqn for fqn, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+
+
+def test_an_evaluation_after_a_refused_forward_releases_what_it_gathered(ranks2):
+    assert ranks2.run(_evaluated_after_a_refusal)[0] == []
+
+
+def _by_another_method():
+    model = wrapped(NAME, config(3, dtype=None))
+    zeroamp.register_forward_method(model, "logits")
+    model.logits(batch(NAME, 0))
+    with OUTER["same"](), pytest.raises(zeroamp.PrecisionError, match="fp32 precision"):
+        model.logits(batch(NAME, 0))
+
+
+def test_a_registered_method_is_checked_too(ranks2):
+    ranks2.run(_by_another_method)

@@ -1,4 +1,4 @@
-"""Embeddings and heads as units of their own: same bits, fewer bytes held, and every way to use them."""
+"""Embeddings and heads as units of their own: when they are held, and errors by name. `test_same_bits` trains them."""
 
 import re
 
@@ -8,128 +8,15 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import zeroamp
-from tests.measuring.collectives import Collectives
 from tests.models.embeddings import cross_entropy
-from tests.models.prepared import checkpoint_outside, compile_blocks
 from tests.models.small import batch, build
-from tests.oracles import one_process
-from tests.processes.training import check_run, check_same_run, config, full_parameters, same_bits, train, wrapped
-from tests.selection import slow_but
+from tests.processes.training import config, full_parameters, same_bits, wrapped
 from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.hooks.collectives.collective_calls import peer_lost
 from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.wrapping.state import wrap_state
 
 LARGE = 1000  # elements: embeddings and heads have 2,560
-NUM_STEPS = 4
-UNUSUAL = (
-    *("chunked_calls", "checkpointed_chunks"),
-    *(
-        "checkpointed_lookup",
-        "checkpointed_scaled_lookup",
-        "two_lookups",
-        "positions",
-        "scaled",
-        "times_weight",
-    ),
-    *("padded", "inference_reads"),
-)
-
-
-def _train(name, *, how=None, fields=None, mesh_shape=None, before=None, **options):
-    cfg = config(3, threshold=LARGE, **options)
-    return train(name, cfg, NUM_STEPS, prepare=how, fields=fields, mesh_shape=mesh_shape, prepare_before=before)
-
-
-def _check(by_rank, name, **oracle):
-    expected = one_process.train(name, world_size=len(by_rank), num_steps=NUM_STEPS, **oracle)
-    for rank, run in enumerate(by_rank):
-        check_run(run, rank, expected)
-
-
-@pytest.mark.parametrize(
-    "name",
-    slow_but(["llama_untied", *UNUSUAL], "llama_untied", "scaled", "chunked_calls", "checkpointed_lookup"),
-)
-def test_the_same_bits_as_one_process(ranks2, name):
-    _check(ranks2.run(_train, name), name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but(["llama_untied", "chunked_calls"], "llama_untied"))
-def test_the_same_bits_with_accumulation(ranks2, name):
-    _check(ranks2.run(_train, name, accumulation=3), name, accumulation=3, reduce_each=True)
-
-
-@pytest.mark.slow
-def test_the_same_bits_in_bf16_mode_and_in_fp32(ranks2):
-    name = "llama_untied"
-    _check(ranks2.run(_train, name, dtype=None), name, autocast=None)
-    _check(ranks2.run(_train, name, dtype=None, bf16={"enabled": True}), name, low_model=torch.bfloat16)
-
-
-@pytest.mark.parametrize("how", slow_but([compile_blocks, checkpoint_outside], checkpoint_outside))
-def test_the_same_bits_with_compiled_and_checkpointed_blocks(ranks2, how):
-    _check(ranks2.run(_train, "llama_untied", how=how), "llama_untied")
-
-
-def _compile_ends(model):
-    # Not as one graph: on torch 2.15, FSDP2's own hooks break the graph of a compiled nn.Embedding or nn.Linear.
-    model.embed.compile(backend="aot_eager")
-    model.head.compile(backend="aot_eager")
-
-
-def _compile_whole(model):
-    model.compile(backend="aot_eager")
-
-
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [("llama_untied", _compile_ends), pytest.param("chunked_calls", _compile_whole, marks=pytest.mark.slow)],
-)
-def test_the_same_bits_with_a_compiled_head_or_model(ranks2, name, how):
-    _check(ranks2.run(_train, name, how=how), name)
-
-
-def _freeze_embedding(model):
-    model.embed.requires_grad_(False)
-
-
-def _freeze_head(model):
-    model.head.requires_grad_(False)
-
-
-@pytest.mark.parametrize("before", slow_but([_freeze_embedding, _freeze_head], _freeze_head))
-def test_the_same_bits_with_a_frozen_embedding_or_head(ranks2, before):
-    _check(ranks2.run(_train, "llama_untied", before=before), "llama_untied", prepare=before)
-
-
-OPTIONS = {
-    "live units": {"fields": {"max_live_parameters": 20_000}},
-    "prefetch": {"fields": {"prefetch_bucket_size": 20_000}},
-    "offload": {"fields": {"offload": {"device": "cpu"}}},
-}
-
-
-def _both(options, accumulation):
-    runs = [
-        _train("llama_untied", accumulation=accumulation, zeroamp={"own_units": own}, **options)
-        for own in (True, False)
-    ]
-    check_same_run(*runs)
-
-
-@pytest.mark.parametrize("name", slow_but(OPTIONS, "live units"))
-def test_options_change_no_bit(ranks2, name):
-    ranks2.run(_both, OPTIONS[name], 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{"mesh_shape": (2, 2)}, {"fields": {"hpz_partition_size": 2}}], ids=["HSDP", "hpZ"]
-)
-def test_meshes_change_no_bit(ranks4, options):
-    ranks4.run(_both, options, 2)
 
 
 def _step(model, name, accumulation=1):
@@ -155,12 +42,6 @@ def _calls(name, accumulation, **options):
     return found
 
 
-@pytest.mark.parametrize("name", ["llama_untied", "chunked_calls", "checkpointed_chunks", "scaled"])
-def test_each_is_gathered_and_reduced_once_per_micro_batch(ranks2, name):
-    planned, counted = ranks2.run(_calls, name, 2)[0]
-    assert planned == counted == {"embed": [2, 2], "head": [2, 2]}
-
-
 TWO_GROUPS = [
     {"modules": "head.bias", "communication": "fp32"},
     {"modules": "embed.weight", "param": "bf16"},
@@ -169,14 +50,18 @@ TWO_GROUPS = [
 """The weight and the bias of an own unit are all-gathered in two collectives: their dtypes of the reduction differ."""
 
 
-def test_the_same_bits_with_two_groups(ranks2):
-    name = "chunked_calls"
-    _check(ranks2.run(_train, name, zeroamp={"overrides": TWO_GROUPS[:1]}), name)
-
-
-@pytest.mark.parametrize(("name", "num_groups"), [("biased", 4), ("chunked_calls", 3)])
-def test_each_of_two_groups_is_gathered_and_reduced_once_per_micro_batch(ranks2, name, num_groups):
-    overrides = TWO_GROUPS if name == "biased" else TWO_GROUPS[:1]
+@pytest.mark.parametrize(
+    ("name", "overrides", "num_groups"),
+    [
+        ("llama_untied", [], 2),
+        ("checkpointed_chunks", [], 2),
+        ("scaled", [], 2),
+        ("biased", TWO_GROUPS, 4),
+        ("chunked_calls", TWO_GROUPS[:1], 3),
+    ],
+    ids=["used once", "computed again in chunks", "kept for the backward", "four groups", "three groups"],
+)
+def test_each_group_is_gathered_and_reduced_once_per_micro_batch(ranks2, name, overrides, num_groups):
     planned, counted = ranks2.run(_calls, name, 2, zeroamp={"overrides": overrides})[0]
     assert planned == counted
     assert list(counted.values()) == [[2, 2]] * num_groups
@@ -213,55 +98,42 @@ def test_an_embedding_is_sharded_after_its_lookup_and_a_head_until_its_forward_a
     assert ranks2.run(_states)[0] == [both, both, only_embed, both, both]
 
 
-def _bytes(own):
-    model = wrapped("llama_untied", config(3, threshold=LARGE, zeroamp={"own_units": own}))
-    with Collectives() as collectives:
-        _step(model, "llama_untied")
-    return dict(collectives.elements)
-
-
-def test_a_step_moves_the_same_elements_as_with_the_root(ranks2):
-    assert ranks2.run(_bytes, True)[0] == ranks2.run(_bytes, False)[0]
-
-
-def _call_outside(fqn):
+def _calls_outside():
+    """Return {FQN: the errors of calls outside of the forward, before FSDP2 knows its root and after}."""
     model = wrapped("llama_untied", config(3, threshold=LARGE))
-    inputs = batch("llama_untied", 0) if fqn == "embed" else torch.ones(2, 32)
-    texts = []
-    for _ in range(2):  # before FSDP2 knows its root, and after
-        with pytest.raises(zeroamp.WrapError) as error:
-            model.get_submodule(fqn)(inputs)
-        texts.append(str(error.value))
+    inputs = {"embed": batch("llama_untied", 0), "head": torch.ones(2, 32)}
+    texts = {fqn: [] for fqn in inputs}
+    for _ in range(2):
+        for fqn, value in inputs.items():
+            with pytest.raises(zeroamp.WrapError) as error:
+                model.get_submodule(fqn)(value)
+            texts[fqn].append(str(error.value))
         with torch.no_grad():
             model(batch("llama_untied", 0))
     return texts
 
 
-@pytest.mark.parametrize("fqn", ["embed", "head"])
-def test_a_call_outside_of_the_forward_is_an_error_by_name(ranks2, fqn):
-    for text in ranks2.run(_call_outside, fqn)[0]:
-        assert f"{fqn} was called outside of the model's forward, where {fqn}.weight is sharded" in text
-        assert "register_forward_method" in text
+def test_a_call_outside_of_the_forward_is_an_error_by_name(ranks2):
+    for fqn, texts in ranks2.run(_calls_outside)[0].items():
+        for text in texts:
+            assert f"{fqn} was called outside of the model's forward, where {fqn}.weight is sharded" in text
+            assert "register_forward_method" in text
 
 
-def _regularise(own):
-    """Add a term to the loss outside of the forward; return the error's text, or the loss."""
-    model = wrapped("llama_untied", config(3, threshold=LARGE, zeroamp={"own_units": own}))
+def _regularise():
+    """Add a term to the loss outside of the forward; return the error's text."""
+    model = wrapped("llama_untied", config(3, threshold=LARGE))
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     loss = model(batch("llama_untied", 0)) + 0.01 * model.embed.weight.pow(2).sum()
-    if not own:
-        step.backward(loss)
-        return step.step().loss
     with pytest.raises(zeroamp.StepError) as error:
         step.backward(loss)
     return str(error.value)
 
 
 def test_a_loss_of_a_weight_that_was_read_after_the_forward_is_an_error_by_name(ranks2):
-    text = ranks2.run(_regularise, True)[0]
+    text = ranks2.run(_regularise)[0]
     assert "is a DTensor: it was computed from a sharded parameter" in text
     assert '{"own_units": false}' in text
-    assert ranks2.run(_regularise, False)[0] > 0
 
 
 def _error_of_a_lost_peer(group):
@@ -326,7 +198,6 @@ def _read(name):
         ("chunked_reads", "head"),
         ("reads_in_forward", "head"),
         ("functional_tie", "embed"),
-        ("regularised", "embed"),
         ("gathered_weight", "head"),
     ],
 )
@@ -334,36 +205,3 @@ def test_a_weight_that_is_read_outside_of_its_module_is_an_error_by_name(ranks2,
     text = ranks2.run(_read, name)[0]
     assert re.search(rf"{module}\.weight was read outside of its module", text)
     assert '{"own_units": false}' in text
-
-
-@pytest.mark.parametrize("name", slow_but(["chunked_reads", "functional_tie", "gathered_weight"], "chunked_reads"))
-def test_such_a_model_has_the_bits_of_one_process_without_own_units(ranks2, name):
-    _check(ranks2.run(_train, name, zeroamp={"own_units": False}), name)
-
-
-def _steps(own, folder, *, load):
-    """Return the parameters after two more steps; without `load`, a checkpoint is saved at the end."""
-    model = wrapped("llama_untied", config(3, threshold=LARGE, zeroamp={"own_units": own}))
-    step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    if load:
-        zeroamp.load_checkpoint(folder, model, step)
-    for index in range(2):
-        step.backward(model(batch("llama_untied", index)))
-        step.step()
-    if not load:
-        zeroamp.save_checkpoint(folder, model, step)
-    return full_parameters(model)
-
-
-def _resume(folder):
-    """Go on from a checkpoint in either grouping; return what differs from going on as before."""
-    differing = []
-    for saved in (False, True):
-        _steps(saved, folder / str(saved), load=False)
-        same, other = (_steps(own, folder / str(saved), load=True) for own in (saved, not saved))
-        differing += same_bits(same, other)
-    return differing
-
-
-def test_checkpoints_of_either_grouping_load_in_the_other(ranks2, tmp_path):
-    assert ranks2.run(_resume, tmp_path) == [[], []]

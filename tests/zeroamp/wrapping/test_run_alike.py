@@ -7,7 +7,7 @@ import torch.distributed as dist
 from benchmarks.differences.kinds import CONFIG, HARMLESS, MODEL, OPTIMIZER
 from benchmarks.differences.training import train
 from tests.selection import slow_but
-from zeroamp.policies.errors import ConfigError, StepError, WrapError
+from zeroamp.policies.errors import ConfigError, WrapError
 from zeroamp.wrapping.run_alike import run_alike
 
 KINDS = {"config": CONFIG, "model": MODEL, "optimizer": OPTIMIZER, "harmless": HARMLESS}
@@ -103,21 +103,3 @@ def test_differences_and_errors_are_told_with_their_ranks(ranks4):
         for case, (error_type, text) in found.items():
             assert error_type is CASES[case][0], case
             assert CASES[case][1] in text, text
-
-
-def _another_rank_is_alone_in_the_comparison():
-    """Rank 1 compares something else: what it sends is another digest, and both raise."""
-    what = "This" if dist.get_rank() == 0 else "That"
-    with pytest.raises(StepError, match="value is This on rank 0, but That on rank 1"):
-        run_alike(
-            lambda: (None, {"value": what}),
-            what=what,
-            remedy="",
-            error_type=StepError,
-            group=None,
-            device=torch.device("cpu"),
-        )
-
-
-def test_the_error_is_the_callers_class(ranks2):
-    ranks2.run(_another_rank_is_alone_in_the_comparison)

@@ -1,75 +1,29 @@
-"""A secondary partition, live units and leaf modules: what is gathered when, over which ranks, and the same bits."""
+"""A secondary partition, live units and leaf modules: what is gathered when, and over which ranks."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import zeroamp
 from tests.measuring.collectives import Collectives, Gathers
-from tests.models.small import batch, loss_of
+from tests.models.small import batch
 from tests.processes.ranks import RankError
-from tests.processes.training import check_same_run, config, full_parameters, policy, same_bits, train, wrapped
-from tests.selection import slow_but
+from tests.processes.training import config, full_parameters, policy, same_bits, wrapped
 
-FP32, BF16 = torch.float32, torch.bfloat16
 NUM_STEPS = 5
 BLOCK = 10_272 + 64  # elements of one of the three blocks: Linear layers and norms
 
 
-def evaluate(model, name):
-    """A forward without gradients, which must change nothing."""
-    with torch.no_grad():
-        loss_of(model, batch(name, 0))
-
-
-def _train(name, options, fields, mesh_shape=None, evaluates=False):
-    between = evaluate if evaluates else None
-    return train(name, config(3, clip=0.5, **options), NUM_STEPS, mesh_shape=mesh_shape, between=between, fields=fields)
-
-
-def check_same(by_rank, expected):
-    for ours, theirs in zip(by_rank, expected, strict=True):
-        check_same_run(ours, theirs)
-
-
-@pytest.mark.parametrize("name", slow_but(["llama_untied", "encoder", "conv"], "llama_untied"))
-@pytest.mark.parametrize("options", slow_but([{}, {"threshold": 0, "accumulation": 3}], {}), ids=str)
-def test_a_secondary_partition_gives_the_same_bits(ranks4, name, options):
-    # A secondary partition shards dimension 0. gloo adds four ranks in an order that depends on the receiving rank.
-    expected = ranks4.run(_train, name, options, {"shard_dim": 0})
-    check_same(ranks4.run(_train, name, options, {"hpz_partition_size": 2}), expected)
-
-
-@pytest.mark.slow
-def test_a_secondary_partition_survives_an_evaluation_before_the_step(ranks4):
-    expected = ranks4.run(_train, "llama_tied", {"threshold": 0}, {})
-    check_same(
-        ranks4.run(_train, "llama_tied", {"threshold": 0}, {"hpz_partition_size": 2}, None, True),
-        expected,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh_shape", slow_but([(1, 4), (2, 2)], (2, 2)))
-def test_a_secondary_partition_of_hybrid_sharding(ranks4, mesh_shape):
-    # With (2, 2) both ranks that shard are asked for, which is no partition at all: FSDP2 takes it so.
-    expected = ranks4.run(_train, "llama_tied", {}, {}, mesh_shape)
-    check_same(ranks4.run(_train, "llama_tied", {}, {"hpz_partition_size": 2}, mesh_shape), expected)
-
-
-def _gathers(fields, accumulation=1, threshold=0, mesh_shape=None):
-    cfg = config(3, threshold=threshold, accumulation=accumulation)
-    model = wrapped("llama_tied", cfg, fields=fields, mesh_shape=mesh_shape)
+def _gathers(fields):
+    model = wrapped("llama_tied", config(3, threshold=0), fields=fields)
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with Gathers() as gathers, Collectives() as collectives:
-        for _ in range(accumulation):
-            loss = model(batch("llama_tied", 0))
-            gathers.log.append("backward")
-            step.backward(loss)
-            step.step()
+        loss = model(batch("llama_tied", 0))
+        gathers.log.append("backward")
+        step.backward(loss)
+        step.step()
     counted = {key: calls for key, (calls, _) in zeroamp.traffic(model).by_dtype().items()}
     return gathers.log, dict(collectives.calls), dict(collectives.elements), counted
 
@@ -104,9 +58,9 @@ def _wrap(stage, size, mesh_shape):
     wrapped("llama_tied", config(stage), fields={"hpz_partition_size": size}, mesh_shape=mesh_shape)
 
 
-def _gathered(max_live, threshold, accumulation):
-    """Which parameters are whole after a forward, and after its backward (of the first micro-batch, if several)."""
-    cfg = config(3, threshold=threshold, accumulation=accumulation)
+def _gathered(max_live):
+    """Which parameters are whole after a forward, and after the backward of the first of two micro-batches."""
+    cfg = config(3, threshold=0, accumulation=2)
     model = wrapped("llama_tied", cfg, fields={"max_live_parameters": max_live})
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     loss = model(batch("llama_tied", 0))
@@ -119,40 +73,12 @@ def _whole(model):
     return {fqn for fqn, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(("max_live", "num_live"), [(BLOCK - 1, 0), (BLOCK, 1), (3 * BLOCK - 1, 2), (10**9, 3)])
-def test_the_last_units_that_fit_stay_gathered_until_their_backward(ranks2, max_live, num_live, accumulation):
-    after_forward, after_backward = ranks2.run(_gathered, max_live, 0, accumulation)[0]
+def test_the_last_units_that_fit_stay_gathered_until_their_backward(ranks2, max_live, num_live):
+    after_forward, after_backward = ranks2.run(_gathered, max_live)[0]
     assert {fqn.split(".")[1] for fqn in after_forward if fqn.startswith("blocks")} == set("210"[:num_live])
     assert sum(fqn.startswith("blocks") for fqn in after_forward) == 7 * num_live, "typed groups too"
     assert after_backward == set()
-
-
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_live_units_save_their_second_gather_in_every_micro_batch(ranks2, accumulation):
-    _, calls, _, counted = ranks2.run(_gathers, {"max_live_parameters": 2 * BLOCK}, accumulation)[0]
-    assert calls["all_gather", BF16] == accumulation * (3 + 1)  # of three blocks, one is gathered twice
-    assert calls["all_gather", FP32] == accumulation * (3 + 1 + 1)  # their norms, and the root
-    assert counted == calls
-    plain = ranks2.run(_gathers, {}, accumulation)[0][1]
-    assert plain["all_gather", BF16] == accumulation * (3 + 3)
-
-
-@pytest.mark.parametrize("name", slow_but(["llama_untied", "encoder", "conv"], "llama_untied"))
-@pytest.mark.parametrize("options", slow_but([{}, {"threshold": 0, "accumulation": 3}], {}), ids=str)
-def test_live_units_give_the_same_bits(ranks2, name, options):
-    expected = ranks2.run(_train, name, options, {})
-    for max_live in (2 * BLOCK, 10**9):
-        check_same(ranks2.run(_train, name, options, {"max_live_parameters": max_live}), expected)
-    check_same(ranks2.run(_train, name, options, {"max_live_parameters": 2 * BLOCK}, None, True), expected)
-
-
-@pytest.mark.slow
-def test_live_units_of_hybrid_sharding_with_a_secondary_partition(ranks4):
-    expected = ranks4.run(_train, "llama_tied", {}, {}, (1, 4))
-    fields = {"max_live_parameters": BLOCK, "hpz_partition_size": 2}
-    check_same(ranks4.run(_train, "llama_tied", {}, fields, (1, 4)), expected)
-    check_same(ranks4.run(_train, "llama_tied", {}, fields, (1, 4), True), expected)
 
 
 class Experts(nn.Module):
@@ -195,21 +121,3 @@ def test_ranks_may_run_different_parts_of_a_leaf_module(ranks2):
         assert units == ["layers.0", "layers.1"]
         assert norm == stages[0][1]
         assert same_bits(parameters, stages[0][2]) == []
-
-
-def _prepare_by_methods_of_fsdp2(model):
-    model.set_reduce_scatter_max_input_buffers(3)
-    model.set_separate_reduce_scatter_group()
-
-
-def _with_methods_of_fsdp2(prepare):
-    return train("llama_untied", config(3, clip=0.5, accumulation=2, threshold=0), 3, prepare=prepare)
-
-
-@pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="FSDP2 has these methods from torch 2.13 on"
-)
-def test_more_input_buffers_and_a_group_of_reductions_by_fsdp2s_own_methods_give_the_same_bits(ranks2):
-    check_same(
-        ranks2.run(_with_methods_of_fsdp2, _prepare_by_methods_of_fsdp2), ranks2.run(_with_methods_of_fsdp2, None)
-    )

@@ -8,8 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroamp
 from tests.measuring.storage_peak import StoragePeak
-from tests.processes.training import config, full_parameters, policy
-from tests.selection import slow_but
+from tests.processes.training import config, full_parameters, mesh_of, policy
 
 SYNC = {"zeroamp": {"sync_module_states": True}}
 
@@ -31,13 +30,12 @@ class Small(nn.Module):
         self.register_buffer("none", torch.empty(0))
 
 
-def _synced(cfg, mesh_shape=None):
+def _synced(cfg, mesh_shape):
     """Return the first rank's values before the wrap, and those of this rank after it."""
     torch.manual_seed(0)
     expected = Small()
     torch.manual_seed(dist.get_rank())
-    mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
-    model = zeroamp.wrap_model(Small(), policy(cfg), mesh, None)
+    model = zeroamp.wrap_model(Small(), policy(cfg), mesh_of(mesh_shape))
     assert model.head.weight is model.embed.weight
     found = full_parameters(model) | dict(model.named_buffers())
     wanted = dict(expected.named_parameters()) | dict(expected.named_buffers())
@@ -45,13 +43,9 @@ def _synced(cfg, mesh_shape=None):
     return [name for name in wanted if not torch.equal(wanted[name], found[name].to(wanted[name].dtype))]
 
 
-@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
-def test_all_ranks_get_the_first_ranks_values(ranks2, stage):
-    assert ranks2.run(_synced, config(stage, **SYNC)) == [[], []]
-
-
-def test_replicas_get_them_too(ranks4):
-    assert ranks4.run(_synced, config(3, **SYNC), (2, 2)) == [[]] * 4
+@pytest.mark.parametrize(("stage", "mesh_shape"), [(0, None), (3, (2, 2))], ids=["stage 0", "replicas"])
+def test_all_ranks_get_the_first_ranks_values(ranks4, stage, mesh_shape):
+    assert ranks4.run(_synced, config(stage, **SYNC), mesh_shape) == [[]] * 4
 
 
 def _refused(cfg):

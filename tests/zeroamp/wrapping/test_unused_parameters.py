@@ -1,15 +1,17 @@
-"""Parameters that no rank, or only some ranks, used in an optimizer step: bit for bit as in one process."""
+"""Parameters that no rank, or only some ranks, used or trained in an optimizer step: bit for bit as in one process."""
 
+import dataclasses
 import functools
+import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import zeroamp
-from tests.processes.training import config, full_parameters, same_bits
+from tests.processes.training import config, full_parameters, mesh_of, same_bits
 from tests.selection import slow_but
 from zeroamp.training.step import TrainStep
 
@@ -53,91 +55,137 @@ class GraphBlock(nn.Module):
 
 
 UNITS = {"GraphBlock", "Sequential"}
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+SGD = functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9, weight_decay=0.1)
 
-# steps[step][micro-batch][rank] -> the branches of the three blocks
-ALIKE = [
-    [[("left", "both", "right")] * 2],
-    [[("left", "skip", "both")] * 2],
-    [[("both", "left", "skip")] * 2],
-    [[("none", "left", "both")] * 2],
-]
+
+def _toggle(model, step, micro):
+    """Freeze and unfreeze, before the forward of a micro-batch, through the parameters that the model has then."""
+    named = dict(model.named_parameters())
+    if micro == 0 and step == 0:
+        named["blocks.0.left.weight"].requires_grad_(False)
+    if micro == 1:
+        named["blocks.0.left.weight"].requires_grad_(step == 1)
+        named["blocks.1.left_norm.weight"].requires_grad_(False)
+    if micro == 2:
+        named["blocks.1.right.weight"].requires_grad_(step != 0)
+        named["blocks.1.left_norm.weight"].requires_grad_(True)
+        named["head.weight"].requires_grad_(step == 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is used and trained in each micro-batch."""
+
+    routes: list
+    """[step][micro-batch][rank]: the branches of the three blocks."""
+    prepare: Callable = lambda model, step, micro: None
+    """Called with the model before each micro-batch."""
+    clip: float = 0.5
+    make_optimizer: Callable = ADAMW
+
+
 DIFFERENT = [
     [[("left", "both", "right"), ("right", "both", "left")]],
     [[("left", "none", "both"), ("both", "left", "none")]],
     [[("none", "left", "left"), ("none", "right", "left")]],
 ]
-MICRO_BATCHES = [
-    [[("left", "none", "skip")] * 2, [("both", "left", "right")] * 2],
-    [[("left", "both", "right"), ("none", "both", "right")], [("skip", "right", "none"), ("skip", "right", "left")]],
-    [[("both", "left", "right")] * 2, [("left", "skip", "none")] * 2],
-]
-ROUTES = {"alike": ALIKE, "different": DIFFERENT, "micro-batches": MICRO_BATCHES}
-OPTIMIZERS = {
-    "AdamW": functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
-    "SGD": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9, weight_decay=0.1),
+CASES = {
+    "alike": Case(
+        routes=[
+            [[("left", "both", "right")] * 2],
+            [[("left", "skip", "both")] * 2],
+            [[("both", "left", "skip")] * 2],
+            [[("none", "left", "both")] * 2],
+        ]
+    ),
+    "different": Case(routes=DIFFERENT),
+    "different, SGD": Case(routes=DIFFERENT, make_optimizer=SGD),
+    "micro-batches": Case(
+        routes=[
+            [[("left", "none", "skip")] * 2, [("both", "left", "right")] * 2],
+            [
+                [("left", "both", "right"), ("none", "both", "right")],
+                [("skip", "right", "none"), ("skip", "right", "left")],
+            ],
+            [[("both", "left", "right")] * 2, [("left", "skip", "none")] * 2],
+        ]
+    ),
+    "toggled requires_grad": Case(routes=[[[("both", "both", "both")] * 2] * 3] * 3, prepare=_toggle, clip=0.0),
 }
 
 
-def _inputs(index):
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(index))
+def _inputs(step, micro, rank):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed((step * 10 + micro) * NUM_RANKS + rank))
 
 
-def _index(step, micro, rank):
-    return (step * 10 + micro) * NUM_RANKS + rank
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a training did."""
+
+    losses: list
+    """Of this rank, micro-batch by micro-batch; of the oracle [rank]."""
+    without: list[list[str]]
+    """[step]: the names without gradient."""
+    parameters: dict[str, torch.Tensor]
+    is_trained: dict[str, bool]
+    """FQN -> `requires_grad`, at the end."""
 
 
-def _train(stage, routes, optimizer, mesh_shape=None):
-    """Return (losses of this rank, names without gradient per step, parameters)."""
+def _train(stage, name, mesh_shape=None):
     torch.manual_seed(0)
-    accumulation = len(ROUTES[routes][0])
+    case = CASES[name]
+    accumulation = len(case.routes[0])
     # bf16 communication would round the sum of the micro-batches at stage 1.
-    cfg = config(stage, accumulation=accumulation, clip=0.5, comm="fp32" if accumulation > 1 else None)
-    mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
-    model = zeroamp.wrap_model(Graph(), zeroamp.policy_from_config(cfg), mesh, UNITS)
-    train = TrainStep(model, OPTIMIZERS[optimizer](model.parameters()))
+    cfg = config(stage, accumulation=accumulation, clip=case.clip, comm="fp32" if accumulation > 1 else None)
+    model = zeroamp.wrap_model(Graph(), zeroamp.policy_from_config(cfg), mesh_of(mesh_shape), UNITS)
+    train = TrainStep(model, case.make_optimizer(model.parameters()))
     rank, losses, without = dist.get_rank(), [], []
-    for step, micro_batches in enumerate(ROUTES[routes]):
+    for step, micro_batches in enumerate(case.routes):
         for micro, by_rank in enumerate(micro_batches):
-            loss = model(_inputs(_index(step, micro, rank)), by_rank[rank])
+            case.prepare(model, step, micro)
+            loss = model(_inputs(step, micro, rank), by_rank[rank])
             losses.append(float(loss.detach()))
             train.backward(loss, is_last=micro + 1 == accumulation)
         train.clip_grad_norm()
         without.append([fqn for fqn, p in model.named_parameters() if p.grad is None])
         train.update()
-    return losses, without, full_parameters(model)
+    is_trained = {fqn: p.requires_grad for fqn, p in model.named_parameters()}
+    return Run(losses=losses, without=without, parameters=full_parameters(model), is_trained=is_trained)
 
 
-def _one_process(stage, routes, optimizer):
-    """The oracle, in plain torch: losses[rank], names without gradient per step, parameters."""
+def _one_process(stage, name):
+    """The oracle, in plain torch."""
     torch.manual_seed(0)
-    model = Graph()
+    model, case = Graph(), CASES[name]
     named = dict(model.named_parameters())
-    stepper = OPTIMIZERS[optimizer](model.parameters())
+    stepper = case.make_optimizer(model.parameters())
     losses, without = [[] for _ in range(NUM_RANKS)], []
-    for step, micro_batches in enumerate(ROUTES[routes]):
-        gradients = []  # [micro][rank] -> one per parameter, or None
+    for step, micro_batches in enumerate(case.routes):
+        gradients = []  # [micro][rank] -> {fqn: gradient}, without those that were not used or not trained
         for micro, by_rank in enumerate(micro_batches):
+            case.prepare(model, step, micro)
             gradients.append([])
             for rank, route in enumerate(by_rank):
                 with torch.autocast("cpu", dtype=torch.bfloat16):
-                    loss = model(_inputs(_index(step, micro, rank)), route)
+                    loss = model(_inputs(step, micro, rank), route)
                 losses[rank].append(float(loss.detach()))
-                scaled = loss / len(micro_batches)
-                gradients[-1].append(torch.autograd.grad(scaled, list(named.values()), allow_unused=True))
-        for index, parameter in enumerate(named.values()):
-            table = [[ranks[rank][index] for rank in range(NUM_RANKS)] for ranks in gradients]
+                trained = {fqn: p for fqn, p in named.items() if p.requires_grad}
+                found = torch.autograd.grad(loss / len(micro_batches), list(trained.values()), allow_unused=True)
+                gradients[-1].append(dict(zip(trained, found, strict=True)))
+        for fqn, parameter in named.items():
+            table = [[of_rank.get(fqn) for of_rank in ranks] for ranks in gradients]
             parameter.grad = (
                 _mean(table) if stage >= 2 else _mean([[_sum(ranks) for ranks in zip(*table, strict=True)]])
             )
         without.append([fqn for fqn, p in named.items() if p.grad is None])
-        norm = torch.stack([p.grad.double().square().sum() for p in named.values() if p.grad is not None]).sum().sqrt()
-        factor = (0.5 / (norm.float() + 1e-6)).clamp(max=1.0)
-        for parameter in named.values():
-            if parameter.grad is not None:
-                parameter.grad *= factor
+        if case.clip:
+            _clip([p for p in named.values() if p.grad is not None], case.clip)
         stepper.step()
         stepper.zero_grad()
-    return losses, without, {fqn: p.detach() for fqn, p in named.items()}
+    parameters = {fqn: p.detach() for fqn, p in named.items()}
+    is_trained = {fqn: p.requires_grad for fqn, p in named.items()}
+    return Run(losses=losses, without=without, parameters=parameters, is_trained=is_trained)
 
 
 def _sum(gradients):
@@ -152,22 +200,31 @@ def _mean(table):
     return _sum(means)
 
 
-@pytest.mark.parametrize("optimizer", slow_but(OPTIMIZERS, "AdamW"))
-@pytest.mark.parametrize("routes", ROUTES)
-@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
-def test_the_same_bits_as_in_one_process(ranks2, stage, routes, optimizer):
-    losses, without, parameters = _one_process(stage, routes, optimizer)
-    for rank, run in enumerate(ranks2.run(_train, stage, routes, optimizer)):
-        assert run[0] == losses[rank]
-        assert run[1] == without
-        assert same_bits(run[2], parameters) == []
+def _clip(parameters, clip):
+    norm = torch.stack([p.grad.double().square().sum() for p in parameters]).sum().sqrt()
+    factor = (clip / (norm.float() + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        parameter.grad *= factor
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+def _check(runs, expected):
+    for rank, run in enumerate(runs):
+        assert run.losses == expected.losses[rank]
+        assert run.without == expected.without
+        assert same_bits(run.parameters, expected.parameters) == []
+        assert run.is_trained == expected.is_trained
+
+
+FAST = itertools.product((0, 3), ("different", "micro-batches", "toggled requires_grad"))
+SLOW = [*itertools.product((1, 2), ("micro-batches", "toggled requires_grad")), (3, "alike"), (3, "different, SGD")]
+
+
+@pytest.mark.parametrize(("stage", "name"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+def test_the_same_bits_as_in_one_process(ranks2, stage, name):
+    _check(ranks2.run(_train, stage, name), _one_process(stage, name))
+
+
+@pytest.mark.parametrize("stage", slow_but([2, 3], 3))
 def test_replicas_sum_micro_batches_first_also_of_units_that_the_last_one_skips(ranks2, stage):
     # One rank per replica: each sums its micro-batches, as at stage 0, and the sums are averaged.
-    losses, without, parameters = _one_process(0, "micro-batches", "AdamW")
-    for rank, run in enumerate(ranks2.run(_train, stage, "micro-batches", "AdamW", (2, 1))):
-        assert run[0] == losses[rank]
-        assert run[1] == without
-        assert same_bits(run[2], parameters) == []
+    _check(ranks2.run(_train, stage, "micro-batches", (2, 1)), _one_process(0, "micro-batches"))

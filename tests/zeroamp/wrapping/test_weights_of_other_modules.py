@@ -1,6 +1,7 @@
 """Weights that other code reads or replaces, and weights that FSDP2 does not take: right, or one error by name."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ class Regularised(nn.Module):
 
 
 class Functional(nn.Module):
-    """Calls its Linear with other tensors: scaled ones, parameters of another module, or the same parameters."""
+    """Calls its Linear with other tensors: scaled ones, or parameters of another module."""
 
     def __init__(self, kind):
         super().__init__()
@@ -87,6 +88,35 @@ class CastsToWeight(nn.Module):
         return self.gate(self.lin(x) + x * x)
 
 
+class Scaled(torch.autograd.Function):
+    """A custom op that asks for fp32 under autocast, with torch's own decorators."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, x, weight):
+        assert (x.dtype, weight.dtype, torch.is_autocast_enabled("cpu")) == (torch.float32, torch.float32, False)
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+class CallsFunction(nn.Module):
+    """Reads its weight in a function of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.rand(8))
+
+    def forward(self, x):
+        return Scaled.apply(self.lin(x), self.weight)
+
+
 def _blocks(block):
     torch.manual_seed(0)
     model = nn.Module()
@@ -133,14 +163,7 @@ def _differing(block, units, dtype, stages, more=None):
     return found
 
 
-def _same():
-    return Functional("the same")
-
-
-def _scaled():
-    return Functional("scaled")
-
-
+_scaled, _other = partial(Functional, "scaled"), partial(Functional, "of another module")
 AUTO = {"torch_autocast": {"lower_precision_safe_modules": "auto"}}
 FP32 = {"zeroamp": {"overrides": [{"modules": "*.lin", "param": "fp32"}]}}
 
@@ -150,12 +173,16 @@ FP32 = {"zeroamp": {"overrides": [{"modules": "*.lin", "param": "fp32"}]}}
     [
         (Attention, {"Linear"}, "bfloat16", {}),
         (Regularised, {"Regularised"}, None, {}),
-        (_same, {"Linear"}, "bfloat16", {}),
         (_scaled, {"Functional"}, None, {}),
         (Convolutions, {"Convolutions"}, "bfloat16", {}),
         (Transposed, {"Transposed"}, None, {}),
+        (CallsFunction, {"CallsFunction"}, "bfloat16", {}),
         (CastsToWeight, {"CastsToWeight"}, "bfloat16", AUTO),
         (CastsToWeight, {"CastsToWeight"}, "bfloat16", FP32),
+    ],
+    ids=[
+        *("MultiheadAttention", "a weight in the loss", "scaled weights", "channels_last", "transposed"),
+        *("custom_fwd", "dtype of a traced weight", "dtype of an fp32 weight"),
     ],
 )
 def test_the_same_bits_as_one_process(ranks2, block, units, dtype, more):
@@ -174,30 +201,24 @@ def test_a_read_of_a_sharded_weight_names_the_module_that_reads_it(ranks2):
     assert "In auto_wrap_policy, name Regularised or a module around it" in text
 
 
-def _registered(stage):
+def _read_by_a_registered_method():
     model = _blocks(Regularised)
-    wrapped = _wrap(model, stage, {"Linear"})
+    wrapped = _wrap(model, 3, {"Linear"})
     model.read = lambda x: model.blocks[0].lin.weight.sum() + x
     zeroamp.register_forward_method(wrapped, "read")
-    with pytest.raises(zeroamp.WrapError) as error:
+    with pytest.raises(zeroamp.WrapError, match=r"The root \(a Module\) read a sharded parameter"):
         wrapped.read(torch.ones(8))
-    return str(error.value)
 
 
 def test_so_does_a_read_in_a_registered_method(ranks2):
-    assert "The root (a Module) read a sharded parameter" in ranks2.run(_registered, 3)[0]
+    ranks2.run(_read_by_a_registered_method)
 
 
-@pytest.mark.parametrize("kind", ["scaled", "of another module"])
-def test_a_unit_that_is_called_with_other_tensors_is_an_error_with_the_parameters_name(ranks2, kind):
-    for stage in (0, 3):
-        text = ranks2.run(_error, _scaled if kind == "scaled" else _other, {"Linear"}, stage)[0]
-        assert "The FSDP unit of blocks.0.lin.weight was called with another tensor" in text
-        assert "torch.nn.functional.linear" in text
-
-
-def _other():
-    return Functional("of another module")
+@pytest.mark.parametrize(("block", "stage"), [(_scaled, 0), (_other, 3)], ids=["scaled", "of another module"])
+def test_a_unit_that_is_called_with_other_tensors_is_an_error_with_the_parameters_name(ranks2, block, stage):
+    text = ranks2.run(_error, block, {"Linear"}, stage)[0]
+    assert "The FSDP unit of blocks.0.lin.weight was called with another tensor" in text
+    assert "torch.nn.functional.linear" in text
 
 
 class Complex(nn.Module):
@@ -211,19 +232,11 @@ class Complex(nn.Module):
         return (x.float().to(torch.complex64) @ weight).real.clone()
 
 
-def _complex():
-    return Complex(is_real=False)
-
-
-def _view_of_complex():
-    return Complex(is_real=True)
-
-
 def test_a_complex_parameter_is_an_error_whose_advice_works(ranks2):
-    text = ranks2.run(_error, _complex, {"Complex"}, 3)[0]
+    text = ranks2.run(_error, partial(Complex, is_real=False), {"Complex"}, 3)[0]
     assert text.startswith("blocks.0.weight is trainable and complex")
     assert "torch.view_as_real" in text
-    assert ranks2.run(_differing, _view_of_complex, {"Complex"}, "bfloat16", (0, 3)) == [[], []]
+    assert ranks2.run(_differing, partial(Complex, is_real=True), {"Complex"}, "bfloat16", (0, 3)) == [[], []]
 
 
 def _root_and_parts():

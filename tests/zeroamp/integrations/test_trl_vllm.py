@@ -5,6 +5,7 @@ vLLM needs a GPU. In its place are a server that records requests, and a communi
 
 import http.server
 import json
+import os
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,8 @@ from safetensors.torch import load_file
 
 import zeroamp
 from tests.models.adapters import quietly
-from tests.processes.trl_training import Case, build, silence
+from tests.processes.trl_training import Case, classes, llama, silence, tokenizer
+from zeroamp.integrations.peft import iter_merged_weights
 
 pytest.importorskip("trl", reason="trl is not installed: its client is tested")
 
@@ -77,26 +79,40 @@ def _generation(trainer, client):
     return generation
 
 
-def _trainer(case, folder):
-    case = Case(trainer="GRPOTrainer", **case)
-    arguments = {"max_completion_length": 4, "num_generations": 2, "per_device_train_batch_size": 2, "max_steps": 1}
-    with mock.patch("tests.processes.trl_training.examples", return_value=_prompts()):
-        return build(case, 3, folder, **arguments)
-
-
-def _prompts():
+def _trainer(lora, folder):
+    """GRPO on zeroamp at stage 3."""
+    import peft
+    from accelerate.state import AcceleratorState, GradientState
     from datasets import Dataset
 
-    return Dataset.from_list([{"prompt": "abc"}, {"prompt": "hg f"}] * 4)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]
+    case = Case(trainer="GRPOTrainer")
+    cls, arguments_cls = classes(case, 3)
+    args = arguments_cls(
+        output_dir=folder, use_cpu=True, bf16=True, per_device_train_batch_size=2, num_generations=2, max_steps=1,
+        learning_rate=1e-2, report_to=[], save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
+        max_completion_length=4,
+    )  # fmt: skip
+    given = {"zeroamp": {"zero_optimization": {"stage": 3}}}
+    if lora:
+        given["peft_config"] = peft.LoraConfig(task_type="CAUSAL_LM", r=4)
+    data = Dataset.from_list([{"prompt": "abc"}, {"prompt": "hg f"}] * 4)
+
+    def reward(completions, **_):
+        return [len(set(text)) / 10 for text in completions]
+
+    return cls(llama(case), args=args, train_dataset=data, reward_funcs=reward, processing_class=tokenizer(), **given)
 
 
 @quietly
-def _sent(case, folder):
+def _sent(lora, folder):
     """Return the requests, and which tensors differ from those that an export writes."""
     from trl.generation import vllm_client
 
     silence()
-    trainer = _trainer(case, folder)
+    trainer = _trainer(lora, folder)
     trainer.train()
     tensors = {}
     engine = mock.Mock()
@@ -111,10 +127,10 @@ def _sent(case, folder):
 
 
 @quietly
-def _compared(case, folder):
-    requests, tensors, model = _sent(case, Path(folder))
-    if "lora" in case:
-        expected = dict(zeroamp.integrations.peft.iter_merged_weights(model))
+def _compared(lora, folder):
+    requests, tensors, model = _sent(lora, folder)
+    if lora:
+        expected = dict(iter_merged_weights(model))
     else:
         zeroamp.export_hf(model, Path(folder) / "export", "bf16")
         dist.barrier()
@@ -129,13 +145,10 @@ def _compared(case, folder):
     return [*differing, *tensors], [path for path, _ in requests], []
 
 
-CASES = {"all weights": {}, "adapters": {"lora": {"r": 4, "target_modules": "all-linear"}}}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_server_gets_the_weights_that_an_export_writes(ranks2, tmp_path, case):
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
+def test_the_server_gets_the_weights_that_an_export_writes(ranks2, tmp_path, lora):
     pytest.importorskip("peft", reason="peft is not installed: it makes the adapters")
-    first, other = ranks2.run(_compared, CASES[case], str(tmp_path))
+    first, other = ranks2.run(_compared, lora, str(tmp_path))
     calls = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"]
     assert first == ([], calls, [])
     assert other == ([], [], [])

@@ -101,3 +101,43 @@ def _order_in(entrance, local_ranks):
 )
 def test_each_rank_chooses_its_device_before_the_first_collective(ranks2, entrance):
     assert ranks2.run(_order_in, entrance, ("0", "1")) == [[0, "collective"], [1, "collective"]]
+
+
+def _order_in_library(entrance, folder):
+    """Return the devices that a library chooses on this rank while it is set up, and the collectives that it issues."""
+    import accelerate
+
+    from zeroamp.integrations.accelerate import ZeroampAccelerator  # before the accelerator is faked
+    from zeroamp.integrations.transformers import ZeroampTrainingArguments
+
+    construct = {
+        "accelerate": lambda: ZeroampAccelerator(zeroamp={}),
+        "Trainer": lambda: ZeroampTrainingArguments(folder, zeroamp={}, report_to=[]),
+    }
+    events = []
+
+    def collective(*_args, **_kwargs):
+        events.append("collective")
+
+    rank = str(dist.get_rank())
+    accelerate.PartialState._reset_state()
+    try:
+        with (
+            mock.patch.dict(os.environ, LOCAL_RANK=rank, RANK=rank, WORLD_SIZE="2"),
+            mock.patch.object(torch.cuda, "is_available", return_value=True),
+            mock.patch.object(torch.cuda, "device_count", return_value=2),
+            mock.patch.object(torch.cuda, "set_device", lambda device: events.append(torch.device(device).index)),
+            mock.patch.object(accelerate.state, "check_cuda_p2p_ib_support", return_value=True),
+            mock.patch.multiple(dist, barrier=collective, all_reduce=collective, broadcast=collective),
+        ):
+            construct[entrance]()
+    finally:
+        accelerate.PartialState._reset_state()
+    return events
+
+
+@pytest.mark.parametrize("entrance", ["accelerate", "Trainer"])
+def test_libraries_choose_the_device_before_the_first_collective(ranks2, tmp_path, entrance):
+    """accelerate and transformers choose it themselves, when the accelerator or the arguments are made."""
+    pytest.importorskip("transformers")
+    assert ranks2.run(_order_in_library, entrance, str(tmp_path)) == [[0], [1]]

@@ -67,7 +67,8 @@ class GroupGradients:
         self.awaits_backward: Callable[[], bool] = lambda: False
         """Whether the backward must not end yet, because a later one follows: see `SecondDerivatives`."""
         self._pre_forward_of_fsdp = group.replace("pre_forward", self._pre_forward)
-        self._post_backward_of_fsdp = group.replace("post_backward", self._post_backward)
+        self.post_backward_of_fsdp = group.replace("post_backward", self._post_backward)
+        """Reduces the group's gradients, which are complete then. An extension may put a function around it."""
 
     @property
     def used(self) -> frozenset[int]:
@@ -209,7 +210,7 @@ class GroupGradients:
                 self.filled.update(i for i in zeros if group.parameters[i].sharded.grad is None)
                 used = [i for i, parameter in enumerate(group.parameters) if parameter.has_gradient]
             self._in_reduction = used
-        return self._post_backward_of_fsdp(*unused)
+        return self.post_backward_of_fsdp(*unused)
 
 
 def follow_gradients(root: nn.Module) -> list[GroupGradients]:

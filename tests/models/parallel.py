@@ -191,17 +191,21 @@ class TokenBlock(nn.Module):
 
 
 class TokenLayers(nn.Module):
-    """Layers that see one token at a time: takes tokens of NUM_TOKENS, returns their part of the mean loss."""
+    """Layers that see one token at a time: takes tokens of NUM_TOKENS, returns their part of the mean loss.
+
+    `scale` has a loss of its own, which does not depend on tokens.
+    """
 
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(TokenBlock() for _ in range(2))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
+        self.scale = nn.Parameter(torch.randn(WIDTH))
 
     def forward(self, x):
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)).float().square().sum() / NUM_TOKENS
+        return self.head(self.norm(x)).float().square().sum() / NUM_TOKENS + self.scale.float().pow(2).sum() / WIDTH
 
 
 def token_layers():
@@ -217,7 +221,7 @@ def tokens_of(index, rank, size):
 
 
 def on_own_tokens(model, mesh):
-    """Let each rank of a tensor axis run TokenLayers on its own tokens. All gradients are partial then."""
+    """Let each rank of a tensor axis run TokenLayers on its own tokens. All gradients but that of `scale` are partial then."""
     style = SequenceParallel(sequence_dim=0, use_local_output=True)
     leaves = [fqn for fqn, module in model.named_modules() if isinstance(module, nn.LayerNorm | nn.Linear)]
     return parallelize_module(model, mesh, dict.fromkeys(leaves, style))

@@ -1,6 +1,6 @@
 """The oracle of partial gradients: one process, plain torch, all data and tensor ranks written out. No zeroamp.
 
-Each rank computes gradients of the whole model on its own tokens. They are summed over the tensor ranks of each data
+Each rank computes gradients of the whole model on its own tokens. Those that depend on tokens are summed over the tensor ranks of each data
 rank, then averaged over the data ranks. Both sums take what ranks send: gradients in the communication dtype.
 """
 
@@ -40,9 +40,10 @@ def train(
             for data in range(num_data)
         ]  # fmt: skip
         for fqn, parameter in model.named_parameters():
-            is_low = low is not None or "norm" not in fqn
+            is_low = low is not None or "linear" in fqn or "head" in fqn
             sent = (sent_as or low or autocast) if is_low else torch.float32
-            table = [[[micro[fqn] for micro in tensor] for tensor in data] for data in ranks]
+            summed = slice(1) if fqn == "scale" else slice(None)  # that of `scale` does not depend on tokens
+            table = [[[micro[fqn] for micro in tensor] for tensor in data[summed]] for data in ranks]
             if not reduce_each:
                 table = [[[_sum(micros)] for micros in data] for data in table]
             means = []

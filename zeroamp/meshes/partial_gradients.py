@@ -1,21 +1,19 @@
 """`PartialGradients`: sums partial gradients over the tensor axis, by the rule of the data axes.
 
 [Note: Partial gradients]
-A rank of the tensor axis may hold a parameter whole, and use it on its part of the sequence, as the norms of sequence
-parallelism. The parameter's gradient then is a DTensor that is `Partial`: the gradient is the sum over the axis. FSDP2
-all-reduces each of them before it reduces the group, in the dtype of the gradient. So the sums are computed here, just
-before FSDP2 takes the gradients: the partial gradients of a group are sent as one flat tensor in the group's
-communication dtype, and summed in fp32 in the order of the tree. Each rank sums one chunk (an all-to-all), and the sums
-are all-gathered. With native sums the backend's all-reduce sums them in the communication dtype.
+A rank of the tensor axis may hold a parameter whole and use it on its part of the sequence, as sequence parallelism
+does with norms. The gradient is a DTensor that is `Partial` then: it is the sum over the axis. FSDP2 would all-reduce
+each of them in the dtype of the gradient. Instead they are summed just before FSDP2 takes the gradients of a group: in
+one flat tensor, by an all-reduce in the order of the tree (`gradient_reduction.py`), which sends the group's
+communication dtype and sums in fp32. With native sums it is the backend's all-reduce.
 
-FSDP2 gets the sums as gradients that are `Replicate`. They are in the smallest dtype that holds the dtype of the
-gradients and the communication dtype, in which FSDP2 sends them to the data ranks next. FSDP2 reduces gradients of one
-dtype. So if gradients in bf16 are communicated in fp32, the group's other gradients are cast to fp32 too.
+FSDP2 gets sums that are `Replicate`, and sends them to the data ranks in the communication dtype. It reduces gradients
+of one dtype. So if gradients in bf16 are communicated in fp32, the group's other gradients are cast to fp32 too.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -24,10 +22,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from zeroamp.hooks._torch.dtensor import local_parts
-from zeroamp.hooks._torch.fsdp import all_gather
 from zeroamp.hooks._torch.parameter_group import GroupParameter, ParameterGroup
 from zeroamp.hooks.collectives.collective_calls import issue
-from zeroamp.hooks.collectives.gradient_reduction import row_length, sum_over_ranks
+from zeroamp.hooks.collectives.gradient_reduction import all_reduce_in_tree_order
 from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.hooks.collectives.tree_sum import compile_sum
 from zeroamp.hooks.group_gradients import by_module
@@ -80,37 +77,26 @@ class _SummedBefore:
         return self.post_backward(*unused)
 
     def _sum(self) -> None:
-        gradients = [(each, gradient) for each in self.group.parameters if (gradient := _sum_of(each)) is not None]
-        partial = [(each, gradient) for each, gradient in gradients if _is_partial(gradient)]
+        gradients = {each: gradient for each in self.group.parameters if (gradient := _sum_of(each)) is not None}
+        partial = [gradient for gradient in gradients.values() if _is_partial(gradient)]
         if not partial:
             return
-        dtype = torch.promote_types(partial[0][1].dtype, self.communication_dtype)
-        for parameter, gradient in gradients:
-            if gradient.dtype != dtype and not _is_partial(gradient):
-                parameter.set_sum(gradient.to(dtype))
-        parts = local_parts(gradient for _, gradient in partial)
-        flat = torch.cat([part.reshape(-1).to(self.communication_dtype) for part in parts])
+        dtype = torch.promote_types(partial[0].dtype, self.communication_dtype)
+        flat = torch.cat([part.reshape(-1).to(self.communication_dtype) for part in local_parts(partial)])
         issued = IssuedCollective("all_reduce", flat, self.name, self.ranks)
         with label("all_reduce", self.name, self.communication_dtype):
-            total = issue(self._all_reduce, issued, (), flat, dtype)
-        sums = total.split([part.numel() for part in parts])
-        for (parameter, gradient), whole in zip(partial, sums, strict=True):
-            mesh, local = cast(DTensor, gradient).device_mesh, whole.view(gradient.shape)
-            parameter.set_sum(DTensor.from_local(local, mesh, [Replicate()], run_check=False))
+            issue(all_reduce_in_tree_order if self.sums_in_tree_order else _all_reduce, issued, (), flat, self.ranks)
+        sums = iter(torch.split(flat, [gradient.numel() for gradient in partial]))
+        for parameter, gradient in gradients.items():
+            if _is_partial(gradient):
+                local, mesh = next(sums).view(gradient.shape), gradient.device_mesh
+                parameter.set_sum(DTensor.from_local(local.to(dtype), mesh, [Replicate()], run_check=False))
+            elif gradient.dtype != dtype:
+                parameter.set_sum(gradient.to(dtype))
 
-    def _all_reduce(self, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the sum of a flat tensor over the tensor axis, in `dtype`."""
-        if not self.sums_in_tree_order:
-            dist.all_reduce(flat, group=self.ranks)
-            return flat.to(dtype)
-        num_ranks, numel = self.ranks.size(), flat.numel()
-        length = row_length(-(-numel // num_ranks), flat.dtype, flat.device)
-        chunks = nn.functional.pad(flat, (0, num_ranks * length - numel))
-        total = flat.new_empty(length, dtype=torch.float32)
-        sum_over_ranks(chunks, torch.empty_like(chunks), total, 1, self.ranks)
-        sums = flat.new_empty(num_ranks * length, dtype=dtype)
-        all_gather(sums, total.to(dtype), self.ranks, async_op=False)
-        return sums[:numel]
+
+def _all_reduce(flat: torch.Tensor, ranks: dist.ProcessGroup) -> None:
+    dist.all_reduce(flat, group=ranks)
 
 
 def _sum_of(parameter: GroupParameter) -> torch.Tensor | None:
@@ -122,5 +108,5 @@ def _sum_of(parameter: GroupParameter) -> torch.Tensor | None:
     return parameter.own_sum
 
 
-def _is_partial(gradient: torch.Tensor) -> bool:
+def _is_partial(gradient: torch.Tensor) -> TypeGuard[DTensor]:
     return isinstance(gradient, DTensor) and gradient.placements == (Partial(),)

@@ -221,7 +221,7 @@ def tokens_of(index, rank, size):
 
 
 def on_own_tokens(model, mesh):
-    """Let each rank of a tensor axis run TokenLayers on its own tokens. All gradients but that of `scale` are partial then."""
+    """Let each rank of a tensor axis run TokenLayers on its own tokens. Only the gradient of `scale` is not partial."""
     style = SequenceParallel(sequence_dim=0, use_local_output=True)
     leaves = [fqn for fqn, module in model.named_modules() if isinstance(module, nn.LayerNorm | nn.Linear)]
     return parallelize_module(model, mesh, dict.fromkeys(leaves, style))

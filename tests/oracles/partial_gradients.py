@@ -1,7 +1,8 @@
 """The oracle of partial gradients: one process, plain torch, all data and tensor ranks written out. No zeroamp.
 
-Each rank computes gradients of the whole model on its own tokens. Those that depend on tokens are summed over the tensor ranks of each data
-rank, then averaged over the data ranks. Both sums take what ranks send: gradients in the communication dtype.
+Each rank computes gradients of the whole model on its own tokens. Those that depend on tokens are summed over the
+tensor ranks of each data rank. All are averaged over the data ranks then. Both sums take what ranks send: gradients in
+the communication dtype.
 """
 
 import copy

@@ -47,7 +47,7 @@ class PartialGradients(Extension):
             of_group = gradients[state.holders.get(group.name) or cast(FSDPModule, model.get_submodule(group.unit))]
             dtypes = group_dtypes(group.key, state.plan.policy, ranks_of(state.mesh))
             of_group.post_backward_of_fsdp = _SummedBefore(
-                post_backward=of_group.post_backward_of_fsdp,
+                reduce=of_group.post_backward_of_fsdp,
                 group=of_group.group,
                 name=group.name,
                 ranks=axis.get_group(),
@@ -60,9 +60,10 @@ class PartialGradients(Extension):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SummedBefore:
-    """A post-backward of FSDP2's, before which the partial gradients of the group are summed if it reduces them."""
+    """The post-backward of a group. It sums the partial gradients, if the group reduces now, and then calls FSDP2's."""
 
-    post_backward: Callable[..., Any]
+    reduce: Callable[..., Any]
+    """FSDP2's post-backward."""
     group: ParameterGroup
     name: str
     ranks: dist.ProcessGroup
@@ -74,7 +75,7 @@ class _SummedBefore:
         """Sum the partial gradients, then reduce the group."""
         if self.group.reduces:
             self._sum()
-        return self.post_backward(*unused)
+        return self.reduce(*unused)
 
     def _sum(self) -> None:
         gradients = {each: gradient for each in self.group.parameters if (gradient := _sum_of(each)) is not None}

@@ -66,7 +66,8 @@ class GroupGradients:
         self._in_reduction: list[int] = []  # positions in the flat gradients that are reduced now
         self._of_all_replicas: dict[int, torch.Tensor] = {}  # position -> `parameter.grad` before such sums
         self._pre_forward_of_fsdp = group.replace("pre_forward", self._pre_forward)
-        self._post_backward_of_fsdp = group.replace("post_backward", self._post_backward)
+        self.post_backward_of_fsdp = group.replace("post_backward", self._post_backward)
+        """Reduces the group's gradients, which are complete then. An extension may put a function around it."""
 
     @property
     def used(self) -> frozenset[int]:
@@ -207,7 +208,7 @@ class GroupGradients:
                 self.filled.update(i for i in zeros if group.parameters[i].sharded.grad is None)
                 used = [i for i, parameter in enumerate(group.parameters) if parameter.has_gradient]
             self._in_reduction = used
-        return self._post_backward_of_fsdp(*unused)
+        return self.post_backward_of_fsdp(*unused)
 
 
 def follow_gradients(root: nn.Module) -> list[GroupGradients]:

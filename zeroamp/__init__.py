@@ -31,6 +31,7 @@ EXTENSIONS = {
     "zeroamp.param_gather_dtype": "zeroamp.float8.extension:Float8",
     "data_types.optimizer_states_dtype": "zeroamp.optimizers.bf16_states:OptimizerStates",
     "zeroamp.offload_between_steps": "zeroamp.host_memory.between_steps:OffloadBetweenSteps",
+    "torch.distributed.tensor.DTensor": "zeroamp.meshes.partial_gradients:PartialGradients",
     "torch_autocast.lower_precision_safe_modules=auto": "zeroamp.discovery.extension:Discovery",
     "Ledger.plan_traffic": "zeroamp.dry_run.planned_traffic:plan_traffic",
     "Ledger.bytes_per_step": "zeroamp.dry_run.planned_traffic:bytes_per_step",

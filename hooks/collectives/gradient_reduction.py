@@ -315,7 +315,8 @@ def all_reduce_in_tree_order(
     Allocates about as much memory as the tensor has, before it issues the first collective.
 
     Args:
-        tensor: 1-D, contiguous, fp32. If the number of ranks does not divide its size, a padded copy is summed.
+        tensor: 1-D, contiguous. A low precision is sent as it is, and the fp32 sum is rounded to it. If the number of
+            ranks does not divide its size, a padded copy is summed.
         group: the ranks, in the order of the tree.
         divide_by: divides the sum.
         nodes: the two levels of the group. None: one level.
@@ -326,11 +327,11 @@ def all_reduce_in_tree_order(
     if length * num_ranks != numel:
         chunks = tensor.new_zeros(length * num_ranks)
         chunks[:numel].copy_(tensor)
-    received, total = torch.empty_like(chunks), tensor.new_empty(length)
+    received, total = torch.empty_like(chunks), tensor.new_empty(length, dtype=torch.float32)
     sum_over_ranks(chunks, received, total, divide_by, group, nodes)
     if nodes is not None:
-        nodes.all_gather(chunks, total)
+        nodes.all_gather(chunks, total.to(chunks.dtype))
     else:
-        all_gather(chunks, total, group, async_op=False)
+        all_gather(chunks, total.to(chunks.dtype), group, async_op=False)
     if chunks is not tensor:
         tensor.copy_(chunks[:numel])

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 VOCAB, WIDTH, HEADS, LENGTH = 64, 32, 4, 16
+NUM_TOKENS = 16
 
 
 class Attention(nn.Module):
@@ -178,6 +179,52 @@ def tensor_parallel(model, mesh, *, tied=False, sequence=False):
     if tied:
         model.embed.weight = model.head.weight = weight
     return model
+
+
+class TokenBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x))
+
+
+class TokenLayers(nn.Module):
+    """Layers that see one token at a time: takes tokens of NUM_TOKENS, returns their part of the mean loss.
+
+    `scale` has a loss of its own, which does not depend on tokens.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(TokenBlock() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).float().square().sum() / NUM_TOKENS + self.scale.float().pow(2).sum() / WIDTH
+
+
+def token_layers():
+    """The same weights on every call."""
+    torch.manual_seed(0)
+    return TokenLayers()
+
+
+def tokens_of(index, rank, size):
+    """The tokens of one rank of a tensor axis, of one data rank and micro-batch."""
+    tokens = torch.randn(NUM_TOKENS, WIDTH, generator=torch.Generator().manual_seed(1000 + index))
+    return tokens.chunk(size)[rank]
+
+
+def on_own_tokens(model, mesh):
+    """Let each rank of a tensor axis run TokenLayers on its own tokens. Only the gradient of `scale` is not partial."""
+    style = SequenceParallel(sequence_dim=0, use_local_output=True)
+    leaves = [fqn for fqn, module in model.named_modules() if isinstance(module, nn.LayerNorm | nn.Linear)]
+    return parallelize_module(model, mesh, dict.fromkeys(leaves, style))
 
 
 class Experts(nn.Module):

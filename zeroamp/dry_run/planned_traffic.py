@@ -1,7 +1,8 @@
 """Computes the traffic of one optimizer step, from a `Plan` and numbers of ranks.
 
 Bytes are those of the unsharded tensor, as `Traffic` counts them. So the planned calls and bytes per collective, dtype
-and group are equal to those that `zeroamp.traffic(model)` counts in one step.
+and group are equal to those that `zeroamp.traffic(model)` counts in one step. Neither has the collectives of a tensor
+axis: which gradients are partial is known in a backward only.
 """
 
 import math

@@ -53,14 +53,6 @@ STOCK = {
             "gather_16bit_weights_on_model_save": True,
         },
     },
-    "axolotl zero1_torch_compile": {
-        **AUTO_STEP,
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto", "auto_cast": False, "initial_scale_power": 32, **SCALE},
-        "wall_clock_breakdown": False,
-        "compile": {"disable": False, "backend": "inductor"},
-        "zero_optimization": {"stage": 1, "overlap_comm": True},
-    },
     "transformers zero3": {
         **AUTO_STEP,
         "fp16": AUTO_FP16,
@@ -103,7 +95,6 @@ KNOWN = {
 IGNORED = {
     "LLaMA-Factory z3": ("comms_config.verbose", "monitor_config.csv_monitor.enabled"),
     "axolotl zero3_bf16": (),
-    "axolotl zero1_torch_compile": ("compile.backend",),
     "transformers zero3": ("zero_optimization.offload_param.nvme_path", "aio.queue_depth"),
 }
 """Keys that change nothing, and have a line in the report."""

@@ -92,13 +92,6 @@ class GatheredWeight(WithHead):
         return cross_entropy(F.linear(x, weight.full_tensor() if isinstance(weight, DTensor) else weight), tokens)
 
 
-class Regularised(WithHead):
-    """Adds a term of its embedding's weight to its loss."""
-
-    def loss(self, x, tokens):
-        return super().loss(x, tokens) + 0.01 * self.embed.weight.pow(2).sum()
-
-
 class InferenceReads(WithHead):
     """Reads its head's weight in inference mode, before it calls its head."""
 
@@ -183,7 +176,6 @@ EMBEDDING_MODELS = {
     "chunked_reads": ChunkedReads,
     "reads_in_forward": ReadsInForward,
     "functional_tie": FunctionalTie,
-    "regularised": Regularised,
     "gathered_weight": GatheredWeight,
     "inference_reads": InferenceReads,
     "checkpointed_lookup": CheckpointedLookup,

@@ -64,9 +64,16 @@ def test_a_forward_that_raises_ends_its_labels_at_once():
     assert all(end(forward) <= clip["ts"] for forward in raised)
     assert crossing(events) == []
     assert names(events)[len(UNITS) :] == [f"forward ({fqn or 'root'})" for fqn in UNITS]
-    for handle in handles:
+    earlier = model.inner.register_forward_pre_hook(_raise, prepend=True)
+    with pytest.raises(ValueError, match="asked to"):
+        recorded(model, torch.ones(2, 4))
+    for handle in (earlier, *handles):
         handle.remove()
     assert names(recorded(model, torch.ones(2, 4))) == []
+
+
+def _raise(_module, _args):
+    raise ValueError("asked to")
 
 
 def test_a_label_holds_the_dtype_and_costs_no_name_without_a_profiler():

@@ -6,9 +6,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from tests.measuring.collectives import Collectives
 from tests.measuring.sources import ROOT, python_files
 from zeroamp.hooks._torch import dispatch, process_groups
+from zeroamp.hooks._torch import fsdp as _fsdp
 from zeroamp.hooks._torch.private_names import REASONS
 
 FOLDER = ROOT / "hooks" / "_torch"
@@ -22,6 +27,30 @@ OF_PRIVATE_CLASSES = {
     "gradient_divide_factor",
 }
 """Names of FSDP2's private classes that begin with none."""
+
+
+def _of_replicas():
+    """What `leave_replicas_alone` leaves of a group: type of its mesh's info, size of its shard group, placements."""
+    torch.manual_seed(0)
+    module = nn.Linear(2, 2)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    _fsdp.leave_replicas_alone(module)
+    (group,) = _fsdp.groups_of(module._get_fsdp_state())
+    same = group.post_forward_mesh_info is group.mesh_info
+    seen = []
+    module.set_all_reduce_hook(lambda reduced: seen.append(reduced.numel()))
+    with Collectives() as collectives:
+        module(torch.ones(1, 2) * (dist.get_rank() + 1)).sum().backward()
+    gradient = module.weight.grad
+    return type(group.mesh_info).__name__, same, seen, dict(collectives.calls), gradient.placements, gradient.to_local()
+
+
+def test_fsdp2_leaves_replicas_to_the_hook(ranks2):
+    for rank, (name, same, seen, calls, placements, gradient) in enumerate(ranks2.run(_of_replicas)):
+        assert (name, same, seen, calls) == ("FSDPMeshInfo", True, [6], {})
+        assert str(placements) == "(Replicate(), Shard(dim=0))"
+        assert torch.equal(gradient, torch.full((2, 2), rank + 1.0))
 
 
 def _groups_after_the_program_has_made_one_for_two_ranks():

@@ -2,8 +2,6 @@
 
 import ast
 import inspect
-from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -23,10 +21,6 @@ def test_imports_are_absolute_and_name_the_package(layer):
         assert not bare, f"{path.name}: a bare import loads a second copy"
 
 
-def test_links_are_not_followed_when_files_are_listed():
-    assert not [path for path in python_files("zeroamp") if path.relative_to(ROOT).parts[1] in ("policies", "hooks")]
-
-
 def test_policies_do_not_touch_torch_distributed():
     for path in python_files("policies"):
         assert "import torch.distributed" not in path.read_text(), path.name
@@ -39,21 +33,6 @@ def test_all_names_exist_are_sorted_and_documented():
         value = getattr(zeroamp, public)
         if inspect.isclass(value) or inspect.isfunction(value):
             assert inspect.getdoc(value), f"{public} has no docstring"
-
-
-CORE = ("policies", "hooks", "zeroamp/planning", "zeroamp/wrapping", "zeroamp/training", "zeroamp/ledger")
-
-
-def test_no_two_files_of_the_core_have_one_name():
-    stems = Counter(path.stem for folder in CORE for path in python_files(folder) if path.stem != "__init__")
-    assert [stem for stem, number in stems.items() if number > 1] == []
-
-
-def test_the_links_are_links():
-    for folder in ("policies", "hooks"):
-        link = ROOT / "zeroamp" / folder
-        assert link.is_symlink()
-        assert link.readlink() == Path("..") / folder
 
 
 @pytest.mark.parametrize("folder", ["oracles", "models"])

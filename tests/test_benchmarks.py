@@ -7,14 +7,10 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from benchmarks import step_memory, step_time
-from benchmarks.peers.engine import Engine, mean
-from benchmarks.peers.engines import VARIANTS
+from benchmarks import step_time
 from benchmarks.peers.model import SHAPES, Decoder
 from benchmarks.peers.options import Options
-from benchmarks.peers.timing import Sample, ratios, rounds
 from tests.processes.launch import module
 
 CPU = torch.device("cpu")
@@ -88,102 +84,11 @@ def test_every_engine_moves_what_its_formula_says(times):
         assert measured["traffic"] == _expected()
 
 
-def test_every_engine_has_a_row_and_an_absent_one_a_reason(times):
-    measured, of_time, of_traffic = times[0]
-    reasons = {f"DeepSpeed {which}": "not installed" for which in ("1", "2", "3", "3 nothing live")}
-    assert measured["reasons"] == reasons
-    assert [row["engine"] for row in of_time] == [*_expected(), *reasons]
-    assert [row["ms"] for row in of_time[-4:]] == ["not installed"] * 4
-    assert of_time[6]["/ FSDP2 bf16 reshard"] == "1.000 (1.000 to 1.000)"
-    assert [row["engine"] for row in of_traffic] == [*_expected()]
-    assert all(len(mine) == OPTIONS.rounds for mine in measured["samples"].values())
-
-
 def test_engines_of_the_same_numerics_train_to_the_same_loss(times):
     losses = times[0][0]["losses"]
     same = ["zeroamp 1", "zeroamp 2", "zeroamp 3", "zeroamp 3 live", "FSDP2 autocast reshard", "DDP autocast"]
     assert len({losses[name] for name in same}) == 1
     assert losses["FSDP2 bf16 reshard"] == losses["FSDP2 bf16 reshard again"] != losses["zeroamp 3"]
-
-
-@pytest.mark.slow
-def test_what_single_choices_cost_is_measured_on_the_same_bits(ranks2):
-    options = Options(model="tiny", batch=2, length=16, rounds=1, warm_up=0, engines=("zeroamp 3", *VARIANTS))
-    losses, _ = ranks2.run(_with_options, options)[0]
-    assert losses.keys() == set(options.engines)
-    assert len(set(losses.values())) == 1
-
-
-def _with_options(options):
-    measured = step_time.measure(options, CPU)
-    return measured["losses"], measured["traffic"]
-
-
-@pytest.mark.slow
-def test_engines_accumulate_clip_and_recompute_alike(ranks2):
-    names = ("zeroamp 2", "FSDP2 autocast no reshard", "DDP autocast")
-    options = Options(model="tiny", batch=2, length=16, micro_batches=2, clip=0.5, checkpointing=True,
-                      rounds=2, warm_up=0, engines=names)  # fmt: skip
-    losses, traffic = ranks2.run(_with_options, options)[0]
-    total = _numels()[0]
-    # The sum of the micro-batches is rounded in another order where each is reduced by itself.
-    assert losses["zeroamp 2"] == pytest.approx(losses["DDP autocast"], abs=1e-4)
-    assert losses["FSDP2 autocast no reshard"] == pytest.approx(losses["DDP autocast"], abs=1e-4)
-    assert traffic["FSDP2 autocast no reshard"]["reduce_scatter", torch.float32] == (6, 8 * total)
-    assert traffic["DDP autocast"]["all_reduce", torch.float32] == (1, 4 * total)
-
-
-def _miscounting():
-    tensor = torch.ones(4)
-
-    def step():
-        dist.all_reduce(tensor)
-        return mean([tensor.sum()])
-
-    own = {("all_reduce", torch.float32): (0, 0)}
-    with pytest.raises(AssertionError, match="the engine counted"):
-        step_time.counted(Engine(step=step, own_count=lambda: own))
-    return step_time.counted(Engine(step=step))
-
-
-def test_an_engine_that_counts_something_else_is_refused(ranks2):
-    assert ranks2.run(_miscounting)[0] == {("all_reduce", torch.float32): (1, 16)}
-
-
-def _order():
-    log = []
-    steps = {name: lambda name=name: log.append(name) or torch.zeros(()) for name in "abc"}
-    samples = rounds(steps, CPU, num_rounds=2, warm_up=2)
-    return "".join(log), {name: len(mine) for name, mine in samples.items()}
-
-
-def test_the_order_rotates_and_warm_up_rounds_do_not_count(ranks2):
-    assert ranks2.run(_order)[0] == ("abcbcacababc", {"a": 2, "b": 2, "c": 2})
-
-
-def test_ratios_are_taken_round_by_round():
-    spread = ratios([1.0, 20.0, 3.0], [1.0, 10.0, 1.0])
-    assert (spread.middle, spread.lower, spread.upper) == (2.0, 1.0, 3.0)
-    assert Sample(1e-3, 2.0000004).as_json() == {"seconds": 0.001, "cpu_seconds": 2.0}
-
-
-def _measured_memory():
-    names = ("FSDP2 bf16 reshard", "zeroamp 3", "DDP autocast", "DeepSpeed 3")
-    options = Options(model="tiny", batch=2, length=16, rounds=3, warm_up=1, engines=names)
-    return _without_deepspeed(step_memory.measure, options)
-
-
-@pytest.mark.slow
-def test_memory_is_measured_of_one_engine_at_a_time(ranks2):
-    found = ranks2.run(_measured_memory)[0]
-    total = _numels()[0]
-    assert found.pop("DeepSpeed 3") == {"reason": "not installed"}
-    for name, engine in found.items():
-        # Weights and the two moments in fp32, of a rank's half or all; and DDP's gradients, which stay.
-        state = 16 * total if name == "DDP autocast" else 6 * total
-        assert state <= engine["held"] < 1.5 * state, name
-        assert engine["peak"] > engine["held"]
-    assert step_memory.rows({"x": {"reason": "why"}}) == [{"engine": "x", "peak, MiB": "why"}]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import zeroamp
 from tests.processes.launch import ROOT
 from tests.processes.other_device import model_on_another_device
+from zeroamp.policies.schema import Config, iter_keys
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")] + PAGES
@@ -86,6 +87,15 @@ RUNNING = {path: [code for is_fragment, code in blocks(path) if not is_fragment]
 @pytest.mark.parametrize("path", [path for path, codes in RUNNING.items() if codes], ids=name)
 def test_the_blocks_of_a_page_run(ranks2, path):
     assert ranks2.run(_run, RUNNING[path]) == [2, 2]
+
+
+@pytest.mark.parametrize("page", ["config.md", "accumulation.md", "deepspeed-api.md"])
+def test_tables_are_what_the_code_generates(page):
+    text = (ROOT / "docs" / page).read_text()
+    assert "<!-- generated: " in text
+    assert text == generator().render(text), "run: python docs/generate.py"
+    for key in iter_keys(Config) if page == "config.md" else ():
+        assert f"`{key.path}`" in text, key.path
 
 
 def test_the_api_page_lists_every_public_name():

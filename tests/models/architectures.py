@@ -4,8 +4,6 @@ import torch
 from torch import nn
 
 IDS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
-MASK = torch.ones(2, 9, dtype=torch.long)
-MASK[1, 6:] = 0
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
@@ -41,11 +39,6 @@ def gpt2():
     return _model("GPT2LMHeadModel", config), (), {"input_ids": IDS}
 
 
-def bert():
-    config = _config("BertConfig", **SMALL, intermediate_size=48, max_position_embeddings=32, **NO_DROPOUT)
-    return _model("BertForSequenceClassification", config), (), {"input_ids": IDS, "attention_mask": MASK}
-
-
 def t5():
     config = _config(
         "T5Config", vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
@@ -74,28 +67,9 @@ def mixtral_batched():
     return mixtral("batched_mm")
 
 
-def whisper():
-    config = _config(
-        "WhisperConfig", vocab_size=64, num_mel_bins=8, encoder_layers=1, encoder_attention_heads=4, decoder_layers=1,
-        decoder_attention_heads=4, decoder_ffn_dim=48, encoder_ffn_dim=48, d_model=32, max_source_positions=10,
-        max_target_positions=16, dropout=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
-    )  # fmt: skip
-    return _model("WhisperForConditionalGeneration", config), (), {
-        "input_features": _noise(2, 8, 20), "decoder_input_ids": IDS[:, :5],
-    }  # fmt: skip
-
-
 def mamba():
     config = _config("MambaConfig", vocab_size=64, hidden_size=32, state_size=4, num_hidden_layers=2, use_cache=False)
     return _model("MambaForCausalLM", config), (), {"input_ids": IDS}
-
-
-def gpt_oss():
-    config = _config(
-        "GptOssConfig", **SMALL, intermediate_size=48, num_key_value_heads=2, head_dim=8, num_local_experts=4,
-        num_experts_per_tok=2,
-    )  # fmt: skip
-    return _model("GptOssForCausalLM", config), (), {"input_ids": IDS}
 
 
 class ConvNet(nn.Module):
@@ -181,7 +155,7 @@ def _noise(*shape):
 
 
 TRANSFORMERS = {f.__name__: f for f in (
-    llama, llama_checkpointed, gpt2, bert, t5, vit, mixtral, mixtral_batched, whisper, mamba, gpt_oss
+    llama, llama_checkpointed, gpt2, t5, vit, mixtral, mixtral_batched, mamba
 )}  # fmt: skip
 PLAIN = {f.__name__: f for f in (conv_net, recurrent, attention, encoder, encoder_eval)}
 ARCHITECTURES = {**TRANSFORMERS, **PLAIN}

@@ -12,7 +12,7 @@ from tests.models.families import Batch, Family
 _noise, _ids, _text, _images = families._noise, families._ids, families._text, families._images
 _of_transformers, _pairs = families._of_transformers, families._pairs
 _VOCAB, _SIZES, _DECODER, _TOKENS = families._VOCAB, families._SIZES, families._DECODER, families._TOKENS
-_NO_DROPOUT, _TOWER, _MAMBA_2 = families._NO_DROPOUT, families._TOWER, {"mamba_d_state": 4, "mamba_d_conv": 4}
+_NO_DROPOUT = families._NO_DROPOUT
 
 
 class _JointBlock(nn.Module):

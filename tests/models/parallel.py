@@ -166,13 +166,9 @@ def tensor_parallel(model, mesh, *, tied=False, sequence=False):
             plan[f"blocks.{index}.{name}"] = RowwiseParallel(**rows)
         if norm is not None:
             plan |= {f"blocks.{index}.{name}": norm for name in ("norm1", "norm2")}
-    if tied:
-        weight = nn.Parameter(distribute_tensor(model.embed.weight.detach(), mesh, [Shard(0)]))
-        plan["embed"] = RowwiseParallel(input_layouts=Replicate(), **rows)
-        plan["head"] = ColwiseParallel(output_layouts=Replicate(), **columns)
-    else:
-        plan["embed"] = RowwiseParallel(input_layouts=Replicate(), **rows)
-        plan["head"] = ColwiseParallel(output_layouts=Replicate(), **columns)
+    plan["embed"] = RowwiseParallel(input_layouts=Replicate(), **rows)
+    plan["head"] = ColwiseParallel(output_layouts=Replicate(), **columns)
+    weight = nn.Parameter(distribute_tensor(model.embed.weight.detach(), mesh, [Shard(0)])) if tied else None
     if norm is not None:
         plan["norm"] = norm
     parallelize_module(model, mesh, plan)
@@ -293,15 +289,18 @@ def group_of(mesh):
 
 
 class HfDecoder(nn.Module):
-    """A LLaMA of transformers: the mean loss over the tokens that follow."""
+    """A LLaMA, or with `experts` a Mixtral, of transformers: the mean loss over the tokens that follow."""
 
-    def __init__(self, *, tied=False):
+    def __init__(self, *, tied=False, experts=False):
         super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
         sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "vocab_size": VOCAB, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": HEADS, "num_key_value_heads": 2}
-        self.lm = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=tied))
+        sizes |= {"num_attention_heads": HEADS, "num_key_value_heads": 2, "tie_word_embeddings": tied}
+        if experts:
+            self.lm = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4))
+        else:
+            self.lm = LlamaForCausalLM(LlamaConfig(**sizes))
 
     def forward(self, tokens, following):
         logits = self.lm(input_ids=tokens, use_cache=False).logits
@@ -324,24 +323,6 @@ def hf_tensor_parallel(model, mesh):
     apply_tensor_parallelism(model.lm, mesh, plan)
     model.lm.tie_weights()
     return model
-
-
-class HfMoeDecoder(HfDecoder):
-    """A Mixtral of transformers: the mean loss over the tokens that follow."""
-
-    def __init__(self):
-        nn.Module.__init__(self)
-        from transformers import MixtralConfig, MixtralForCausalLM
-
-        sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "vocab_size": VOCAB, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": HEADS, "num_key_value_heads": 2, "num_local_experts": 4}
-        self.lm = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
-
-
-def hf_moe_decoder():
-    """The same weights on every call."""
-    torch.manual_seed(0)
-    return HfMoeDecoder()
 
 
 def hf_expert_parallel(model, mesh):

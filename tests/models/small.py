@@ -217,31 +217,6 @@ class HfLlama(nn.Module):
         return LlamaForCausalLM(hf_llama_config())
 
 
-def _towers(**more):
-    text = {"vocab_size": VOCAB, "max_position_embeddings": 8, "bos_token_id": 0, "eos_token_id": 1}
-    vision = {"image_size": 6, "patch_size": 3}
-    shared = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return {"text_config": {**shared, **text, **more}, "vision_config": {**shared, **vision, **more}}
-
-
-class HfClip(nn.Module):
-    """transformers' CLIP: two towers and one 0-D parameter."""
-
-    def __new__(cls):
-        from transformers import CLIPConfig, CLIPModel
-
-        return CLIPModel(CLIPConfig(**_towers(projection_dim=WIDTH), projection_dim=WIDTH))
-
-
-class HfSiglip(nn.Module):
-    """transformers' SigLIP: two towers, and parameters of one element."""
-
-    def __new__(cls):
-        from transformers import SiglipConfig, SiglipModel
-
-        return SiglipModel(SiglipConfig(**_towers()))
-
-
 class Rotated(nn.Module):
     """A block that takes tables in whatever dtype they come, as rotary embeddings do."""
 
@@ -463,28 +438,21 @@ MORE_MODELS = {
 }
 
 
-CONTRASTIVE = {"clip": HfClip, "siglip": HfSiglip}
-"""Models of images and texts."""
-
-
 def build(name, seed=0):
     torch.manual_seed(seed)
-    return (MODELS | MORE_MODELS | CONTRASTIVE)[name]().train()
+    return (MODELS | MORE_MODELS)[name]().train()
 
 
 def batch(name, index, size=2):
     """Batch number `index`: the same on every rank and in the reference."""
     generator = torch.Generator().manual_seed(1000 + index)
-    if name == "conv" or name in CONTRASTIVE:
+    if name == "conv":
         return torch.randn(size, 3, 6, 6, generator=generator)
     return torch.randint(0, VOCAB, (size, 12), generator=generator)
 
 
 def loss_of(model, inputs):
-    """The loss, for our models and for transformers' alike. Of images, the texts are made of their pixels."""
-    if hasattr(model, "get_image_features"):
-        texts = inputs.flatten(1)[:, :8].abs().mul(100).long() % VOCAB
-        return model(input_ids=texts, pixel_values=inputs, return_loss=True).loss
+    """The loss, for our models and for transformers' alike."""
     if hasattr(model, "_no_split_modules"):
         return model(input_ids=inputs, labels=inputs).loss
     return model(inputs)

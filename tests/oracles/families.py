@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from tests.models.families import NUM_RANKS, loss_of
+from tests.oracles import plain_loop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,27 +42,9 @@ def grouped_products_in(dtype: torch.dtype) -> Iterator[None]:
 
 def train(family, *, num_steps, lr):
     """Train under plain bf16 autocast with AdamW; gradients are averaged in fp32 in the order of the ranks."""
-    model = family.seeded()
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.1)
-    losses = [[] for _ in range(NUM_RANKS)]
-    for step in range(num_steps):
-        of_ranks = []
-        for rank in range(NUM_RANKS):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = loss_of(model, family.batch(step * NUM_RANKS + rank))
-            losses[rank].append(float(loss.detach()))
-            of_ranks.append(torch.autograd.grad(loss.float(), parameters, allow_unused=True))
-        for parameter, *gradients in zip(parameters, *of_ranks, strict=True):
-            parameter.grad = _average(gradients)
-        optimizer.step()
-    return Expected(losses=losses, parameters={fqn: p.detach().clone() for fqn, p in model.named_parameters()})
 
+    def adamw(parameters):
+        return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=lr, weight_decay=0.1)
 
-def _average(gradients):
-    """The mean over the ranks, None if none has a gradient."""
-    total = None
-    for gradient in gradients:
-        if gradient is not None:
-            total = gradient.clone() if total is None else total + gradient
-    return None if total is None else total / len(gradients)
+    losses, _, parameters, _ = plain_loop.train(family, num_steps=num_steps, num_micro=1, make_optimizer=adamw)
+    return Expected(losses=[[loss for (loss,) in of_rank] for of_rank in losses], parameters=parameters)

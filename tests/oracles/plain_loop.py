@@ -17,7 +17,7 @@ def train(family, *, num_steps, num_micro, make_optimizer, reduces_each=True, cl
     add, instead of adding on each rank and averaging once.
     """
     model = family.seeded()
-    named = dict(model.named_parameters())
+    named = {fqn: parameter for fqn, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = make_optimizer(model.parameters())
     losses, without, norms = [[[] for _ in range(num_steps)] for _ in range(NUM_RANKS)], [], []
     for step in range(num_steps):
@@ -40,7 +40,7 @@ def train(family, *, num_steps, num_micro, make_optimizer, reduces_each=True, cl
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
         optimizer.step()
         optimizer.zero_grad()
-    return losses, without, {fqn: parameter.detach() for fqn, parameter in named.items()}, norms
+    return losses, without, {fqn: parameter.detach() for fqn, parameter in model.named_parameters()}, norms
 
 
 def _sum(gradients):

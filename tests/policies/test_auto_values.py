@@ -11,6 +11,7 @@ def test_an_argument_is_named_by_the_last_part_by_the_path_or_by_the_block():
     cfg = {"bf16": {"enabled": "auto"}, "gradient_clipping": "auto", ZERO: {"stage": "auto"}}
     policy = policy_from_config(cfg, bf16=True, gradient_clipping=0.5, zero_optimization__stage=2)
     assert (policy.mode, policy.gradient_clipping, policy.stage) == ("bf16", 0.5, 2)
+    assert dict(policy.given)["gradient_clipping"] == 0.5
     assert policy == policy_from_config(
         cfg, **{"bf16.enabled": True, "gradient_clipping": 0.5, "zero_optimization.stage": 2}
     )
@@ -55,8 +56,3 @@ def test_a_filled_value_is_checked_like_a_written_one():
         policy_from_config({"gradient_clipping": "auto"}, gradient_clipping="much")
     with pytest.raises(ConfigError, match='the argument hidden_size .* is the string "64". Pass'):
         policy_from_config({ZERO: {"stage3_prefetch_bucket_size": "auto"}}, hidden_size="64")
-
-
-def test_the_report_shows_what_was_filled():
-    policy = policy_from_config({"gradient_clipping": "auto"}, gradient_clipping=0.5)
-    assert dict(policy.given) == {"gradient_clipping": 0.5}

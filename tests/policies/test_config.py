@@ -4,7 +4,6 @@ import copy
 import json
 import pickle
 import sys
-from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -13,19 +12,10 @@ from torch import nn
 
 from tests.models.small import Llama
 from zeroamp import ConfigError, policy_from_config
-from zeroamp.policies.json_values import flatten, nest
-from zeroamp.policies.policy import NO_OFFLOAD, Offload
+from zeroamp.policies.policy import Offload
 from zeroamp.policies.safe_modules import resolve_safe_classes
-from zeroamp.policies.schema import Config, Honoured, iter_keys
-from zeroamp.reporting.key_report import report_rows
 
 AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
-
-
-def test_an_empty_config_is_fp32_at_stage_0_without_clipping():
-    policy = policy_from_config({})
-    assert (policy.mode, policy.low_dtype, policy.stage) == ("fp32", None, 0)
-    assert (policy.gradient_clipping, policy.gradient_accumulation_steps) == (0.0, 1)
 
 
 def test_a_file_and_a_mapping_give_the_same_policy(tmp_path):
@@ -35,50 +25,37 @@ def test_a_file_and_a_mapping_give_the_same_policy(tmp_path):
     assert policy_from_config(path) == policy_from_config(str(path)) == policy_from_config(cfg)
 
 
-@pytest.mark.parametrize("name", ["bf16", "bfloat16"])
-def test_dtype_spellings(name):
-    assert policy_from_config({"torch_autocast": {"enabled": True, "dtype": name}}).low_dtype == torch.bfloat16
-
-
-def test_a_disabled_block_is_validated_but_has_no_effect():
-    assert policy_from_config({"torch_autocast": {"enabled": False, "dtype": "fp32"}}).mode == "fp32"
-
-
 def test_a_check_of_a_mode_that_is_off_has_no_effect():
     policy = policy_from_config({"torch_autocast": AUTOCAST, "bf16": {"enabled": False, "check_grad_overflow": True}})
     assert not policy.check_grad_overflow
     assert "bf16 is not enabled" in policy.report()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_16_bit_weights_on_save_are_the_low_dtype_of_the_mode(stage):
-    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+def test_16_bit_weights_on_save_are_the_low_dtype_of_the_mode():
+    zero = {"stage": 2, "stage3_gather_16bit_weights_on_model_save": True}
     policy = policy_from_config({"torch_autocast": AUTOCAST, "zero_optimization": zero})
     assert policy.export_dtype == torch.bfloat16
     assert policy_from_config(policy.to_config()) == policy
     assert "stage3_gather_16bit_weights_on_model_save" in policy.report()
     changed = policy.replace(stage3_gather_16bit_weights_on_model_save=False)
     assert changed.export_dtype == torch.float32
-    assert policy_from_config({"fp16": {"enabled": True}}).export_dtype == torch.float32
-
-
-def test_16_bit_weights_on_save_need_a_16_bit_precision():
     with pytest.raises(ConfigError, match="stage3_gather_16bit_weights_on_model_save .* is true. Enable one"):
-        policy_from_config({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}})
+        policy_from_config({"zero_optimization": zero})
 
 
-def test_a_key_twice_in_a_file_is_refused(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text('{"gradient_clipping": 1.0, "gradient_clipping": 2.0}')
-    with pytest.raises(ConfigError, match="gradient_clipping occurs twice .* Correct the file"):
-        policy_from_config(path)
-
-
-@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"\xff\xfe\x00", b"", b"[]"])
-def test_a_file_that_is_no_json_is_refused(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        *((content, "bad.json.* must contain a JSON object") for content in (b"{", b"\xff\xfe", b"", b"[]")),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "must contain a JSON object"),
+        (b'{"gradient_clipping": 1.0, "gradient_clipping": 2.0}', "gradient_clipping occurs twice"),
+    ],
+    ids=["half", "no UTF-8", "empty", "a list", "nesting without end", "a key twice"],
+)
+def test_a_file_that_is_no_json_object_is_refused(tmp_path, content, words):
     path = tmp_path / "bad.json"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="bad.json.* must contain a JSON object.* Correct the file"):
+    with pytest.raises(ConfigError, match=f"{words}.* Correct the file"):
         policy_from_config(path)
 
 
@@ -104,16 +81,13 @@ def test_a_class_name_that_is_none_says_what_was_looked_up(name, words):
     assert words in str(caught.value)
 
 
-def test_a_dtype_that_may_be_an_alias_is_checked_against_the_enabled_block():
-    assert policy_from_config({"bf16": {"enabled": True}, "data_types": {"param_dtype": "bfloat16"}}).mode == "bf16"
-    with pytest.raises(ConfigError, match='data_types.param_dtype must be "bf16" .*is "fp16". Remove it'):
-        policy_from_config({"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp16"}})
-
-
 def test_what_is_read_is_the_policys_own():
-    cfg = {"torch_autocast": dict(AUTOCAST)}
+    names = ["Linear"]
+    cfg = {"torch_autocast": {**AUTOCAST, "lower_precision_safe_modules": names}}
     policy = policy_from_config(cfg)
     cfg["torch_autocast"]["dtype"] = "float16"
+    names.append("Other")
+    assert "Other" not in policy.report()
     assert policy.low_dtype == torch.bfloat16
     assert dict(policy.given)["torch_autocast.dtype"] == "bfloat16"
 
@@ -133,10 +107,7 @@ def test_offload_of_parameters_is_that_of_all_and_offload_of_the_optimizer_alone
     ("value", "found"),
     [
         (np.float32(1), "a float32"),
-        (np.bool_(True), "a bool"),
-        (np.ones(2), "a ndarray"),
         (torch.tensor(1.0), "a Tensor"),
-        (Decimal(3), "a Decimal"),
         (b"1", "a bytes"),
         ({1.0}, "a set"),
     ],
@@ -155,18 +126,6 @@ def test_values_that_json_does_not_have_are_refused_wherever_they_are(value, fou
         assert f"is {found}. Write a plain Python value" in str(caught.value)
 
 
-def test_a_numpy_float64_is_a_float():
-    policy = policy_from_config({"gradient_clipping": np.float64(0.5)})
-    assert type(policy.gradient_clipping) is float
-
-
-def test_nesting_without_end_is_refused(tmp_path):
-    path = tmp_path / "deep.json"
-    path.write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
-    with pytest.raises(ConfigError, match="must contain a JSON object"):
-        policy_from_config(path)
-
-
 def test_an_error_lists_the_first_twenty_keys_and_counts_the_others():
     cfg = {f"key_{number}": 1 for number in range(5000)}
     with pytest.raises(ConfigError) as caught:
@@ -176,26 +135,15 @@ def test_an_error_lists_the_first_twenty_keys_and_counts_the_others():
     assert last == "5,030 more keys have errors."
 
 
-def test_lists_are_copied_too():
-    names = ["Linear"]
-    policy = policy_from_config({"torch_autocast": {**AUTOCAST, "lower_precision_safe_modules": names}})
-    names.append("Other")
-    assert "Other" not in policy.report()
-
-
 @pytest.mark.parametrize(
     ("cfg", "changes", "key", "value"),
     [
         ({"bf16": {"enabled": True}}, {"stage": 7}, "zero_optimization.stage", "is 7"),
-        ({"bf16": {"enabled": True}}, {"gradient_accumulation_steps": 0}, "gradient_accumulation_steps", "is 0"),
-        ({"bf16": {"enabled": True}}, {"communication_data_type": "fp16"}, "communication_data_type", 'is "fp16"'),
-        ({"bf16": {"enabled": True}}, {"grad_accum_dtype": "fp16"}, "data_types.grad_accum_dtype", 'is "fp16"'),
         ({"bf16": {"enabled": True}}, {"fp16": True}, "bf16.enabled and fp16.enabled", "are true"),
-        ({}, {"zero_hpz_partition_size": 2}, "zero_optimization.zero_hpz_partition_size", "is 2"),
         ({}, {"stagee": 2}, "stagee is not a key of the config. Did you mean 'stage'?", ""),
         ({}, {"device": "cpu"}, "device is the name of several keys", "offload_param.device"),
         ({}, {"gradient_clipping": torch.ones(1)}, "gradient_clipping", "is a Tensor"),
-        ({}, {"amp": True}, "amp", "is true"),
+        ({}, {"mode": "fp16"}, "mode is not a key", ""),  # not comet.mode, which changes nothing
         ({"train_batch_size": 12}, {"gradient_accumulation_steps": 5}, "train_batch_size", "is 12"),
     ],
     ids=str,
@@ -239,11 +187,6 @@ def test_equal_policies_hash_alike_and_survive_a_pickle_and_a_copy():
         assert copy.replace(policy, stage=2).stage == 2
 
 
-def test_a_policy_prints_the_keys_that_differ_from_their_defaults():
-    policy = policy_from_config({"bf16": {"enabled": True}, "gradient_clipping": 0, "zero_optimization": {"stage": 2}})
-    assert repr(policy) == "policy_from_config({'bf16': {'enabled': True}, 'zero_optimization': {'stage': 2}})"
-
-
 def test_a_report_lists_the_keys_of_the_config_and_the_defaults_if_asked():
     policy = policy_from_config({"bf16": {"enabled": True}})
     lines = policy.report().splitlines()
@@ -251,11 +194,6 @@ def test_a_report_lists_the_keys_of_the_config_and_the_defaults_if_asked():
     assert lines[-1].endswith("keys not in the config have their default.")
     assert "  zero_optimization.stage = 0" in policy.report(defaults=True).splitlines()
     assert "zero_optimization.stage" not in policy.report()
-
-
-def test_no_line_of_a_report_is_wider_than_the_terminal(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    assert max(map(len, policy_from_config({"torch_autocast": AUTOCAST}).report(defaults=True).splitlines())) <= 60
 
 
 SET = {"zero_optimization.stage": 3, "gradient_accumulation_steps": 2, "fp16.enabled": True}
@@ -331,13 +269,6 @@ def test_every_honoured_key_is_in_the_policy_its_text_and_its_report(key):
         assert changed.replace(**{key.path: held[key.path]}) == changed
 
 
-def test_replace_takes_honoured_keys_by_their_last_part_and_blocks_at_any_depth():
-    policy = policy_from_config({"bf16": {"enabled": True}})
-    with pytest.raises(ConfigError, match="^mode is not a key"):  # not comet.mode, which changes nothing
-        policy.replace(mode="fp16")
-    assert policy.replace(offload_param={"device": "cpu"}).offload == Offload(to_cpu=True)
-
-
 def test_replace_derives_the_batch_sizes_again_that_were_derived():
     policy = policy_from_config({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, world_size=2)
     changed = policy.replace(gradient_accumulation_steps=5)
@@ -351,21 +282,6 @@ def test_replace_derives_the_batch_sizes_again_that_were_derived():
     assert (removed.train_batch_size, removed.gradient_accumulation_steps) == (4, 1)
 
 
-@pytest.mark.parametrize(
-    ("cfg", "change", "expected"),
-    [
-        (
-            {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
-            {"bf16_optimizer_states": None},
-            {"bf16": {"enabled": True}},
-        ),
-    ],
-    ids=str,
-)
-def test_a_key_whose_value_another_one_holds_can_be_changed_and_taken_out(cfg, change, expected):
-    assert policy_from_config(cfg).replace(**change) == policy_from_config(expected)
-
-
 def test_replace_takes_dtypes_and_says_which_blocks_have_enabled():
     policy = policy_from_config({"torch_autocast": AUTOCAST})
     assert policy.replace(torch_autocast__dtype=torch.float16).low_dtype == torch.float16
@@ -373,21 +289,9 @@ def test_replace_takes_dtypes_and_says_which_blocks_have_enabled():
         policy.replace(enabled=True)
 
 
-@pytest.mark.parametrize("name", ["stage", "config", "no_such_key"])
-def test_a_policy_is_frozen_and_says_what_to_call(name):
+def test_a_policy_is_frozen_and_says_what_to_call():
     policy = policy_from_config({})
-    with pytest.raises(
-        ConfigError, match=rf"^policy\.{name} was set, but a Policy is frozen. Call policy.replace\({name}="
-    ):
-        setattr(policy, name, 1)
-    with pytest.raises(ConfigError, match=f"^policy.{name}"):
-        delattr(policy, name)
-
-
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("key", ["zeroamp.own_units", "zero_optimization.stage3_prefetch_bucket_size"])
-def test_a_key_of_stage_3_has_no_effect_at_others(key, stage):
-    cfg = {"zero_optimization": {"stage": stage, "stage3_prefetch_bucket_size": 5}, "zeroamp": {"own_units": False}}
-    row = next(row for row in report_rows(policy_from_config(cfg)) if row["key"] == key)
-    expected = "honoured" if stage == 3 else "no effect"
-    assert (row["status"], row["note"] == f"stage is {stage}") == (expected, stage != 3)
+    with pytest.raises(ConfigError, match=r"^policy\.stage was set, .* frozen. Call policy.replace\(stage="):
+        policy.stage = 1
+    with pytest.raises(ConfigError, match="^policy.stage"):
+        del policy.stage

@@ -35,31 +35,15 @@ def test_one_pattern_and_a_list_of_one_are_the_same_policy():
     ("override", "options", "words"),
     [
         ({"modules": []}, {}, r"zeroamp.overrides.0.modules must name modules, but is \[\]"),
-        ({"modules": [""], "compute": "fp32"}, {}, "zeroamp.overrides.0.modules must name modules"),
         ({"modules": "head"}, {}, "zeroamp.overrides.0 sets no dtype. Add compute, param or communication"),
         ({"compute": "fp32"}, {}, "zeroamp.overrides.0.modules is missing"),
         ({"modules": "head", "compte": "fp32"}, {}, "zeroamp.overrides.0.compte is a key of neither .*mean 'compute'"),
-        (
-            {"modules": 3, "compute": "fp32"},
-            {},
-            "overrides.0.modules must be a pattern or a list of patterns, but is 3. Ch",
-        ),
-        ({"modules": "head", "compute": "int8"}, {}, "zeroamp.overrides.0.compute must be one of"),
-        (
-            {"modules": "head", "compute": "fp16"},
-            {},
-            '0.compute must be "fp32" or "bf16" in mode autocast, but is "fp16"',
-        ),
+        ({"modules": 3, "compute": "fp32"}, {}, "0.modules must be a pattern or a list of patterns, but is 3. Ch"),
         ({"modules": "head", "param": "bf16"}, {"mode": "fp16"}, '0.param must be "fp32" or "fp16" in mode fp16'),
         ({"modules": "head", "compute": "bf16"}, {"mode": "fp32"}, "enable torch_autocast or a bf16 block"),
         ({"modules": "head", "compute": "fp32", "param": "bf16"}, {}, '0.param must be "fp32", as compute is'),
         ({"modules": "head", "communication": "fp16"}, {}, '0.communication must be "fp32" or "bf16" unless something'),
         ({"modules": "head", "communication": "bf16"}, {"stage": 0}, '0.communication must be "fp32" at stage 0'),
-        (
-            {"modules": "head", "communication": "fp16"},
-            {"stage": 0, "mode": "fp16", "reduce_accumulate_dtype": "native"},
-            "reduce_accumulate_dtype must be|overrides.0.communication must be",
-        ),
         ("head", {}, "zeroamp.overrides.0 must be an object of keys"),
     ],
 )
@@ -72,10 +56,8 @@ def test_what_contradicts_itself_or_the_mode_is_refused_by_name(override, option
     ("override", "options"),
     [
         ({"modules": "head", "compute": "fp32"}, {"mode": "fp32"}),
-        ({"modules": "head", "communication": "bf16"}, {"mode": "fp32"}),
         ({"modules": "head", "compute": "fp16", "communication": "fp16"}, {"mode": "fp16"}),
         ({"modules": "head", "communication": "bf16"}, {"stage": 0, "reduce_accumulate_dtype": "native"}),
-        ({"modules": "head", "communication": "fp32"}, {"stage": 0}),
         ({"modules": "head", "compute": "bf16", "param": "bf16"}, {}),
     ],
 )

@@ -26,7 +26,6 @@ STAGE3 = {
     "stage3_max_reuse_distance": 1e9,
     "stage3_gather_16bit_weights_on_model_save": True,
 }
-NOT_OFFLOADED = {"device": "none", "pin_memory": True}
 STOCK = {
     "LLaMA-Factory z3": {
         **AUTO_STEP,
@@ -52,29 +51,6 @@ STOCK = {
             "max_live_parameters": 0,
             "max_reuse_distance": 0,
             "gather_16bit_weights_on_model_save": True,
-        },
-    },
-    "axolotl zero1_torch_compile": {
-        **AUTO_STEP,
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto", "auto_cast": False, "initial_scale_power": 32, **SCALE},
-        "wall_clock_breakdown": False,
-        "compile": {"disable": False, "backend": "inductor"},
-        "zero_optimization": {"stage": 1, "overlap_comm": True},
-    },
-    "ms-swift zero3": {
-        **AUTO_STEP,
-        "fp16": AUTO_FP16,
-        "bf16": {"enabled": "auto"},
-        "steps_per_print": 2000,
-        "wall_clock_breakdown": False,
-        "zero_optimization": {
-            **STAGE3,
-            "offload_optimizer": NOT_OFFLOADED,
-            "offload_param": NOT_OFFLOADED,
-            "overlap_comm": True,
-            "zero_quantized_weights": False,
-            "zero_quantized_gradients": False,
         },
     },
     "transformers zero3": {
@@ -116,6 +92,12 @@ KNOWN = {
     "warmup_num_steps": 10,
 }
 """What a loader knows of a run, whatever the config asks for."""
+IGNORED = {
+    "LLaMA-Factory z3": ("comms_config.verbose", "monitor_config.csv_monitor.enabled"),
+    "axolotl zero3_bf16": (),
+    "transformers zero3": ("zero_optimization.offload_param.nvme_path", "aio.queue_depth"),
+}
+"""Keys that change nothing, and have a line in the report."""
 
 
 @pytest.mark.parametrize("name", STOCK)
@@ -126,29 +108,12 @@ def test_a_stock_config_loads_from_a_file_with_the_open_keys_filled(tmp_path, na
     policy = policy_from_config(path, world_size=2, **{key: KNOWN[key] for key in wanted & KNOWN.keys()})
     assert policy == policy_from_config(json.loads(str(policy)), world_size=2)
     assert policy.mode == "bf16"
+    for key in IGNORED[name]:
+        assert [row["status"] for row in report_rows(policy) if row["key"] == key] == ["native"]
     assert policy.train_batch_size == 16
     if policy.stage == 3:
         assert (policy.prefetch_bucket_size, policy.param_persistence_threshold) == (int(0.9 * 64 * 64), 640)
         assert policy.gather_16bit_weights_on_save
-
-
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("LLaMA-Factory z3", "comms_config.verbose"),
-        ("LLaMA-Factory z3", "monitor_config.csv_monitor.enabled"),
-        ("axolotl zero1_torch_compile", "compile.backend"),
-        ("transformers zero3", "zero_optimization.offload_param.nvme_path"),
-        ("transformers zero3", "aio.queue_depth"),
-    ],
-)
-def test_what_deepspeed_ignores_has_a_line_in_the_report(name, key):
-    cfg = {**STOCK[name], **dict.fromkeys(AUTO_BATCH), "optimizer": None, "scheduler": None}
-    policy = policy_from_config(cfg, gradient_clipping=1.0, bf16=True, fp16=False, **(
-        {"hidden_size": 64} if cfg["zero_optimization"]["stage"] == 3 else {}
-    ))  # fmt: skip
-    assert [row["status"] for row in report_rows(policy) if row["key"] == key] == ["native"]
-    assert f"  {key} = " in policy.report()
 
 
 def test_a_second_name_is_the_key_itself():
@@ -159,10 +124,6 @@ def test_a_second_name_is_the_key_itself():
     both = {"stage": 3, "max_live_parameters": 5, "stage3_max_live_parameters": 5}
     assert policy_from_config({"zero_optimization": both}) == long
     assert long.replace(zero_optimization={"stage": 3, "max_live_parameters": 5}) == long
-    opened = policy_from_config(
-        {"zero_optimization": {"stage": 3, "max_live_parameters": "auto"}}, max_live_parameters=5
-    )
-    assert opened == long
 
 
 @pytest.mark.parametrize("dtype", ["torch.bfloat16", torch.bfloat16, "bf16"], ids=repr)
@@ -173,11 +134,8 @@ def test_a_dtype_by_any_of_its_names(dtype):
     assert policy_from_config(json.loads(str(policy))) == policy
 
 
-@pytest.mark.parametrize("steps", [float("inf"), 0, None])
-def test_an_infinite_number_of_steps_between_prints_is_never(tmp_path, steps):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"steps_per_print": steps}))
-    assert policy_from_config(path) == policy_from_config({})
+def test_an_infinite_number_of_steps_between_prints_is_never():
+    assert policy_from_config({"steps_per_print": float("inf")}) == policy_from_config({})
     assert policy_from_config({"steps_per_print": 2e3}).steps_per_print == 2000
 
 

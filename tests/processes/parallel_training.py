@@ -56,7 +56,7 @@ def prepared(mesh, *, tied=False, sequence=False, experts=False, hf=False, ring=
     `context_parallel` replaces the attention.
     """
     if experts and hf:
-        model = parallel.hf_moe_decoder()
+        model = parallel.hf_decoder(experts=True)
         return parallel.hf_expert_parallel(model, mesh) if size_of(mesh, "ep") > 1 else model
     if experts:
         model = parallel.moe_decoder(parallel.group_of(mesh["ep"]) if size_of(mesh, "ep") > 1 else None)

@@ -32,5 +32,3 @@ def test_a_run_does_not_use_the_default_device(ranks2, tmp_path):
         (same, loss, norm), other = ranks2.run(_trained_and_saved, tmp_path / str(stage), stage)
         assert (same, loss, norm) == other
         assert same
-        assert loss > 0
-        assert norm > 0

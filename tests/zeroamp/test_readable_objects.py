@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zeroamp
-from tests.models.small import Llama, batch, loss_of
+from tests.models.small import batch, loss_of
 from tests.processes.training import config, wrapped
 from tests.zeroamp.dry_run.plans import plan
 
@@ -14,63 +14,40 @@ NAME = "llama_tied"
 FP16 = {"dtype": None, "fp16": {"enabled": True, "initial_scale_power": 4}}
 
 
-def _after_steps(options, num_steps):
-    torch.manual_seed(0)
+def _texts(options):
+    """Of a TrainStep before and after two steps, of their reports, of the ledger and of its verification."""
     model = wrapped(NAME, config(**options))
     train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     texts = [repr(train)]
-    for _ in range(num_steps):
+    for _ in range(4):
         train.backward(loss_of(model, batch(NAME, 0)))
         if report := train.step():
             texts.append(repr(report))
-    return [*texts, repr(train)]
+    ledger = zeroamp.explain(model)
+    verified = ledger.verify(model, batch(NAME, 0), loss_fn=lambda output: output.float().mean())
+    return [*texts, repr(train), repr(ledger), repr(verified)]
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "words", "loss_scale"),
     [
-        ({"stage": 0}, "mode autocast, ZeRO stage 0, all-gathered/reduced in bf16/fp32 and fp32/fp32"),
-        ({"stage": 3}, "mode autocast, ZeRO stage 3, all-gathered/reduced in bf16/bf16 and fp32/fp32"),
-        ({"stage": 2, **FP16}, "mode fp16, ZeRO stage 2, all-gathered/reduced in fp16/fp16"),
+        ({"stage": 0}, "mode autocast, ZeRO stage 0, all-gathered/reduced in bf16/fp32 and fp32/fp32", 1),
+        ({"stage": 2, **FP16}, "mode fp16, ZeRO stage 2, all-gathered/reduced in fp16/fp16", 16),
     ],
-    ids=["stage 0", "stage 3", "fp16"],
+    ids=["autocast", "fp16"],
 )
-def test_a_train_step_shows_stage_dtypes_optimizers_and_counts(ranks2, options, words):
-    before, *_, after = ranks2.run(_after_steps, {"accumulation": 2, **options}, 4)[0]
-    scale = "16" if "fp16" in options else "1"
+def test_each_object_of_a_run_is_one_line(ranks2, options, words, loss_scale):
+    before, *reports, after, ledger, verified = ranks2.run(_texts, {"accumulation": 2, **options})[0]
     for text, num_steps in ((before, 0), (after, 2)):
-        counts = f"micro-batches per step: 2, steps: {num_steps}, skipped: 0, loss scale {scale}"
+        counts = f"micro-batches per step: 2, steps: {num_steps}, skipped: 0, loss scale {loss_scale}"
         assert text == f"TrainStep({words}, AdamW, {counts})"
-
-
-@pytest.mark.parametrize(("options", "end"), [({}, ""), (FP16, ", loss scale 16")], ids=["autocast", "fp16"])
-def test_a_report_shows_its_numbers(ranks2, options, end):
-    _, first, second, _ = ranks2.run(_after_steps, {"stage": 3, **options}, 2)[0]
-    for step, text in ((1, first), (2, second)):
+    end = ", loss scale 16" if loss_scale == 16 else ""
+    for step, text in enumerate(reports, 1):
         assert re.fullmatch(rf"StepReport\(step {step}: loss [\d.]+, gradient norm [\d.]+, lr 0.01{end}\)", text), text
-
-
-def _ledger(model, **ranks):
-    return zeroamp.Ledger(plan=zeroamp.build_plan(model, zeroamp.policy_from_config(config(3))), **ranks)
-
-
-@pytest.mark.parametrize("ranks", [{}, {"num_shards": 4}], ids=["no ranks", "4 ranks"])
-def test_a_ledger_is_one_line(ranks):
-    low = "91.7% of the trainable elements in bf16"
-    title = f"mode autocast, ZeRO stage 3, 3 units below the root, 5 groups, 33,600 parameters, {low}"
-    assert repr(_ledger(Llama(tied=True), **ranks)) == f"Ledger({title})"
-
-
-def _verified(stage):
-    model = wrapped(NAME, config(stage))
-    return repr(zeroamp.explain(model).verify(model, batch(NAME, 0), loss_fn=lambda output: output.float().mean()))
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_verification_is_one_line(ranks2, stage):
-    title = "23 parameters, 1 micro-batches: every dtype is the expected one"
-    result = f"Verification({title}; collectives and their bytes are as planned)"
-    assert ranks2.run(_verified, stage)[0] == result
+    title = words.partition(", all")[0]
+    assert re.fullmatch(rf"Ledger\({title}, 3 units below the root, .* 33,600 parameters.*\)", ledger)
+    title = "23 parameters, 2 micro-batches: every dtype is the expected one"
+    assert verified == f"Verification({title}; collectives and their bytes are as planned)"
 
 
 def test_a_plan_is_one_line():

@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 import zeroamp
@@ -41,37 +40,6 @@ def _average():
 
 def test_an_average_of_shards_is_the_shard_of_the_average(ranks2):
     assert ranks2.run(_average) == [[], []]
-
-
-def _checkpointed(is_checkpointed):
-    model = build(NAME)
-    block = type(model.blocks[0])
-    if is_checkpointed:
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, block))
-    model = zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)), auto_wrap_policy={block})
-    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    recomputed = 0
-
-    def count(*_):
-        nonlocal recomputed
-        recomputed += 1
-
-    handle = next(module for module in model.modules() if isinstance(module, block)).register_forward_pre_hook(count)
-    for index in range(2):
-        train.backward(loss_of(model, batch(NAME, 2 * index + dist.get_rank())))
-        train.step()
-    handle.remove()
-    full = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in full_parameters(model).items()}
-    return full, recomputed
-
-
-def _activation_checkpointing():
-    (plain, once), (checkpointed, twice) = _checkpointed(False), _checkpointed(True)
-    return same_bits(plain, checkpointed), once, twice
-
-
-def test_checkpointed_activations_change_no_bit(ranks2):
-    assert ranks2.run(_activation_checkpointing) == [([], 2, 4)] * 2
 
 
 def _closure():

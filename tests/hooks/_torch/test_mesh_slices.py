@@ -1,10 +1,7 @@
 """Slices of a mesh: the mesh that they are of, flattened and joined ones, as this torch makes them."""
 
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
-from zeroamp.hooks._torch.dtensor import is_strided, split_dim
 from zeroamp.hooks._torch.mesh_slices import flattened, joined, root_of
 
 
@@ -23,12 +20,3 @@ def test_slices_know_their_root_and_can_be_joined(ranks4):
         assert flat == [rank % 2, rank % 2 + 2]
         assert (names, whole) == (("dp_cp", "tp"), [[0, 1], [2, 3]])
         assert groups == [1, 2]
-
-
-def test_placements_tell_what_they_split():
-    assert [split_dim(each) for each in (Replicate(), Shard(1), _StridedShard(0, split_factor=2))] == [None, 1, 0]
-    assert [is_strided(each) for each in (Replicate(), Shard(1), _StridedShard(0, split_factor=2))] == [
-        False,
-        False,
-        True,
-    ]

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zeroamp import PrecisionError
 from zeroamp.hooks.precision.autocast import enter_autocast, refuse_autocast, warn_of_other_autocast
-from zeroamp.hooks.root_forward import ForwardCall, RootForward
+from zeroamp.hooks.root_forward import RootForward
 from zeroamp.hooks.unit_hooks import UnitHooks
 
 OUTER = {
@@ -22,13 +22,7 @@ OUTER = {
 
 
 class Probe(nn.Module):
-    def __init__(self, action=None):
-        super().__init__()
-        self.action = action
-
     def forward(self):
-        if self.action == "raise":
-            raise ValueError("from the forward")
         return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
 
@@ -58,39 +52,20 @@ def _probe():
     return _with_autocast(Probe())
 
 
-def test_on_inside_and_off_outside():
-    assert _probe()() == (True, torch.bfloat16)
-    assert not torch.is_autocast_enabled("cpu")
-
-
-def test_off_after_a_forward_that_raises():
-    probe = _with_autocast(Probe("raise"))
-    for _ in range(2):
-        with pytest.raises(ValueError, match="from the forward"):
-            probe()
-        assert not torch.is_autocast_enabled("cpu")
-
-
 @pytest.mark.parametrize(("outer", "words"), [("none", None), ("same", None),
                          ("other dtype", "torch.autocast('cpu', dtype=torch.float16)"),
                          ("disabled", "torch.autocast('cpu', enabled=False)")])  # fmt: skip
 def test_with_autocast_in_the_config_it_wins_and_another_is_warned_about_once(caplog, outer, words):
-    probe = _probe()
-    with caplog.at_level(logging.WARNING, logger="zeroamp"):
+    for number in (1, 2):  # once per model, not once per process
+        probe = _probe()
         for _ in range(3):
-            with OUTER[outer]():
+            with caplog.at_level(logging.WARNING, logger="zeroamp"), OUTER[outer]():
                 assert probe() == (True, torch.bfloat16)
-    assert len(caplog.messages) == (words is not None)
+        assert not torch.is_autocast_enabled("cpu")
+        assert len(caplog.messages) == number * (words is not None)
     if words:
         assert words in caplog.messages[0]
         assert "torch_autocast.dtype is bf16" in caplog.messages[0]
-
-
-def test_the_warning_is_once_per_model_and_not_once_per_process(caplog):
-    for probe in (_probe(), _probe()):
-        with torch.autocast("cpu", dtype=torch.float16):
-            probe()
-    assert len(caplog.messages) == 2
 
 
 def test_looking_around_leaves_the_callers_autocast_as_it_is():
@@ -100,13 +75,6 @@ def test_looking_around_leaves_the_callers_autocast_as_it_is():
         assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == (True, torch.float16)
         depth = torch.autocast_increment_nesting()
         assert torch.autocast_decrement_nesting() == depth - 1 == 2
-
-
-def test_an_autocast_of_another_device_type_is_none_of_ours(caplog, monkeypatch):
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: device_type == "cuda")
-    with torch.autocast("cpu", enabled=False):
-        warn_of_other_autocast("cpu", torch.bfloat16)(ForwardCall((), {}, is_outermost=True))
-    assert caplog.messages == []
 
 
 class Inner(nn.Module):
@@ -123,7 +91,7 @@ def test_a_region_that_the_model_opens_itself_is_its_own_business(caplog):
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_without_autocast_in_the_config_one_around_the_forward_is_refused(mode):
     probe = _without_autocast(Probe(), mode)
     assert probe()[0] is False
@@ -153,8 +121,7 @@ class Recorder(nn.Module):
         return checkpoint(self._inside, x, use_reentrant=use_reentrant)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("outer", ["none", "other dtype", "disabled"])
+@pytest.mark.parametrize(("outer", "use_reentrant"), [("none", False), ("other dtype", True), ("disabled", False)])
 def test_activation_checkpointing_recomputes_under_the_configs_autocast(outer, use_reentrant):
     model = _with_autocast(Recorder())
     with OUTER[outer]():

@@ -48,8 +48,11 @@ def _reduced(num_inside, partials, dtype):
     return total, everywhere, gathered
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("num_ranks", "num_inside"), [(4, 2), (8, 4), (8, 2)])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_inside", "dtype"),
+    [(4, 2, torch.bfloat16), (8, 4, torch.float32), (8, 2, torch.bfloat16)],
+    ids=str,
+)
 def test_two_levels_have_the_bits_of_the_tree(request, num_ranks, num_inside, dtype):
     ranks = request.getfixturevalue(f"ranks{num_ranks}")
     by_rank = ranks.run(_reduced, num_inside, "fp32", dtype)

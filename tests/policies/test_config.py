@@ -12,8 +12,10 @@ from torch import nn
 
 from tests.models.small import Llama
 from zeroamp import ConfigError, policy_from_config
-from zeroamp.policies.policy import Offload
+from zeroamp.policies.json_values import flatten, nest
+from zeroamp.policies.policy import NO_OFFLOAD, Offload
 from zeroamp.policies.safe_modules import resolve_safe_classes
+from zeroamp.policies.schema import Config, Honoured, iter_keys
 
 AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
 

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tests.measuring.collectives import Collectives
 from tests.measuring.sources import ROOT, python_files
-from zeroamp.hooks._torch import dispatch, process_groups
+from zeroamp.hooks._torch import dispatch, dtensor, process_groups
 from zeroamp.hooks._torch import fsdp as _fsdp
 from zeroamp.hooks._torch.private_names import REASONS
 
@@ -27,6 +27,40 @@ OF_PRIVATE_CLASSES = {
     "gradient_divide_factor",
 }
 """Names of FSDP2's private classes that begin with none."""
+
+
+def _fully_sharded():
+    torch.manual_seed(0)
+    module = nn.Linear(2, 2)
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    module(torch.ones(1, 2))
+    return module
+
+
+def _missing_of_fsdp():
+    """Name -> whether it is there and what it is taken for; those that are not."""
+    module = _fully_sharded()
+    state = module._get_fsdp_state()
+    (group,) = _fsdp.groups_of(state)
+    parameter = group.fsdp_params[0]
+    methods = ("_to_sharded", "pre_forward", *_fsdp.COMMUNICATION)
+    there = {name: callable(getattr(group, name, None)) for name in methods}
+    of_group = ("reduce_grads", "all_reduce_grads", "_partial_reduce_output", "unshard_async_op")
+    there |= {name: hasattr(group, name) for name in of_group}
+    there |= {name: callable(getattr(state, name, None)) for name in (*_fsdp.FORWARD_HOOKS, _fsdp.END_OF_BACKWARD)}
+    of_parameters = ("sharded_param", "unsharded_param", "unsharded_accumulated_grad")
+    of_parameters += ("fsdp_placement", "sharded_size", "contiguous_sharded_stride")
+    there |= {name: hasattr(parameter, name) for name in of_parameters}
+    there["post_forward_mesh_info"] = hasattr(group, "post_forward_mesh_info")
+    groups = [
+        "shard_process_group",
+        "shard_mesh_dim",
+        "shard_mesh_size",
+    ]
+    there |= {name: hasattr(group.mesh_info, name) for name in groups}
+    there["gradient_divide_factor"] = _fsdp.divide_factor(module) is None
+    there["_timeout"] = isinstance(_fsdp.timeout_of(dist.group.WORLD, "cpu"), timedelta)
+    return [name for name, is_there in there.items() if not is_there]
 
 
 def _of_replicas():
@@ -92,6 +126,30 @@ def test_groups_of_a_part_of_the_ranks_are_not_split_off_the_default_group(ranks
     assert ranks4.run(_devices_bound_when_groups_are_made) == [([None], torch.device("cpu", 0))] * 4
 
 
+def test_the_names_of_fsdp_exist(ranks2):
+    assert ranks2.run(_missing_of_fsdp) == [[], []]
+    assert hasattr(FSDPModule, "_get_fsdp_state")
+    for new, old in (
+        ("reduce_scatter_single", "reduce_scatter_tensor"),
+        ("all_gather_single", "all_gather_into_tensor"),
+    ):
+        assert hasattr(torch.distributed, new) or hasattr(torch.distributed, old)
+
+
+def _local_parts():
+    model = nn.Linear(4, 4)
+    fully_shard(model)
+    model(torch.ones(2, 4)).sum().backward()
+    parameters = list(model.parameters())
+    shards = [parameter.detach().to_local() for parameter in parameters]
+    ours = dtensor.local_parts([torch.ones(1), *parameters])[1:]
+    return [own.data_ptr() == shard.data_ptr() for own, shard in zip(ours, shards, strict=True)]
+
+
+def test_the_names_of_dtensors_exist(ranks2):
+    assert ranks2.run(_local_parts) == [[True, True]] * 2
+
+
 def _private_names(path):
     """The names in a file that only torch can have defined: imported, read as attributes, or looked up as strings."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -132,7 +190,41 @@ def test_no_other_file_uses_private_names():
     assert found == {}
 
 
-def test_only_the_active_steps_of_a_profiler_are_profiled():
+def test_the_names_of_the_dispatch_layer_do_what_is_said_of_them():
+    seen = []
+
+    class Mode(dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append((func.namespace, func.overloadpacket.__name__, dispatch.is_view_op(func)))
+            return func(*args, **(kwargs or {}))
+
+    real = torch.ones(2, 2)
+    with dispatch.FakeTensorMode(allow_non_fake_inputs=True), Mode():
+        fake = real + 1
+        fake.t()
+        view = torch.ops.aten._unsafe_view(fake, [4])
+    assert [entry for entry in seen if entry[0] == "aten"] == [
+        ("aten", "add", False),
+        ("aten", "t", True),
+        ("aten", "_unsafe_view", True),
+    ]
+    assert dispatch.storage_of(view) == dispatch.storage_of(fake) != dispatch.storage_of(real)
+    assert hash(dispatch.storage_of(view)) == hash(dispatch.storage_of(fake))
+    assert dispatch.storage_of(real.to_sparse()) is None
+
+
+def test_what_is_said_of_profilers_and_backwards_holds():
+    seen = []
+
+    def hook(_gradient):
+        seen.append(dispatch.is_in_backward())
+        dispatch.at_end_of_backward(lambda: seen.append("end"))
+
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(hook)
+    y.sum().backward()
+    assert (seen, dispatch.is_in_backward()) == ([True, "end"], False)
     found = [dispatch.is_profiling()]
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
     with torch.profiler.profile(

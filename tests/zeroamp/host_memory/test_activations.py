@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_
 
 import zeroamp
 from tests.models.small import batch, loss_of
-from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.processes.training import SmallTraining, adamw, config, same_bits, wrapped
 from zeroamp.hooks._torch.dispatch import storage_key
 from zeroamp.hooks._torch.fsdp import parameter_pairs
 
@@ -36,17 +36,16 @@ def _offload_blocks(model):
 
 
 def _train(stage, more, context, prepare=None):
-    model = wrapped(NAME, config(stage, accumulation=2, **more), prepare_before=prepare, auto_wrap_policy={"Block"})
-    step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    cfg = config(stage, accumulation=2, **more)
+    training = SmallTraining(cfg, adamw, name=NAME, prepare_before=prepare, auto_wrap_policy={"Block"})
     losses = []
     for index in range(6):
         with CONTEXTS[context]():
-            loss = loss_of(model, batch(NAME, 2 * index + dist.get_rank()))
+            loss = training.loss(index)
         losses.append(float(loss.detach()))
-        step.backward(loss)
-        step.step()
-    named = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in full_parameters(model).items()}
-    return losses, named
+        training.train.backward(loss)
+        training.train.step()
+    return losses, {fqn.replace("_checkpoint_wrapped_module.", ""): p for fqn, p in training.parameters().items()}
 
 
 def _same(stage, mode):
@@ -58,7 +57,7 @@ def _same(stage, mode):
     return {(losses == expected[0], not same_bits(named, expected[1])) for losses, named in runs}
 
 
-@pytest.mark.parametrize(("stage", "mode"), [(0, "autocast"), (1, "bf16"), (2, "fp16"), (3, "autocast"), (3, "bf16")])
+@pytest.mark.parametrize(("stage", "mode"), [(0, "autocast"), (1, "bf16"), (2, "fp16"), (3, "autocast")])
 def test_the_bits_are_those_without(ranks2, stage, mode):
     assert ranks2.run(_same, stage, mode) == [{(True, True)}] * 2
 

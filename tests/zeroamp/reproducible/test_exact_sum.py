@@ -5,7 +5,6 @@ from fractions import Fraction
 import pytest
 import torch
 
-from tests.selection import slow_but
 from zeroamp.reproducible.exact_sum import NUM_NUMBERS, ExactSum, total_of
 
 CPU = torch.device("cpu")
@@ -28,7 +27,7 @@ def _values(scale, num=100_001):
 
 
 @pytest.mark.parametrize("squares", [True, False])
-@pytest.mark.parametrize("scale", slow_but([1, 1e-30, 1e30, 1e-44], 1, 1e-44))
+@pytest.mark.parametrize("scale", [1, 1e30, 1e-44])
 def test_the_sum_is_the_same_for_every_grouping_and_is_the_exact_one_rounded(scale, squares):
     values = _values(scale)
     exact = sum(Fraction(value) ** (1 + squares) for value in values.double().tolist())
@@ -40,11 +39,6 @@ def test_the_sum_is_the_same_for_every_grouping_and_is_the_exact_one_rounded(sca
     (total,) = totals
     # Three parts are added: at most two roundings to 2^-53 beside the slices that were cut off.
     assert abs(Fraction(total) - exact) <= abs(exact) * Fraction(1, 2**51) + Fraction(1, 2**1000)
-
-
-def test_a_plain_fp64_sum_depends_on_the_grouping():
-    one, small = torch.tensor([1.0, 2**-53], dtype=torch.float64)
-    assert (one + small) + small != one + (small + small)
 
 
 def test_terms_that_cancel_are_cut_off_alike_by_all_groupings():

@@ -110,9 +110,15 @@ def _differ(loss_name, dtype, accumulation, is_plain):
     return same_bits(full_parameters(model), _in_one_process(loss_of, dtype, accumulation))
 
 
-@pytest.mark.parametrize("loss_name", LOSSES)
 @pytest.mark.parametrize(
-    ("dtype", "accumulation", "is_plain"), [(None, 2, False), (torch.bfloat16, 1, False), (None, 1, True)]
+    ("loss_name", "dtype", "accumulation", "is_plain"),
+    [
+        *((loss_name, None, 2, False) for loss_name in LOSSES),
+        ("penalty_of_inputs", torch.bfloat16, 1, False),
+        ("forces", torch.bfloat16, 1, False),
+        ("penalty_of_parameters", None, 1, True),
+        ("forces", None, 1, True),
+    ],
 )
 def test_at_stage_0_second_derivatives_have_the_bits_of_one_process(ranks2, loss_name, dtype, accumulation, is_plain):
     assert ranks2.run(_differ, loss_name, dtype, accumulation, is_plain) == [[]] * 2
@@ -131,8 +137,7 @@ def _refused(stage, loss_name):
     assert train.step().grad_norm > 0
 
 
-@pytest.mark.parametrize("loss_name", ["penalty_of_inputs", "forces"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "loss_name"), [(1, "forces"), (2, "penalty_of_inputs"), (3, "forces")])
 def test_at_other_stages_they_are_refused(ranks2, stage, loss_name):
     ranks2.run(_refused, stage, loss_name)
 

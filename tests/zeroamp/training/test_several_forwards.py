@@ -1,61 +1,46 @@
 """Several forwards in one `train.autocast()`: the bits of one `torch.autocast` around them."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 
-import zeroamp
-from tests.models.small import batch, build, loss_of
-from tests.processes.training import config, full_parameters, same_bits
-from tests.selection import slow_but
+from tests.models.small import batch, loss_of
+from tests.oracles import one_process
+from tests.processes.training import SmallTraining, adamw, config, same_bits
 
 NAME = "encoder"  # the in_proj of its MultiheadAttention is fp32, and autocast casts it
 NUM_STEPS = 3
 
 
-def _loss(model, index, *, is_reference):
+def _loss(model, inputs, *, is_reference):
     """A loss of two forwards with gradients. With `is_reference`, a third one without gradients runs first."""
     if is_reference:
         with torch.no_grad():
-            reference = loss_of(model, batch(NAME, 900 + index))
-    first, second = (loss_of(model, batch(NAME, 2 * index + part)) for part in (0, 1))
+            reference = loss_of(model, inputs.flip(1))
+    first, second = (loss_of(model, inputs.roll(part, 1)) for part in (0, 1))
     return first * second + (reference - first if is_reference else 0)
 
 
-def _train(stage, is_reference):
-    model = zeroamp.wrap_model(build(NAME), zeroamp.policy_from_config(config(stage, comm="fp32")))
-    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+def _trained(stage, is_reference):
+    training = SmallTraining(config(stage, comm="fp32"), adamw, name=NAME)
     losses = []
     for step in range(NUM_STEPS):
-        with train.autocast():
-            loss = _loss(model, 2 * step + dist.get_rank(), is_reference=is_reference)
+        with training.train.autocast():
+            inputs = batch(NAME, 2 * step + dist.get_rank())
+            loss = _loss(training.model, inputs, is_reference=is_reference)
         losses.append(float(loss.detach()))
-        train.backward(loss)
-        train.step()
-    return losses, full_parameters(model)
-
-
-def _one_process(is_reference):
-    model = build(NAME)
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
-    losses = [[], []]
-    for step in range(NUM_STEPS):
-        gradients = []
-        for rank in range(2):
-            # A forward without gradients caches casts without gradients in plain torch: it gets no cache.
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = _loss(_Uncached(model), 2 * step + rank, is_reference=is_reference)
-            losses[rank].append(float(loss.detach()))
-            gradients.append(torch.autograd.grad(loss, parameters))
-        for parameter, one, other in zip(parameters, *gradients, strict=True):
-            parameter.grad = (one.float() + other.float()) / 2
-        optimizer.step()
-    return losses, {fqn: parameter.detach() for fqn, parameter in model.named_parameters()}
+        training.train.backward(loss)
+        training.train.step()
+    return losses, training.parameters()
 
 
 class _Uncached(torch.nn.Module):
-    """A model whose forwards without gradients run without autocast's cache."""
+    """A model whose forwards without gradients run without autocast's cache.
+
+    In plain torch they would cache casts without gradients.
+    """
 
     def __init__(self, model):
         super().__init__()
@@ -66,10 +51,17 @@ class _Uncached(torch.nn.Module):
             return loss_of(self.model, inputs)
 
 
-@pytest.mark.parametrize("is_reference", [False, True], ids=["contrastive", "with a reference"])
-@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
+def _loss_in_one_process(model, inputs, *, is_reference):
+    return _loss(_Uncached(model), inputs, is_reference=is_reference)
+
+
+@pytest.mark.parametrize(
+    ("stage", "is_reference"),
+    [(0, True), pytest.param(1, True, marks=pytest.mark.slow), (3, False), (3, True)],
+)
 def test_two_forwards_have_the_bits_of_one_region(ranks2, stage, is_reference):
-    losses, parameters = _one_process(is_reference)
-    for rank, (own_losses, own_parameters) in enumerate(ranks2.run(_train, stage, is_reference)):
-        assert own_losses == losses[rank]
+    loss_fn = partial(_loss_in_one_process, is_reference=is_reference)
+    losses, _, parameters = one_process.train(NAME, world_size=2, num_steps=NUM_STEPS, loss_fn=loss_fn)
+    for rank, (own_losses, own_parameters) in enumerate(ranks2.run(_trained, stage, is_reference)):
+        assert own_losses == [loss for ranks in losses for loss in ranks[rank]]
         assert same_bits(own_parameters, parameters) == []

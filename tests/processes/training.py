@@ -81,13 +81,13 @@ class Run:
 
 def train(
     name, cfg, num_steps, *, mesh_shape=None, lr=1e-2, prepare_before=None, prepare=None, between=None, fields=None,
-    make_optimizer=None, example=None,
+    make_optimizer=None, example=None, loss_fn=None,
 ):  # fmt: skip
     """Train a small model on this rank; return its Run.
 
     prepare_before, prepare: called with the model before and after wrapping. between: after every backward.
     fields: of the policy, beside the config's. make_optimizer: {fqn: parameter} -> the optimizer, in place of AdamW.
-    example: inputs for a list of safe modules that is "auto".
+    example: inputs for a list of safe modules that is "auto". loss_fn: (`TrainStep`, inputs) -> the loss.
     """
     model = wrapped(name, cfg, mesh_shape=mesh_shape, prepare_before=prepare_before, fields=fields, example=example)
     if prepare is not None:
@@ -104,7 +104,7 @@ def train(
         losses.append([])
         for micro in range(accumulation):
             inputs = batch(name, (index * accumulation + micro) * world_size + rank)
-            loss = loss_of(model, inputs)
+            loss = loss_of(model, inputs) if loss_fn is None else loss_fn(step, inputs)
             losses[-1].append(float(loss.detach()))
             step.backward(loss)
             if between is not None:
@@ -169,7 +169,8 @@ def errors_of(actions):
 def check_errors(by_rank, patterns):
     """On every rank, the text of each error has its pattern."""
     for texts in by_rank:
-        assert {name: text for name, text in texts.items() if not re.search(patterns[name], text)} == {}
+        wrong = {name: text for name, text in texts.items() if not re.search(patterns[name], text)}
+        assert wrong == {}, wrong
         assert texts.keys() == patterns.keys()
 
 

@@ -9,7 +9,7 @@ from tests.oracles import tree_of_micro_batches
 from tests.processes import reproducible
 from tests.processes.ranks import RankError, Ranks
 from tests.processes.reproducible import SEED
-from tests.processes.training import check_errors, config, errors_of, full_parameters, same_bits
+from tests.processes.training import check_errors, config, errors_of, same_bits
 from tests.selection import slow_but
 
 NUM_STEPS = 20
@@ -90,33 +90,6 @@ def test_any_number_of_ranks_has_the_bits_of_the_tree(request, case):
             check(run, expected)
     if mode == "fp16":
         assert expected.scales[6:9] == [256, 512, 256], "the loss scale must have grown and fallen"
-
-
-def _with_and_without():
-    """The norms and parameters of a run without `reproducible`, and of one with it, on this rank."""
-    found = []
-    for keys in ({}, {"reproducible": True}):
-        cfg = cfg_of(gradient_accumulation_steps=4)
-        model = zeroamp.wrap_model(
-            reproducible.build_model("llama_tied"), zeroamp.policy_from_config({**cfg, "zeroamp": keys})
-        )
-        train = zeroamp.TrainStep(model, reproducible.adamw(model))
-        norms = []
-        for step in range(4):
-            for index in zeroamp.micro_batch_indices(train):
-                inputs = reproducible.inputs_of("llama_tied", step, index, 8)
-                train.backward(reproducible.loss("llama_tied", model, inputs))
-                report = train.step()
-            norms.append(report.grad_norm)
-        found.append((norms, full_parameters(model)))
-    return found
-
-
-def test_sums_one_after_the_other_have_other_bits_than_the_tree(ranks2):
-    # Were they the same, the tests above would show nothing.
-    ((norms, parameters), (norms_of_tree, parameters_of_tree)), *_ = ranks2.run(_with_and_without)
-    assert same_bits(parameters, parameters_of_tree) != []
-    assert norms == pytest.approx(norms_of_tree, rel=1e-4)  # the same sums, rounded elsewhere
 
 
 REFUSED = [

@@ -121,23 +121,39 @@ def test_between_norm_and_update_gradients_are_unscaled_and_clipped(ranks2):
         assert found[None] == pytest.approx(0.05, rel=1e-4), "None is the config's"
 
 
+def _lose_gradients(training):
+    """Discard the gradients of a micro-batch that was given as the last one and is not."""
+    training.backward(100, is_last=True)
+    reopen(driver_of(training.train))
+    training.optimizer.zero_grad()
+    for _ in range(2):
+        with pytest.raises(zeroamp.StepError, match="between two micro-batches"):
+            training.backward(101, is_last=True)
+
+
+def _run_micro_batches(training):
+    for micro in range(2):
+        training.backward(100 + micro, is_last=False)
+    assert not driver_of(training.train).is_between_steps
+
+
+def _leave_gradients(training):
+    """As another model's backward does."""
+    for parameter in training.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
 def _with_zero_grad(stage):
     """Train three steps: as they are, and with micro-batches and gradients in between that are given up."""
     found = []
     for gives_up in (False, True):
         training = SmallTraining(config(stage, accumulation=3, clip=CLIP), adamw)
         norms = []
-        for step in range(3):
-            if gives_up and step == 1:
-                for micro in range(2):
-                    training.backward(100 + micro, is_last=False)
-                assert not driver_of(training.train).is_between_steps
+        for step, fault in enumerate((_lose_gradients, _run_micro_batches, _leave_gradients)):
+            if gives_up:
+                fault(training)
                 training.train.zero_grad()
                 assert driver_of(training.train).is_between_steps
-            if gives_up and step == 2:  # gradients that another model's backward left here
-                for parameter in training.model.parameters():
-                    parameter.grad = torch.ones_like(parameter)
-                training.train.zero_grad()
             reports = [training.step(3 * step + micro) for micro in range(3)]
             norms.append(reports[-1].grad_norm)
         found.append((norms, training.parameters()))

@@ -7,6 +7,7 @@ from torch import nn
 
 import zeroamp
 from tests.models.small import ThreeUnits, loss_of
+from tests.oracles.plain_loop import PlainStep
 from tests.processes.training import SmallTraining, adamw, config, full_parameters, policy, same_bits
 from tests.selection import slow_but
 from zeroamp.training.step import driver_of
@@ -115,23 +116,6 @@ class Generator(nn.Module):
         return x
 
 
-class PlainStep:
-    """What a `TrainStep` does, in plain torch."""
-
-    def __init__(self, model, optimizer, clip):
-        self.model, self.optimizer, self.clip = model, optimizer, clip
-
-    def zero_grad(self):
-        self.optimizer.zero_grad()
-
-    def backward(self, loss):
-        loss.backward()
-
-    def step(self):
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip or float("inf"))
-        self.optimizer.step()
-
-
 def _gan(is_wrapped, clip):
     """Three rounds of a GAN on this rank: the losses, and the parameters of both models."""
     torch.manual_seed(0)
@@ -142,20 +126,16 @@ def _gan(is_wrapped, clip):
         optimizer = torch.optim.SGD(models[number].parameters(), lr=0.1)
         step = zeroamp.TrainStep(models[number], optimizer) if is_wrapped else PlainStep(model, optimizer, clip)
         steps.append(step)
-    generator, discriminator = models
-    losses = []
-    for index in range(3):
-        noise = torch.randn(4, 8, generator=torch.Generator().manual_seed(index))
-        for step, loss_fn in zip(
-            steps,
-            (lambda x: discriminator(generator(x)), lambda x: -discriminator(generator(x).detach())),
-            strict=True,
-        ):
-            step.zero_grad()
-            loss = loss_fn(noise)
-            losses.append(float(loss.detach()))
-            step.backward(loss)
-            step.step()
+    (generator, discriminator), losses = models, []
+    for index in range(6):
+        noise = torch.randn(4, 8, generator=torch.Generator().manual_seed(index // 2))
+        step = steps[index % 2]
+        step.zero_grad()
+        made = generator(noise)
+        loss = discriminator(made) if index % 2 == 0 else -discriminator(made.detach())
+        losses.append(float(loss.detach()))
+        step.backward(loss)
+        step.step()
     return losses, [full_parameters(model) for model in models]
 
 

@@ -11,8 +11,6 @@ import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.launch import ROOT
 from tests.processes.training import config, full_parameters, same_bits
-from zeroamp.integrations.loop_driver import reopen
-from zeroamp.training.step import driver_of
 
 NAME = "encoder"
 NUM_STEPS = 3
@@ -66,25 +64,23 @@ def _leave_unreduced(run):
     run.model.set_requires_gradient_sync(False)
 
 
+BUILT_BEFORE = "the optimizer was built before `wrap_model`"
+BUILT_IN_BETWEEN = "the optimizer was built between a forward and its backward"
 MISTAKES = {
     "built before": Mistake(
-        "the optimizer was built before `wrap_model`",
+        BUILT_BEFORE,
         PLAIN,
         {"build": "before wrapping"},
         remedy=r"position as it was before wrap_model.*Build the optimizer from model.parameters\(\) after",
     ),
-    "built before, TrainStep": Mistake(
-        "the optimizer was built before `wrap_model`", WITH, {"build": "before wrapping"}
-    ),
+    "built before, TrainStep": Mistake(BUILT_BEFORE, WITH, {"build": "before wrapping"}),
     "built in between": Mistake(
-        "the optimizer was built between a forward and its backward",
+        BUILT_IN_BETWEEN,
         PLAIN,
         {"build": "after a forward"},
         remedy="an unsharded parameter.* before the first forward",
     ),
-    "built in between, TrainStep": Mistake(
-        "the optimizer was built between a forward and its backward", WITH, {"build": "after a forward"}
-    ),
+    "built in between, TrainStep": Mistake(BUILT_IN_BETWEEN, WITH, {"build": "after a forward"}),
     "forward": Mistake("a forward with gradients runs before `optimizer.step()`", PLAIN, {"before the step": _forward}),
     "forward, TrainStep": Mistake(
         "a forward with gradients runs before `train.step()`", WITH, {"before the step": _forward}
@@ -221,32 +217,3 @@ def test_a_mistake_is_an_error_or_right_at_each_stage_as_the_docs_have_it(ranks2
 
 def test_the_table_has_no_other_rows():
     assert [row[:2] for row in _table()] == [[each.text, each.loop] for each in MISTAKES.values()]
-
-
-def _losses_after_a_lost_gradient(stage, reopens):
-    """The loss after the next optimizer step, with the mistake and without it."""
-    losses = []
-    for is_wrong in (True, False):
-        run = _Run(stage, WITH, {})
-        inputs = batch(NAME, dist.get_rank())
-        run.train.backward(loss_of(run.model, inputs), is_last=reopens)
-        if reopens:
-            reopen(driver_of(run.train))
-        if is_wrong:
-            run.optimizer.zero_grad()
-            run.model.zero_grad()
-            for _ in range(2):
-                with pytest.raises(zeroamp.StepError, match="between two micro-batches"):
-                    run.train.backward(loss_of(run.model, inputs), is_last=True)
-        run.train.zero_grad()
-        run.train.backward(loss_of(run.model, inputs), is_last=True)
-        run.train.step()
-        losses.append(float(loss_of(run.model, inputs).detach()))
-    return losses
-
-
-@pytest.mark.parametrize("reopens", [False, True])
-def test_a_loop_goes_on_after_a_lost_gradient_is_named(ranks2, reopens):
-    for stage in (0, 3):
-        for with_mistake, without in ranks2.run(_losses_after_a_lost_gradient, stage, reopens):
-            assert with_mistake == without

@@ -1,15 +1,17 @@
 """Losses, gradient norms and parameters, bit for bit: stages against each other and against the oracle."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
-from tests.models.small import Llama
+import zeroamp
+from tests.models.small import Llama, batch
 from tests.oracles import one_process
 from tests.processes.ranks import Ranks
-from tests.processes.training import check_run, check_same_run, config, same_bits, train
+from tests.processes.training import check_run, check_same_run, config, same_bits, train, wrapped
 from tests.selection import slow_but
 
 NUM_STEPS = 10
@@ -61,6 +63,12 @@ CASES = {
     "autocast, moe": Case(model="moe"),
     "autocast, hf_llama": Case(model="hf_llama"),
     "autocast, 4 ranks": Case(model="encoder", world_size=4),
+    "autocast, one rank": Case(world_size=1),
+    "autocast in fp16, one rank": Case(
+        world_size=1,
+        options={"dtype": "float16", "fp16": {"loss_scale": 1024}},
+        oracle={"autocast": torch.float16, "loss_scale": 1024.0},
+    ),
     "fp32 communication": Case(options={"comm": "fp32"}),
     "a group per unit and dtype": Case(model="llama_untied", options={"threshold": 0}),
     "bf16": Case(options=BF16, oracle={"low_model": torch.bfloat16}),
@@ -81,6 +89,14 @@ CASES = {
     ),
     "frozen parameters, left out of the norm": Case(model="llama_untied", prepare=_freeze),
     "modules used twice": Case(options={"comm": "fp32"}, prepare=_use_twice),
+    # Its blocks run six times, and one of their modules only the last time.
+    "units that run again": Case(model="recurrent", options={"comm": "fp32"}),
+    "units that run again, micro-batches": Case(
+        model="recurrent",
+        stages=(2, 3),
+        options={"comm": "fp32", "accumulation": 4},
+        oracle={"accumulation": 4, "reduce_each": True},
+    ),
     "a Linear of two units": Case(model="llama_untied", prepare=_share_linear_across_units),
     "a norm of two units, a group per unit": Case(
         model="llama_untied", options={"threshold": 0}, prepare=_share_norm_across_units
@@ -118,6 +134,13 @@ def _at_all_stages(case):
     }
 
 
+@pytest.fixture(scope="module")
+def ranks1():
+    ranks = Ranks(1)
+    yield ranks
+    ranks.stop()
+
+
 @pytest.mark.parametrize("name", slow_but(CASES, *(CASES.keys() - SLOW)))
 def test_all_stages_have_the_bits_of_one_process(request, name):
     case = CASES[name]
@@ -140,6 +163,31 @@ def test_stages_2_and_3_agree_on_a_native_bf16_wire_whose_sum_is_another_than_in
     for native, summed in zip(*(ranks2.run(_at_all_stages, case) for case in cases), strict=True):
         check_same_run(native[2], native[3])
         assert same_bits(native[3].parameters, summed[3].parameters) != []
+
+
+def _reductions(num_forwards, num_backwards):
+    """The numbers of reductions of groups at each stage, in one or several backwards after several forwards."""
+    found = {}
+    for stage in range(4):
+        model = wrapped("recurrent", config(stage, comm="fp32"))
+        losses = [model(batch("recurrent", index)) for index in range(num_forwards)]
+        if num_backwards == 1:
+            sum(losses[:2]).backward()  # the loss does not depend on later forwards
+        else:
+            for loss in losses[::-1]:
+                loss.backward()
+        calls = Counter()
+        for key, number in zeroamp.traffic(model).calls.items():
+            if key.collective != "all_gather":
+                calls[key.group] += number
+        found[stage] = set(calls.values())
+    return found
+
+
+@pytest.mark.parametrize(("num_forwards", "num_backwards"), [(4, 1), (2, 2)])
+def test_each_backward_reduces_each_group_once(ranks2, num_forwards, num_backwards):
+    expected = {stage: {num_backwards} for stage in range(4)}
+    assert ranks2.run(_reductions, num_forwards, num_backwards) == [expected] * 2
 
 
 FEW_STEPS = 4

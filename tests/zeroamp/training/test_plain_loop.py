@@ -140,6 +140,23 @@ def _the_last_graph_first(model, optimizers, loss_at, step):
     _step_all(model, optimizers)
 
 
+def _all_forwards_first(model, optimizers, loss_at, step):
+    losses = [loss_at(3 * step + micro) for micro in range(3)]
+    for loss in losses:
+        loss.backward()
+    _step_all(model, optimizers)
+
+
+def _one_forward_one_backward(model, optimizers, loss_at, step):
+    """A pipeline's order: a forward of the next micro-batch runs before each backward."""
+    losses = [loss_at(3 * step)]
+    for micro in (1, 2):
+        losses.append(loss_at(3 * step + micro))
+        losses[micro - 1].backward()
+    losses[-1].backward()
+    _step_all(model, optimizers)
+
+
 def _frozen_in_odd_steps(model, optimizers, loss_at, step):
     for fqn, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1" not in fqn or step % 2 == 0)
@@ -160,7 +177,10 @@ def _step_all(model, optimizers):
     model.zero_grad()
 
 
-LOOPS = (_two_optimizers_in_turn, _one_graph_twice, _the_last_graph_first, _frozen_in_odd_steps, _zeros_instead_of_none)
+LOOPS = (
+    _two_optimizers_in_turn, _one_graph_twice, _the_last_graph_first, _all_forwards_first, _one_forward_one_backward,
+    _frozen_in_odd_steps, _zeros_instead_of_none,
+)  # fmt: skip
 
 
 def _run_loop(loop, model, context):

@@ -1,4 +1,4 @@
-"""Ranks that differ in an optimizer step: one error on all of them, before anything is updated."""
+"""The one all-reduce of an optimizer step: ranks that differ get one error, callbacks the sums of their numbers."""
 
 import os
 import signal
@@ -79,43 +79,52 @@ def test_on_a_device_the_next_step_raises_with_the_values_of_the_step_that_diffe
         )
 
 
-def _one_rank():
+def _the_other_is_killed():
     training = SmallTraining(config(3))
-    training.step()
-    return driver_of(training.train)._agreement, wrap_state(training.model).issued
-
-
-def test_one_rank_compares_nothing():
-    ranks = Ranks(1)
-    assert ranks.run(_one_rank) == [(None, None)]
-    ranks.stop()
-
-
-def _the_other_is_killed(stage):
-    training = SmallTraining(config(stage))
     training.step()
     loss = training.loss()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(zeroamp.PeerError) as raised:  # noqa: PT012  # at stage 0 in the one, at stage 3 in the other
+    with pytest.raises(zeroamp.PeerError) as raised:
         training.train.backward(loss)
-        training.train.step()
     raise zeroamp.StepError(str(raised.value))  # a body without an answer would have the test wait for the other rank
 
 
-@pytest.mark.parametrize(
-    ("stage", "text"),
-    [
-        pytest.param(
-            0,
-            r"all_reduce of blocks\.\d \(\d+ elements, fp32\) over ranks 0, 1 in optimizer step 2",
-            marks=pytest.mark.slow,
-        ),
-        (3, r"all_(gather|to_all) of blocks\.\d \(\d+ elements, bf16\) over ranks 0, 1 in optimizer step 2, where 1"),
-    ],
-)
-def test_where_a_rank_is_lost_the_error_names_the_collective_and_the_step(stage, text):
+def test_where_a_rank_is_lost_the_error_names_the_collective_and_the_step():
     ranks = Ranks(2)
-    with pytest.raises(AssertionError, match=f"Rank 0 waited for the {text}.*gloo"):
-        ranks.run(_the_other_is_killed, stage)
+    collective = (
+        r"all_(gather|to_all) of blocks\.\d \(\d+ elements, bf16\) over ranks 0, 1 in optimizer step 2, where 1"
+    )
+    with pytest.raises(AssertionError, match=f"Rank 0 waited for the {collective}.*gloo"):
+        ranks.run(_the_other_is_killed)
     ranks.stop()
+
+
+class _Part(zeroamp.Callback):
+    """A callback of a third party, with numbers of its own."""
+
+    def __init__(self, name, numbers, got):
+        self.name, self.numbers, self.got = name, numbers, got
+
+    def statistics(self):
+        return self.numbers, lambda values: self.got.append((self.name, values))
+
+
+def _handed_out(is_late):
+    """What the callbacks got in two steps, by name. `is_late`: whether sums are read one step late, as on a device."""
+    training = SmallTraining(config(3))
+    driver_of(training.train).all_reduce.is_late = is_late
+    got = []
+    training.train.callbacks.append(_Part("b", [], got))
+    wrap_state(training.model).callbacks.append(_Part("a", [1.0, dist.get_rank()], got))  # those of the model first
+    for step in range(2):
+        if step == 1:  # asked for in this step only
+            training.train.callbacks.append(_Part("c", [2.0, 3.0], got))
+        training.step(step)
+    return got
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_callbacks_get_the_sums_of_their_numbers_in_the_same_step_or_one_late(ranks2, is_late):
+    first, second = [("a", [2.0, 1.0]), ("b", [])], [("a", [2.0, 1.0]), ("b", []), ("c", [4.0, 6.0])]
+    assert ranks2.run(_handed_out, is_late) == [first if is_late else first + second] * 2

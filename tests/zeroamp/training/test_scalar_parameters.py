@@ -118,9 +118,9 @@ def test_a_backward_without_a_train_step_is_refused(ranks2):
         ranks2.run(_plain_backward)
 
 
-def _saved_or_loaded(folder, stage, loads, mesh_shape=None):
+def _saved_or_loaded(folder, stage, loads=None, mesh_shape=None):
     """Train two steps and save, or load; return the parameters then, and after two more steps."""
-    model = _wrapped(stage, mesh_shape, seed=5 if loads else 0)
+    model = _wrapped(stage, mesh_shape, seed=0 if loads is None else 5)
     step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     def advance(start):
@@ -129,39 +129,26 @@ def _saved_or_loaded(folder, stage, loads, mesh_shape=None):
             step.step()
         return full_parameters(model)
 
-    if loads:
-        zeroamp.load_checkpoint(folder, model, step)
-    else:
+    if loads is None:
         advance(0)
-        zeroamp.save_checkpoint(folder, model, step)
+        zeroamp.save_checkpoint(folder / "checkpoint", model, step)
+        zeroamp.export_hf(model, folder / "files")
+    elif loads == "checkpoint":
+        zeroamp.load_checkpoint(folder / loads, model, step)
+    else:
+        zeroamp.load_hf(model, folder / loads)
     return full_parameters(model), advance(2)
 
 
-def test_a_run_goes_on_from_a_checkpoint_also_with_more_ranks(ranks2, ranks4, tmp_path):
-    saved, expected = ranks2.run(_saved_or_loaded, tmp_path / "saved", 3, False)[0]
+def test_a_run_goes_on_from_a_checkpoint_also_with_more_ranks_and_files_have_its_own_shape(ranks2, ranks4, tmp_path):
+    saved, expected = ranks2.run(_saved_or_loaded, tmp_path, 3)[0]
     assert saved["scale"].shape == ()
-    for now, after in ranks2.run(_saved_or_loaded, tmp_path / "saved", 0, True):
+    for now, after in ranks2.run(_saved_or_loaded, tmp_path, 0, "checkpoint"):
         assert same_bits(now, saved) == []
         assert same_bits(after, expected) == []
-    for now, _ in ranks4.run(_saved_or_loaded, tmp_path / "saved", 2, True, (2, 2)):
-        assert same_bits(now, saved) == []
-
-
-def _from_files(folder):
-    model = _wrapped(3)
-    zeroamp.export_hf(model, folder)
-    before = full_parameters(model)
-    other = _wrapped(0, seed=9)
-    with torch.no_grad():
-        other.scale.zero_()
-    zeroamp.load_hf(other, folder)
-    return before, full_parameters(other)
-
-
-def test_files_have_its_own_shape(ranks2, tmp_path):
-    for before, loaded in ranks2.run(_from_files, tmp_path):
-        assert before["scale"].shape == ()
-        assert same_bits(loaded, before) == []
+    for loads in ("checkpoint", "files"):
+        for now, _ in ranks4.run(_saved_or_loaded, tmp_path, 2, loads, (2, 2)):
+            assert same_bits(now, saved) == []
 
 
 class WithGain(nn.Module):

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import zeroamp
+from tests.oracles.plain_loop import PlainStep
 from tests.processes.training import config, full_parameters, same_bits
 
 NUM_STEPS = 3
@@ -67,47 +69,40 @@ def forces(model, x):
 LOSSES = {loss.__name__: loss for loss in (penalty_of_inputs, penalty_of_parameters, penalty_alone, forces)}
 
 
-def _in_one_process(loss_of, dtype, accumulation):
-    """The parameters after `NUM_STEPS`, of plain torch. Both ranks have the same batches, so averages change no bit."""
-    model = _built(loss_of is forces)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(NUM_STEPS):
-        for micro in range(accumulation):
-            with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-                loss = loss_of(model, _batch(step * accumulation + micro))
-            (loss.float() / accumulation).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {fqn: parameter.detach().clone() for fqn, parameter in model.named_parameters()}
-
-
 def _wrapped(stage, loss_of=None, **more):
     policy = zeroamp.policy_from_config(config(stage, **more))
     return zeroamp.wrap_model(_built(loss_of is forces), policy, auto_wrap_policy={"Sequential"})
 
 
-def _differ(loss_name, dtype, accumulation, is_plain):
-    loss_of = LOSSES[loss_name]
-    model = _wrapped(0, loss_of, dtype=None if dtype is None else "bfloat16", accumulation=accumulation)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    train = None if is_plain else zeroamp.TrainStep(model, optimizer)
-    for step in range(NUM_STEPS):
-        for micro in range(accumulation):
-            with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-                loss = loss_of(model, _batch(step * accumulation + micro))
-            if train is not None:
-                train.backward(loss)
-                train.step()
-                continue
+def _train(model, step, loss_of, dtype, accumulation):
+    """Both ranks have the same batches, so averages change no bit."""
+    for index in range(NUM_STEPS * accumulation):
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = loss_of(model, _batch(index))
+        if isinstance(model, FSDPModule) and isinstance(step, PlainStep):
             with torch.no_grad():  # an evaluation in between, which otherwise reshards
                 inside, model.inside = model.inside, False
                 model(_batch(0))
                 model.inside = inside
-            loss.backward()
+        step.backward(loss)
+        if isinstance(model, FSDPModule) and isinstance(step, PlainStep):
             model.reshard()
-            optimizer.step()
-            optimizer.zero_grad()
-    return same_bits(full_parameters(model), _in_one_process(loss_of, dtype, accumulation))
+        step.step()
+    return full_parameters(model)
+
+
+def _differ(loss_name, dtype, accumulation, is_plain):
+    loss_of = LOSSES[loss_name]
+    found = []
+    for model in (
+        _built(loss_of is forces),
+        _wrapped(0, loss_of, dtype=None if dtype is None else "bfloat16", accumulation=accumulation),
+    ):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        is_reference = is_plain or not isinstance(model, FSDPModule)
+        step = PlainStep(model, optimizer, 0.0, accumulation) if is_reference else zeroamp.TrainStep(model, optimizer)
+        found.append(_train(model, step, loss_of, dtype, accumulation))
+    return same_bits(*found)
 
 
 @pytest.mark.parametrize(

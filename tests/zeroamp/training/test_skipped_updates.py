@@ -3,6 +3,7 @@
 torch's fused optimizers skip on the device. Their bits are those of one process.
 """
 
+import dataclasses
 import math
 
 import pytest
@@ -18,7 +19,6 @@ from tests.selection import slow_but
 
 NAME = "llama_tied"
 SKIP = {"zeroamp": {"skip_nonfinite_steps": True}}
-FP16 = config(3, dtype="float16", fp16={"initial_scale_power": 4, "hysteresis": 1})
 
 
 def _fused(parameters):
@@ -51,32 +51,70 @@ def _state(training):
     return {**training.parameters(), **state}
 
 
-def _trained(cfg, make_optimizer, bad_steps, num_steps, bad=math.nan):
-    """Train; the loss of `bad_steps` is `bad` on the last rank only. Other steps get the batches of their order.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Skips:
+    """What a training with bad steps did."""
 
-    Return which steps were skipped, what these changed, the state at the end, and the counts.
-    """
+    scales: list[float]
+    skipped: list[tuple[bool, int]]
+    """Of each step: whether it was skipped, and how many were so far."""
+    changed: list[str]
+    """What bad steps changed."""
+    state: dict[str, torch.Tensor]
+    """At the end."""
+    counts: tuple[int, int]
+    """Steps taken and skipped."""
+
+
+def _trained(cfg, make_optimizer, bad_steps, num_steps, bad=math.nan):
+    """Train; the loss of `bad_steps` is `bad` on the last rank only. Other steps get the batches of their order."""
     training = SmallTraining(cfg, make_optimizer, _halving)
-    skipped, changed, index = [], [], 0
+    scales, skipped, changed, index = [], [], [], 0
     for step in range(num_steps):
         is_bad = step in bad_steps
         training.backward(index, bad if is_bad and dist.get_rank() == dist.get_world_size() - 1 else 1.0)
         before = _state(training)
         report = training.train.step()
+        scales.append(report.loss_scale)
         skipped.append((report.skipped, report.num_skipped))
         index += not is_bad
         if is_bad:
             after = _state(training)
             changed += same_bits({name: after[name] for name in before}, before)
-    return skipped, changed, _state(training), (training.train.num_steps, training.train.num_skipped)
+            assert not math.isfinite(report.grad_norm)
+    counts = training.train.num_steps, training.train.num_skipped
+    assert training.scheduler.last_epoch == training.train.num_steps
+    return Skips(scales=scales, skipped=skipped, changed=changed, state=_state(training), counts=counts)
 
 
-@pytest.mark.parametrize("make_optimizer", slow_but([_fused, _fused_amsgrad, _fused_sgd], _fused))
-def test_an_overflow_on_one_rank_changes_nothing(ranks2, make_optimizer):
-    for skipped, changed, _, counts in ranks2.run(_trained, FP16, make_optimizer, (0, 2, 3), 6, math.inf):
-        assert [is_skipped for is_skipped, _ in skipped] == [True, False, True, True, False, False]
-        assert changed == []
-        assert counts == (3, 3)
+def _adamw_of_three_groups(parameters):
+    return torch.optim.AdamW([{"params": parameters[at::3]} for at in range(3)], lr=1e-3)
+
+
+def _fp16(stage=3, **fields):
+    return config(stage, dtype="float16", clip=1.0, fp16={"initial_scale_power": 10, **fields})
+
+
+OVERFLOWS = {
+    "stage 0": (_fp16(0, hysteresis=1), adamw, (1, 2), [1024, 1024, 512, 256]),
+    "stage 3": (_fp16(hysteresis=1), adamw, (1, 2), [1024, 1024, 512, 256]),
+    "hysteresis of 2": (_fp16(), adamw, (1, 2), [1024, 1024, 1024, 512]),
+    "growth": (_fp16(loss_scale_window=2), _adamw_of_three_groups, (), [1024, 1024, 1024, 2048, 2048, 4096]),
+    "a fixed scale": (config(3, dtype="float16", fp16={"loss_scale": 256}), adamw, (1,), [256, 256, 256]),
+    "fused": (_fp16(hysteresis=1), _fused, (0, 2, 3), [1024, 512, 512, 256, 128, 128]),
+    "fused, amsgrad": (_fp16(hysteresis=1), _fused_amsgrad, (0, 2, 3), [1024, 512, 512, 256, 128, 128]),
+    "fused SGD": (_fp16(hysteresis=1), _fused_sgd, (0, 2, 3), [1024, 512, 512, 256, 128, 128]),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(OVERFLOWS, *(OVERFLOWS.keys() - {"fused, amsgrad", "fused SGD"})))
+def test_where_one_rank_overflows_all_ranks_change_nothing_but_the_scale(ranks2, name):
+    cfg, make_optimizer, bad_steps, scales = OVERFLOWS[name]
+    for run in ranks2.run(_trained, cfg, make_optimizer, bad_steps, len(scales), 1e30):
+        assert run.scales == scales
+        assert [is_skipped for is_skipped, _ in run.skipped] == [step in bad_steps for step in range(len(scales))]
+        assert run.changed == []
+        assert run.counts == (len(scales) - len(bad_steps), len(bad_steps))
 
 
 @pytest.mark.parametrize(
@@ -87,16 +125,16 @@ def test_an_overflow_on_one_rank_changes_nothing(ranks2, make_optimizer):
 def test_skipped_steps_leave_no_trace(ranks2, stage, options):
     bad = ranks2.run(_trained, config(stage, **options, **SKIP), adamw, (0, 2), 5)
     good = ranks2.run(_trained, config(stage, **options), adamw, (), 3)
-    for (skipped, _, state, (num_steps, _)), (_, _, expected, _) in zip(bad, good, strict=True):
-        assert skipped == [(True, 1), (False, 1), (True, 2), (False, 2), (False, 2)]
-        assert num_steps == 3
-        assert same_bits(state, expected) == []
+    for run, expected in zip(bad, good, strict=True):
+        assert run.skipped == [(True, 1), (False, 1), (True, 2), (False, 2), (False, 2)]
+        assert run.counts == (3, 2)
+        assert same_bits(run.state, expected.state) == []
 
 
 def test_by_default_nothing_is_skipped(ranks2):
-    skipped, changed, _, _ = ranks2.run(_trained, config(3), adamw, (1,), 2)[0]
-    assert skipped == [(False, 0)] * 2
-    assert "embed.weight" in changed
+    run = ranks2.run(_trained, config(3), adamw, (1,), 2)[0]
+    assert run.skipped == [(False, 0)] * 2
+    assert "embed.weight" in run.changed
 
 
 def _train_fused(cfg, num_steps):
@@ -121,7 +159,7 @@ def test_the_bits_are_those_of_torchs_fused_optimizer_in_one_process(ranks2, cli
 
 def _after_clip():
     """`clip_grad_norm` and `update` in two calls: the host knows in between."""
-    training = SmallTraining(FP16, _fused)
+    training = SmallTraining(_fp16(hysteresis=1), _fused)
     for index in range(3):
         training.backward(index, math.inf if index == 2 else 1.0)
         norm = training.train.clip_grad_norm()
@@ -132,7 +170,7 @@ def _after_clip():
 
 def test_between_clip_grad_norm_and_update_the_host_knows_of_an_overflow(ranks2):
     for norm, scale, skipped in ranks2.run(_after_clip):
-        assert (scale, skipped) == (8.0, True)
+        assert (scale, skipped) == (512.0, True)
         assert not math.isfinite(norm)
 
 

@@ -56,6 +56,25 @@ def _grown_optimizer(training):
     training.backward()
 
 
+def _added(training):
+    training.model.blocks[1].adapter = torch.nn.Linear(4, 4, bias=False)
+    zeroamp.TrainStep(training.model, training.optimizer)
+
+
+def _replaced(training):
+    """As resize_token_embeddings does."""
+    training.model.norm.weight = torch.nn.Parameter(torch.ones_like(training.model.norm.weight))
+    zeroamp.TrainStep(training.model, training.optimizer)
+
+
+def _added_after_a_step(training):
+    training.model.adapter = torch.nn.Linear(4, 4).requires_grad_(False)  # which is not trained, and stays
+    zeroamp.TrainStep(training.model, training.optimizer)
+    training.step()
+    training.model.adapter.requires_grad_(True)
+    zeroamp.save_checkpoint("never-written", training.model, training.train)
+
+
 def _max_norm(value):
     def clip(training):
         training.backward()
@@ -93,6 +112,9 @@ MISUSES = {
         _grown_optimizer,
         r"param_groups\[1\] has an unsharded .*not one of the wrapped model",
     ),
+    "a parameter that is no shard": (_added, r"blocks\.1\.adapter\.weight .*before wrap_model"),
+    "a replaced parameter": (_replaced, r"norm\.weight .*before wrap_model"),
+    "a save of a parameter that is no shard": (_added_after_a_step, r"adapter\.weight .*before wrap_model"),
     "a scheduler with a metric": (_plateau, "ReduceLROnPlateau, whose step needs a metric.*evaluation"),
     "norm as text": (_max_norm("1"), MAX_NORM + "'1'"),
     "norm nan": (_max_norm(float("nan")), MAX_NORM + "nan"),
@@ -146,7 +168,7 @@ PLAIN = {
     "clipping": ({"clip": 1.0}, "gradient_clipping 1.0.*TrainStep"),
     "float16": ({"dtype": "float16"}, "float16, which scales the loss"),
     "skipped steps": ({"zeroamp": {"skip_nonfinite_steps": True}}, "skip_nonfinite_steps True"),
-    "state in host memory": ({"zeroamp": {"offload_between_steps": ["optimizer"]}}, "offload_between_steps"),
+    "state in host memory": ({"zeroamp": {"offload_between_steps": ["optimizer"]}}, "zeroamp.offload_between_steps"),
     "registered method": ({"clip": 1.0}, "gradient_clipping 1.0.*TrainStep"),
     "nested output": ({"clip": 1.0}, "gradient_clipping 1.0.*TrainStep"),
 }
@@ -257,3 +279,19 @@ def _gradients_left():
 
 def test_gradients_that_the_optimizer_does_not_hold_are_dropped_too(ranks2):
     assert ranks2.run(_gradients_left) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({}, "step 3: loss 2.5000, gradient norm 1.234"),
+        ({"lr_values": (1e-3, torch.tensor(3e-4))}, "step 3: loss 2.5000, gradient norm 1.234, lr 0.001 / 0.0003"),
+        (
+            {"loss_scale": 65536.0, "skipped": True, "num_skipped": 2},
+            "step 3: loss 2.5000, gradient norm 1.234, loss scale 65,536, skipped (2 so far)",
+        ),
+    ],
+)
+def test_a_report_prints_its_numbers_in_a_line(more, text):
+    numbers = {"loss_tensor": torch.tensor(2.5, dtype=torch.float64), "grad_norm_tensor": torch.tensor(1.2344)}
+    assert str(zeroamp.StepReport(**{"step": 3, "loss_scale": 1.0, "skipped": False, **numbers, **more})) == text

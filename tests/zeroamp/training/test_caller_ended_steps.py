@@ -1,5 +1,6 @@
 """Steps that their caller ends: any number of micro-batches, norm and update apart, several optimizers, `zero_grad`."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -14,7 +15,6 @@ from tests.processes.training import (
     adamw,
     check_errors,
     check_run,
-    check_same_run,
     config,
     errors_of,
     same_bits,
@@ -29,32 +29,26 @@ CLIP = 0.5
 FP16 = {"dtype": None, "fp16": {"enabled": True, "loss_scale": 1024}}
 
 
-def _trained(cfg, counts, how):
-    """Train with `counts` micro-batches per step, which the config, `is_last` or `no_sync` end."""
+def _trained(cfg, how):
+    """Train with `COUNTS` micro-batches per step, whose last one is marked by `is_last` or follows `no_sync`."""
     training = SmallTraining(cfg, adamw)
     train = training.train
-    losses, norms, mean_losses = [], [], []
-    for step, count in enumerate(counts):
+    losses, norms, mean_losses, index = [], [], [], 0
+    for step, count in enumerate(COUNTS):
         losses.append([])
         for micro in range(count):
-            loss = training.loss(sum(counts[:step]) + micro)
+            loss = training.loss(index)
+            index += 1
             losses[-1].append(float(loss.detach()))
             is_last = micro + 1 == count
-            if how == "config":
-                train.backward(loss)
-                report = train.step()
-            elif how == "is_last":
-                train.backward(loss.float() / count, is_last=is_last, divide=False)
-            elif is_last:
-                train.backward(loss.float() / count, divide=False)
-            else:
-                with train.no_sync():
-                    train.backward(loss.float() / count, divide=False)
+            with train.no_sync() if how == "no_sync" and not is_last else nullcontext():
+                flags = {"is_last": is_last} if how == "is_last" else {}
+                train.backward(loss.float() / count, divide=False, **flags)
         if how == "is_last":
             norm = train.clip_grad_norm()
             report = train.update()
             assert torch.equal(norm, report.grad_norm_tensor)
-        elif how == "no_sync":
+        else:
             report = train.step()
         assert report.step == step + 1
         assert driver_of(train).is_between_steps
@@ -63,36 +57,31 @@ def _trained(cfg, counts, how):
     return Run(losses=losses, norms=norms, parameters=training.parameters(), mean_losses=mean_losses)
 
 
-def _at_stages(stages, options, counts, how):
-    return {stage: _trained(config(stage, clip=CLIP, **options), counts, how) for stage in stages}
+def _at_stages(stages, options, how):
+    return [_trained(config(stage, clip=CLIP, **options), how) for stage in stages]
+
+
+IN_FP16 = {"autocast": None, "low_model": torch.float16, "loss_scale": 1024.0}
 
 
 @pytest.mark.parametrize("how", ["is_last", "no_sync"])
 @pytest.mark.parametrize(
     ("stages", "options", "oracle"),
-    [((0, 1), {"comm": "fp32"}, {"reduce_each": False}), ((2, 3), {}, {"reduce_each": True})],
-    ids=["stages 0 and 1", "stages 2 and 3"],
+    [
+        ((0, 1), {"comm": "fp32"}, {}),
+        ((2, 3), {}, {"reduce_each": True}),
+        ((0, 1), {**FP16, "comm": "fp32"}, IN_FP16),
+        ((2, 3), FP16, {**IN_FP16, "reduce_each": True}),
+    ],
+    ids=["stages 0 and 1", "stages 2 and 3", "fp16, stages 0 and 1", "fp16, stages 2 and 3"],
 )
 def test_any_number_of_micro_batches_equals_one_process(ranks2, stages, options, oracle, how):
     expected = one_process.train(NAME, world_size=2, num_steps=len(COUNTS), accumulation=COUNTS, clip=CLIP, **oracle)
     means = [sum(sum(micros) for micros in ranks) / sum(map(len, ranks)) for ranks in expected[0]]
-    for rank, by_stage in enumerate(ranks2.run(_at_stages, stages, options, COUNTS, how)):
-        for run in by_stage.values():
+    for rank, runs in enumerate(ranks2.run(_at_stages, stages, options, how)):
+        for run in runs:
             check_run(run, rank, expected)
             assert run.mean_losses == pytest.approx(means, rel=1e-6), "the mean is summed in another order"
-
-
-OTHERS = {"fp16": FP16, "fp16 accumulated in fp16": {**FP16, "data_types": {"grad_accum_dtype": "fp16"}}}
-
-
-@pytest.mark.parametrize("name", slow_but(OTHERS, "fp16"))
-def test_the_bits_are_those_of_a_config_of_that_count(ranks2, name):
-    stages, options = (0, 1, 2, 3), OTHERS[name]
-    by_caller = ranks2.run(_at_stages, stages, options, (3, 3), "is_last")
-    by_config = ranks2.run(_at_stages, stages, {**options, "accumulation": 3}, (3, 3), "config")
-    for ours, theirs in zip(by_caller, by_config, strict=True):
-        for stage in stages:
-            check_same_run(ours[stage], theirs[stage])
 
 
 def _between_norm_and_update():

@@ -85,26 +85,6 @@ def test_gradients_of_inputs_and_forwards_change_nothing_where_the_config_clips_
         assert min(norms) > 0
 
 
-def _plain_backwards():
-    """The errors of backwards that set gradients of parameters; autograd.grad for a parameter passes."""
-    model = zeroamp.wrap_model(ThreeUnits(), policy(config(2, dtype=None, clip=0.1)), None, {"Linear"})
-    errors = []
-    loss_of(model, torch.ones(4, 8))
-    weight = dict(model.named_parameters())["layers.2.weight"]  # unsharded
-    for inputs in (None, [weight], [dict(model.named_parameters())["layers.0.bias"]]):
-        with pytest.raises(zeroamp.StepError) as raised:
-            loss_of(model, torch.ones(4, 8)).backward(inputs=inputs)
-        errors.append(str(raised.value))
-    (gradient,) = torch.autograd.grad(loss_of(model, torch.ones(4, 8)), weight)
-    return errors, gradient.shape
-
-
-def test_a_plain_backward_for_parameters_is_refused_also_for_some_of_them(ranks2):
-    for errors, shape in ranks2.run(_plain_backwards):
-        assert all("gradient_clipping 0.1, which a plain backward ignores" in error for error in errors)
-        assert shape == (8, 8)
-
-
 class Generator(nn.Module):
     def __init__(self):
         super().__init__()

@@ -14,7 +14,7 @@ from tests.processes.ranks import Ranks
 from tests.processes.training import check_run, check_same_run, config, same_bits, train, wrapped
 from tests.selection import slow_but
 
-NUM_STEPS = 10
+NUM_STEPS = 6
 CLIP = 0.5  # low enough that every step clips
 
 

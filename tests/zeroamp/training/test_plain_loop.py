@@ -15,7 +15,7 @@ from tests.oracles import plain_loop
 from tests.processes.training import config, full_parameters, same_bits
 from tests.selection import slow_but
 
-NUM_STEPS = 10
+NUM_STEPS = 6
 STAGES = (0, 1, 2, 3)
 OPTIMIZERS = {
     "AdamW": functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1),
@@ -30,8 +30,7 @@ CASES = {
         ("GNN", 4, "AdamW"),
         {"how": "the last micro-batch is reduced", "options": {"comm": "fp32"}},
     ),
-    "evaluations": (("Llama", 1, "AdamW"), {"how": "evaluations"}),
-    "a forward before the step": (("Llama", 1, "AdamW"), {"how": "a forward before the step"}),
+    "evaluations and a forward before the step": (("Llama", 1, "AdamW"), {"how": "other forwards"}),
     "compiled": (("Llama", 1, "AdamW"), {"how": "compiled"}),
 }
 """Family, micro-batches per optimizer step and optimizer; and how the loop runs."""
@@ -43,7 +42,7 @@ def _train(stage, family, num_micro, optimizer, *, how="each micro-batch is redu
     policy = zeroamp.policy_from_config(config(stage, **(options or {})))
     wrapped = zeroamp.wrap_model(family.seeded(), policy)
     model = torch.compile(wrapped, backend="aot_eager") if how == "compiled" else wrapped
-    if how == "evaluations":
+    if how == "other forwards":
         _evaluate(model, family)
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
@@ -63,10 +62,9 @@ def _train(stage, family, num_micro, optimizer, *, how="each micro-batch is redu
             (loss / num_micro).backward()
         if clip is not None:
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).full_tensor()))
-        if how == "a forward before the step":
-            loss_of(model, family.batch(999))
-        if how == "evaluations":
+        if how == "other forwards":
             _evaluate(model, family)
+            loss_of(model, family.batch(999))
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()

@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import datetime
 import random
+import types
 from functools import partial
 
 import pytest
@@ -97,24 +98,8 @@ CHOICES = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(types.SimpleNamespace):
     """One value of each of CHOICES."""
-
-    model: str
-    mode: str
-    stage: int
-    mesh: tuple[int, int] | None
-    accumulation: int
-    clip: float
-    communication: str
-    safe: str
-    optimizer: str
-    num_groups: int
-    zero: str
-    own: str
-    offload: str
-    prepare: str
 
     def config(self):
         """The case as a user writes it."""

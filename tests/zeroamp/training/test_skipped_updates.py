@@ -79,8 +79,7 @@ def _trained(cfg, make_optimizer, bad_steps, num_steps, bad=math.nan):
         skipped.append((report.skipped, report.num_skipped))
         index += not is_bad
         if is_bad:
-            after = _state(training)
-            changed += same_bits({name: after[name] for name in before}, before)
+            changed += same_bits(_state(training), before)
             assert not math.isfinite(report.grad_norm)
     counts = training.train.num_steps, training.train.num_skipped
     assert training.scheduler.last_epoch == training.train.num_steps

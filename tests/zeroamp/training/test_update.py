@@ -53,10 +53,6 @@ def _load_checkpoint(train, model, folder):
     zeroamp.load_checkpoint(path, model, train)
 
 
-def _load_model(_, model, __):
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
-
-
 def _assign(_, model, __):
     """Replace the memory of some parameters, as a way of loading may do."""
     for parameter in list(model.parameters())[:2]:
@@ -73,7 +69,6 @@ CHANGES = {
     "freezing": _freeze,
     "loading the optimizer": _load_optimizer,
     "loading a checkpoint": _load_checkpoint,
-    "loading the model": _load_model,
     "assigning parameters": _assign,
     "a new param group": _add_group,
 }

@@ -28,6 +28,7 @@ def train(
     device="cpu",
     make_optimizers=None,
     sent_as=None,
+    loss_fn=loss_of,
 ):
     """Return (losses[step][rank][micro], norms[step], {fqn: parameter}).
 
@@ -40,6 +41,7 @@ def train(
     replicas (HSDP), and divided by the number of all ranks.
     make_optimizers: {fqn: parameter} -> the optimizers, in place of AdamW.
     sent_as: FQN of a parameter -> the dtype in which ranks send its gradient; the others are sent as they are.
+    loss_fn: (model, inputs) -> the loss, which is computed under autocast, too.
     """
     model = build(name)
     if prepare is not None:
@@ -56,7 +58,10 @@ def train(
         for rank in range(world_size):
             indices = [(sum(counts[:step]) + micro) * world_size + rank for micro in range(count)]
             by_rank.append(
-                [_gradients(model, batch(name, i).to(device), count / loss_scale, autocast, low_model) for i in indices]
+                [
+                    _gradients(model, batch(name, i).to(device), count / loss_scale, autocast, low_model, loss_fn)
+                    for i in indices
+                ]
             )
         losses.append([[loss for loss, _ in micros] for micros in by_rank])
         gradients = [[gradient for _, gradient in micros] for micros in by_rank]
@@ -77,22 +82,22 @@ def _trainable(model):
     return {fqn: parameter for fqn, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _gradients(model, inputs, accumulation, autocast, low_model):
+def _gradients(model, inputs, accumulation, autocast, low_model, loss_fn):
     if low_model is not None:
-        return _gradients_of_low_model(model, inputs, accumulation, low_model)
+        return _gradients_of_low_model(model, inputs, accumulation, low_model, loss_fn)
     with torch.autocast(inputs.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
-        loss = loss_of(model, inputs)
+        loss = loss_fn(model, inputs)
     gradients = torch.autograd.grad(loss.float() / accumulation, list(_trainable(model).values()), allow_unused=True)
     return float(loss.detach()), gradients
 
 
-def _gradients_of_low_model(model, inputs, accumulation, dtype):
+def _gradients_of_low_model(model, inputs, accumulation, dtype, loss_fn):
     low = copy.deepcopy(model)
     for parameter in low.parameters():  # buffers keep their dtype
         parameter.data = parameter.data.to(dtype)
     if inputs.is_floating_point():
         inputs = inputs.to(dtype)
-    loss = loss_of(low, inputs)
+    loss = loss_fn(low, inputs)
     gradients = torch.autograd.grad(loss.float() / accumulation, list(_trainable(low).values()), allow_unused=True)
     return float(loss.detach()), gradients
 

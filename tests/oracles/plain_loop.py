@@ -5,6 +5,29 @@ import torch
 from tests.models.families import NUM_RANKS, loss_of
 
 
+class PlainStep:
+    """The calls of a `TrainStep` with `accumulation` micro-batches, in plain torch."""
+
+    def __init__(self, model, optimizer, clip=0.0, accumulation=1):
+        self.model, self.optimizer, self.clip, self.accumulation = model, optimizer, clip, accumulation
+        self._num_backwards = 0
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+    def backward(self, loss):
+        self._num_backwards += 1
+        (loss.float() / self.accumulation).backward()
+
+    def step(self):
+        """Do nothing before the last micro-batch."""
+        if self._num_backwards % self.accumulation == 0:
+            if self.clip > 0:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
 def index_of(step, micro, rank, num_micro):
     """The number of a rank's micro-batch."""
     return (step * num_micro + micro) * NUM_RANKS + rank

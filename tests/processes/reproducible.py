@@ -11,7 +11,7 @@ from torch import nn
 import zeroamp
 from tests.models import adapters
 from tests.models.small import VOCAB, WIDTH, Block, RMSNorm, batch, build, loss_of
-from tests.processes.training import full_parameters, mesh_of
+from tests.processes.training import full_parameters
 from zeroamp.reproducible.seeds import seed_of
 
 SEED = 5
@@ -71,7 +71,7 @@ BUILDERS = {
     "dropout": DropoutLlama,
     "chosen": Chosen,
     "lora": LORA.build,
-    **{name: partial(build, name) for name in ("llama_tied", "llama_untied", "moe", "conv", "recurrent")},
+    **{name: partial(build, name) for name in ("llama_untied", "moe", "conv", "recurrent")},
 }
 
 
@@ -114,12 +114,12 @@ class Reproduced:
 
 
 @adapters.quietly
-def run(name, cfg, *, num_micro_batches, num_steps, mesh_shape=None, overflow_at=None):
+def run(name, cfg, *, num_micro_batches, num_steps, overflow_at=None):
     """Train on this rank with its share of the micro-batches; return the `Reproduced`."""
     cfg = {**cfg, "gradient_accumulation_steps": num_micro_batches // dist.get_world_size()}
     policy = zeroamp.policy_from_config(cfg)
     wrap = {"Sequential"} if name == "conv" else None
-    model = zeroamp.wrap_model(build_model(name), policy, mesh_of(mesh_shape), wrap)
+    model = zeroamp.wrap_model(build_model(name), policy, auto_wrap_policy=wrap)
     model.train()
     train = zeroamp.TrainStep(model, adamw(model))
     torch.manual_seed(100 + dist.get_rank())  # the loop's generators differ between ranks

@@ -1,6 +1,7 @@
 """What every rank runs in the training tests: zeroamp on one of the small models."""
 
 import dataclasses
+import re
 
 import torch
 import torch.distributed as dist
@@ -80,13 +81,13 @@ class Run:
 
 def train(
     name, cfg, num_steps, *, mesh_shape=None, lr=1e-2, prepare_before=None, prepare=None, between=None, fields=None,
-    make_optimizer=None, example=None,
+    make_optimizer=None, example=None, loss_fn=None,
 ):  # fmt: skip
     """Train a small model on this rank; return its Run.
 
     prepare_before, prepare: called with the model before and after wrapping. between: after every backward.
     fields: of the policy, beside the config's. make_optimizer: {fqn: parameter} -> the optimizer, in place of AdamW.
-    example: inputs for a list of safe modules that is "auto".
+    example: inputs for a list of safe modules that is "auto". loss_fn: (`TrainStep`, inputs) -> the loss.
     """
     model = wrapped(name, cfg, mesh_shape=mesh_shape, prepare_before=prepare_before, fields=fields, example=example)
     if prepare is not None:
@@ -103,7 +104,7 @@ def train(
         losses.append([])
         for micro in range(accumulation):
             inputs = batch(name, (index * accumulation + micro) * world_size + rank)
-            loss = loss_of(model, inputs)
+            loss = loss_of(model, inputs) if loss_fn is None else loss_fn(step, inputs)
             losses[-1].append(float(loss.detach()))
             step.backward(loss)
             if between is not None:
@@ -113,6 +114,64 @@ def train(
         norms.append(report.grad_norm)
         mean_losses.append(report.loss)
     return Run(losses=losses, norms=norms, parameters=full_parameters(model), mean_losses=mean_losses)
+
+
+class SmallTraining:
+    """A small model on this rank, its optimizer and its `TrainStep`, whose calls a test makes one by one."""
+
+    def __init__(self, cfg, make_optimizer=None, make_scheduler=None, *, name="llama_tied", on_shards=False, **more):
+        """Wrap the model and build the others.
+
+        make_optimizer: parameters -> the optimizer, or several, in place of SGD. make_scheduler: optimizer -> its
+        scheduler. more: arguments of `wrapped`.
+        """
+        self.name = name
+        self.model = wrapped(name, cfg, **more)
+        parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.SGD(parameters, lr=0.1) if make_optimizer is None else make_optimizer(parameters)
+        self.scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
+        self.train = zeroamp.TrainStep(self.model, self.optimizer, self.scheduler, on_shards=on_shards)
+
+    def loss(self, index=0):
+        """The loss of micro-batch number `index` of this rank."""
+        return loss_of(self.model, batch(self.name, index * dist.get_world_size() + dist.get_rank()))
+
+    def backward(self, index=0, factor=1.0, **flags):
+        """Run the backward of `factor` times that loss."""
+        self.train.backward(self.loss(index) * factor, **flags)
+
+    def step(self, index=0, factor=1.0):
+        """Run that backward, and call `step`; return its report."""
+        self.backward(index, factor)
+        return self.train.step()
+
+    def parameters(self):
+        """Full parameters by FQN."""
+        return full_parameters(self.model)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def errors_of(actions):
+    """Call each of {name: function}; return {name: class and text of the error of zeroamp that it raised, or ""}."""
+    texts = {}
+    for name, action in actions.items():
+        texts[name] = ""
+        try:
+            action()
+        except zeroamp.ZeroAmpError as error:
+            texts[name] = f"{type(error).__name__}: {error}"
+    return texts
+
+
+def check_errors(by_rank, patterns):
+    """On every rank, the text of each error has its pattern."""
+    for texts in by_rank:
+        wrong = {name: text for name, text in texts.items() if not re.search(patterns[name], text)}
+        assert wrong == {}, wrong
+        assert texts.keys() == patterns.keys()
 
 
 def full_parameters(model):

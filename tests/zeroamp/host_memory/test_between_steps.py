@@ -82,16 +82,6 @@ def test_the_plan_has_one_part_of_the_state_during_the_update_only(monkeypatch):
     assert in_parts.peak("optimizer")["workspace"] < whole.peak("optimizer")["workspace"]
 
 
-def _plain_loop():
-    model = wrapped(NAME, config(3, **OFFLOAD))
-    with pytest.raises(zeroamp.StepError, match="offload_between_steps"):
-        loss_of(model, batch(NAME, 0)).backward()
-
-
-def test_a_loop_without_train_step_is_an_error(ranks2):
-    ranks2.run(_plain_loop)
-
-
 def test_a_config_that_offloads_twice_is_an_error():
     twice = {**OFFLOAD, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     with pytest.raises(zeroamp.ConfigError, match="Remove one of the two keys"):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import zeroamp
 from tests.measuring.state_bytes import bytes_of
 from tests.models.small import batch, loss_of
-from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.processes.training import SmallTraining, adamw, check_errors, config, errors_of, same_bits, wrapped
 from zeroamp.host_memory import sleep as sleeping
 from zeroamp.host_memory.storages import HostCopies
 from zeroamp.wrapping.state import wrap_state
@@ -20,108 +20,109 @@ PARTS = ("params", "grads", "optimizer")
 
 
 def _train(stage, rests, **more):
-    """Train, and call `rests(model, step)` between the optimizer steps. Return losses and parameters."""
-    model = wrapped(NAME, config(stage, **more))
-    step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    """Train, and call `rests(training)` between the optimizer steps. Return losses and parameters."""
+    training = SmallTraining(config(stage, **more), adamw, name=NAME)
     losses = []
     for index in range(4):
-        loss = loss_of(model, batch(NAME, 2 * index + dist.get_rank()))
-        losses.append(float(loss.detach()))
-        step.backward(loss)
-        step.step()
+        losses.append(training.step(index).loss)
         with torch.no_grad():
-            loss_of(model, batch(NAME, 7))  # leaves units unsharded
-        rests(model, step)
-    return losses, full_parameters(model)
+            training.loss(7)  # leaves units unsharded
+        rests(training)
+    return losses, training.parameters()
 
 
-def _rest(model, step):
+def _rest(training):
     """Let the parts sleep together, and one by one in all orders."""
-    before = {part: bytes_of(model, step.optimizers[0], part) for part in PARTS}
-    zeroamp.sleep(model, step.optimizers)
-    assert [bytes_of(model, step.optimizers[0], part) for part in PARTS] == [0, 0, 0]
+    model, optimizer = training.model, training.optimizer
+    before = {part: bytes_of(model, optimizer, part) for part in PARTS}
+    zeroamp.sleep(model, optimizer)
+    assert [bytes_of(model, optimizer, part) for part in PARTS] == [0, 0, 0]
     zeroamp.wake(model)
     for order in itertools.permutations(PARTS):
         for part in order:
-            zeroamp.sleep(model, step.optimizers, [part])
+            zeroamp.sleep(model, optimizer, [part])
         for part in order:
             zeroamp.wake(model, [part])
-    assert {part: bytes_of(model, step.optimizers[0], part) for part in PARTS} == before
+    assert {part: bytes_of(model, optimizer, part) for part in PARTS} == before
 
 
 def _both(stage, more):
-    awake, asleep = _train(stage, lambda *_: None, **more), _train(stage, _rest, **more)
+    awake, asleep = _train(stage, lambda _: None, **more), _train(stage, _rest, **more)
     return awake[0] == asleep[0], same_bits(awake[1], asleep[1])
 
 
 @pytest.mark.parametrize(
     ("stage", "more"),
-    [(0, {}), (1, {}), (2, {"dtype": "float16", "fp16": {"initial_scale_power": 4}}), (3, {})],
+    [(0, {}), (2, {"dtype": "float16", "fp16": {"initial_scale_power": 4}}), (3, {})],
 )
 def test_the_bits_are_those_without_sleep(ranks2, stage, more):
     assert ranks2.run(_both, stage, more) == [(True, [])] * 2
 
 
-def _texts(folder):
-    """Return the error of each call that needs what sleeps."""
+def _refused(folder):
+    """Return the error of each call that needs what sleeps, and of calls of `sleep` and `wake` out of turn."""
     model = wrapped(NAME, config(3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loss_of(model, batch(NAME, dist.get_rank())).backward()
     optimizer.step()
     step = zeroamp.TrainStep(model, optimizer)
-
-    def error(action):
-        try:
-            action()
-        except zeroamp.ZeroAmpError as found:
-            return str(found)
-        return ""
-
     inputs, block = batch(NAME, 0), list(wrap_state(model).units.values())[1]
     zeroamp.sleep(model, optimizer)
-    texts = {
-        "forward": error(lambda: model(inputs)),
-        "block": error(lambda: block(torch.ones(1, 2, 8))),
-        "step": error(optimizer.step),
-        "state_dict": error(model.state_dict),
-        "optimizer.state_dict": error(optimizer.state_dict),
-        "save": error(lambda: zeroamp.save_checkpoint(folder, model, step)),
-        "export": error(lambda: zeroamp.export_hf(model, folder)),
-        "explain": error(lambda: zeroamp.explain(model)),
-        "whole": error(lambda: zeroamp.full_parameter(next(model.parameters()))),
-    }
-    nested = error(lambda: zeroamp.sleep(model, optimizer, ["params"]))
+    texts = errors_of(
+        {
+            "forward": lambda: model(inputs),
+            "block": lambda: block(torch.ones(1, 2, 8)),
+            "step": optimizer.step,
+            "state_dict": model.state_dict,
+            "optimizer.state_dict": optimizer.state_dict,
+            "save": lambda: zeroamp.save_checkpoint(folder, model, step),
+            "export": lambda: zeroamp.export_hf(model, folder),
+            "explain": lambda: zeroamp.explain(model),
+            "whole": lambda: zeroamp.full_parameter(next(model.parameters())),
+            "nested": lambda: zeroamp.sleep(model, optimizer, ["params"]),
+        }
+    )
     zeroamp.wake(model)
-    again = error(lambda: zeroamp.wake(model, ["grads"]))
-    wrong = error(lambda: zeroamp.sleep(model, optimizer, ["buffers"]))
     optimizer.zero_grad()
-    step.backward(loss_of(model, inputs), is_last=False)
-    return texts, nested, again, wrong, error(lambda: zeroamp.sleep(model))
+
+    def inside():
+        step.backward(loss_of(model, inputs), is_last=False)
+        zeroamp.sleep(model)
+
+    others = {
+        "again": lambda: zeroamp.wake(model, ["grads"]),
+        "wrong": lambda: zeroamp.sleep(model, optimizer, ["buffers"]),
+        "inside": inside,
+    }
+    return {**texts, **errors_of(others)}
+
+
+REFUSED = {
+    **dict.fromkeys(("forward", "block", "step", "state_dict", "optimizer.state_dict"), r"zeroamp.wake\(model\)"),
+    **dict.fromkeys(("save", "export", "explain"), r"zeroamp.wake\(model\)"),
+    "whole": "is not one of a wrapped model",
+    "nested": "params, which is asleep already. Call wake first",
+    "again": "grads, which is awake already",
+    "wrong": r"must be a list of params, grads, optimizer, but is \['buffers'\]",
+    "inside": "zeroamp.sleep was called between the micro-batches",
+}
 
 
 def test_what_needs_the_state_is_an_error_that_says_to_wake_it(ranks2, tmp_path):
-    for texts, nested, again, wrong, inside in ranks2.run(_texts, tmp_path):
-        assert "is not one of a wrapped model" in texts.pop("whole")
-        assert {name: text for name, text in texts.items() if "zeroamp.wake(model)" not in text} == {}
-        assert "params, which is asleep already. Call wake first" in nested
-        assert "grads, which is awake already" in again
-        assert "must be a list of params, grads, optimizer, but is ['buffers']" in wrong
-        assert "zeroamp.sleep was called between the micro-batches" in inside
+    check_errors(ranks2.run(_refused, tmp_path), REFUSED)
 
 
 def _misused(fault):
     """Return the parameters after a refused call while asleep, or after host memory was full, and those without."""
     found = []
     for is_faulty in (False, True):
-        model = wrapped(NAME, config(3, zeroamp={"offload_between_steps": ["optimizer"]}))
-        step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        training = SmallTraining(config(3, zeroamp={"offload_between_steps": ["optimizer"]}), adamw, name=NAME)
         for index in range(3):
-            step.backward(loss_of(model, batch(NAME, index)))
-            step.step()
+            training.step(index)
             if is_faulty:
-                fault(model, step.optimizers[0])
-                zeroamp.wake(model)
-        found.append(full_parameters(model))
+                fault(training.model, training.optimizer)
+                zeroamp.wake(training.model)
+        found.append(training.parameters())
     return same_bits(*found)
 
 

@@ -9,7 +9,8 @@ from tests.oracles import tree_of_micro_batches
 from tests.processes import reproducible
 from tests.processes.ranks import RankError, Ranks
 from tests.processes.reproducible import SEED
-from tests.processes.training import config, full_parameters, same_bits
+from tests.processes.training import check_errors, config, errors_of, same_bits
+from tests.selection import slow_but
 
 NUM_STEPS = 20
 CLIP = 0.5
@@ -63,93 +64,32 @@ def ranks1():
     ranks.stop()
 
 
-def runs(ranks_of, sizes, name, cfg, **arguments):
-    """Yield the runs of all ranks, for each number of ranks."""
+CASES = {
+    "overflows": ((2,), "llama_untied", "fp16", 3, 8),
+    "a unit that runs several times": ((2,), "recurrent", "autocast", 3, 8),
+    "parameters that only a rank's last micro-batch uses": ((2,), "chosen", "bf16", 2, 8),
+    "adapters": ((1, 2, 4), "lora", "autocast", 2, 8),
+    "dropout": ((1, 2, 4, 8), "dropout", "autocast", 3, 8),
+    "dropout, overflows": ((1, 2, 4), "dropout", "fp16", 2, 8),
+    "experts": ((1, 2, 4), "moe", "bf16", 2, 8),
+    "convolutions": ((1, 2, 4, 8), "conv", "autocast", 3, 8),
+    # 12 is no power of two, but its tree has the subtrees that 1, 2 and 4 ranks add.
+    "12 micro-batches": ((1, 2, 4), "dropout", "autocast", 3, 12),
+}
+"""Numbers of ranks, model, mode, stage, and micro-batches per optimizer step."""
+
+
+@pytest.mark.parametrize("case", slow_but(CASES, "overflows", "a unit that runs several times"))
+def test_any_number_of_ranks_has_the_bits_of_the_tree(request, case):
+    sizes, name, mode, stage, num_micro_batches = CASES[case]
+    arguments = {"num_micro_batches": num_micro_batches, "overflow_at": (7, 5) if mode == "fp16" else None}
+    expected = oracle(name, mode, **arguments)
     for size in sizes:
-        yield from ranks_of[size].run(reproducible.run, name, cfg, num_steps=NUM_STEPS, **arguments)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow)])
-def test_1_2_and_4_ranks_have_the_bits_of_the_tree(ranks1, ranks2, ranks4, stage):
-    ranks_of = {1: ranks1, 2: ranks2, 4: ranks4}
-    expected = oracle("dropout")
-    for run in runs(ranks_of, (1, 2, 4), "dropout", cfg_of(stage), num_micro_batches=8):
-        check(run, expected)
-
-
-FAST = [
-    pytest.param("moe", "bf16", {"stage": 2}, None, marks=pytest.mark.slow),
-    ("llama_untied", "fp16", {}, None),
-    # A unit that runs several times in a forward.
-    ("recurrent", "autocast", {"stage": 3}, None),
-    pytest.param("lora", "autocast", {"stage": 2}, None, marks=pytest.mark.slow),
-    # Parameters that only the last micro-batch of a rank uses.
-    pytest.param("chosen", "bf16", {"stage": 2}, None, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("name", "mode", "options", "mesh_shape"), FAST)
-def test_2_ranks_have_the_bits_of_the_tree(ranks2, name, mode, options, mesh_shape):
-    overflow_at = (7, 5) if mode == "fp16" else None
-    expected = oracle(name, mode, overflow_at=overflow_at)
-    arguments = {"num_micro_batches": 8, "mesh_shape": mesh_shape, "overflow_at": overflow_at}
-    for run in runs({2: ranks2}, [2], name, cfg_of(mode=mode, **options), **arguments):
-        check(run, expected)
+        ranks = request.getfixturevalue(f"ranks{size}")
+        for run in ranks.run(reproducible.run, name, cfg_of(stage, mode), num_steps=NUM_STEPS, **arguments):
+            check(run, expected)
     if mode == "fp16":
         assert expected.scales[6:9] == [256, 512, 256], "the loss scale must have grown and fallen"
-
-
-EVERYWHERE = [
-    *((name, "autocast", 3) for name in ("llama_tied", "llama_untied", "moe", "conv", "lora", "dropout")),
-    *((name, mode, 2) for name in ("dropout", "moe") for mode in ("bf16", "fp16")),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "mode", "stage"), EVERYWHERE)
-def test_1_to_8_ranks_have_the_bits_of_the_tree(ranks1, ranks2, ranks4, ranks8, name, mode, stage):
-    ranks_of = {1: ranks1, 2: ranks2, 4: ranks4, 8: ranks8}
-    overflow_at = (7, 5) if mode == "fp16" else None
-    expected = oracle(name, mode, overflow_at=overflow_at)
-    arguments = {"num_micro_batches": 8, "overflow_at": overflow_at}
-    for run in runs(ranks_of, (1, 2, 4, 8), name, cfg_of(stage, mode), **arguments):
-        check(run, expected)
-
-
-@pytest.mark.slow
-def test_12_micro_batches_on_1_2_and_4_ranks_have_the_bits_of_the_tree(ranks1, ranks2, ranks4):
-    # 12 is no power of two, but its tree has the subtrees that 1, 2 and 4 ranks add.
-    expected = oracle("dropout", num_micro_batches=12)
-    for run in runs({1: ranks1, 2: ranks2, 4: ranks4}, (1, 2, 4), "dropout", cfg_of(), num_micro_batches=12):
-        check(run, expected)
-
-
-def _with_and_without():
-    """The norms and parameters of a run without `reproducible`, and of one with it, on this rank."""
-    found = []
-    for keys in ({}, {"reproducible": True}):
-        cfg = cfg_of(gradient_accumulation_steps=4)
-        model = zeroamp.wrap_model(
-            reproducible.build_model("llama_tied"), zeroamp.policy_from_config({**cfg, "zeroamp": keys})
-        )
-        train = zeroamp.TrainStep(model, reproducible.adamw(model))
-        norms = []
-        for step in range(4):
-            for index in zeroamp.micro_batch_indices(train):
-                inputs = reproducible.inputs_of("llama_tied", step, index, 8)
-                train.backward(reproducible.loss("llama_tied", model, inputs))
-                report = train.step()
-            norms.append(report.grad_norm)
-        found.append((norms, full_parameters(model)))
-    return found
-
-
-def test_sums_one_after_the_other_have_other_bits_than_the_tree(ranks2):
-    # Were they the same, the tests above would show nothing.
-    ((norms, parameters), (norms_of_tree, parameters_of_tree)), *_ = ranks2.run(_with_and_without)
-    assert same_bits(parameters, parameters_of_tree) != []
-    assert norms == pytest.approx(norms_of_tree, rel=1e-4)  # the same sums, rounded elsewhere
 
 
 REFUSED = [
@@ -181,51 +121,50 @@ def test_3_ranks_are_refused():
 
 
 def _refused():
-    found = []
-
-    def attempt(error, body, *arguments, **keywords):
-        with pytest.raises(error) as raised:
-            body(*arguments, **keywords)
-        found.append(str(raised.value))
-
     def wrapped(model, stage=3, **more):
         return zeroamp.wrap_model(model, zeroamp.policy_from_config(cfg_of(stage, **more)))
 
-    attempt(zeroamp.ConfigError, wrapped, reproducible.build_model("dropout"), zeroamp={"dp_replicate_size": 2})
+    def trained(make_optimizer=reproducible.adamw, **more):
+        model = wrapped(reproducible.build_model("dropout"), **more)
+        return zeroamp.TrainStep(model, make_optimizer(model))
+
+    def backward(train, **flags):
+        train.backward(train.model(reproducible.inputs_of("dropout", 0, 0, 2)), **flags)
+
+    def mixed():
+        train = trained(gradient_accumulation_steps=2)
+        backward(train)
+        train.step()
+        backward(train, divide=False)
+
     scaled = nn.Linear(2, 2)
     scaled.temperature = nn.Parameter(torch.tensor(1.0))
-    attempt(zeroamp.WrapError, wrapped, scaled)
-    attempt(zeroamp.WrapError, wrapped, nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
-    model = wrapped(reproducible.build_model("dropout"), gradient_accumulation_steps=2)
-    attempt(zeroamp.StepError, zeroamp.TrainStep, model, torch.optim.LBFGS(model.parameters()))
-    adafactor = torch.optim.Adafactor(model.parameters())
-    attempt(zeroamp.StepError, zeroamp.TrainStep, model, adafactor)
-    train = zeroamp.TrainStep(model, reproducible.adamw(model))
-    inputs = reproducible.inputs_of("dropout", 0, 0, 2)
-    train.backward(model(inputs))
-    train.step()
-    attempt(zeroamp.StepError, train.backward, model(inputs), divide=False)
-    train.zero_grad()
-    attempt(zeroamp.StepError, zeroamp.TrainStep, model, torch.optim.AdamW(model.parameters(), fused=True))
-    model = wrapped(reproducible.build_model("dropout"), zeroamp={"reduce": "sum"})
-    attempt(zeroamp.StepError, zeroamp.TrainStep(model, reproducible.adamw(model)).backward, model(inputs))
-    model = wrapped(reproducible.build_model("dropout"), mode="fp16")
-    train = zeroamp.TrainStep(model, reproducible.adamw(model))
-    attempt(zeroamp.StepError, train.backward, model(inputs), divide=False)
-    return found
+    dropout = reproducible.build_model("dropout")
+    return errors_of(
+        {
+            "replicas": lambda: wrapped(dropout, zeroamp={"dp_replicate_size": 2}),
+            "0-D parameter": lambda: wrapped(scaled),
+            "batch norm": lambda: wrapped(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))),
+            "LBFGS": lambda: trained(lambda model: torch.optim.LBFGS(model.parameters())),
+            "Adafactor": lambda: trained(lambda model: torch.optim.Adafactor(model.parameters())),
+            "fused": lambda: trained(lambda model: torch.optim.AdamW(model.parameters(), fused=True)),
+            "some are divided": mixed,
+            "divided sum": lambda: backward(trained(zeroamp={"reduce": "sum"})),
+            "not divided in float16": lambda: backward(trained(mode="fp16"), divide=False),
+        }
+    )
 
 
 def test_what_cannot_be_kept_is_refused_by_name(ranks2):
-    words = [
-        "but replicas would be added last",
-        "is a trainable 0-D parameter",
-        "1 is a BatchNorm2d",
-        "LBFGS",
-        "Adafactor, which needs statistics of whole parameters",
-        "divide=True for some micro-batches",
-        "AdamW with fused=True and parameters on the CPU",
-        'divide=True with zeroamp.reproducible and zeroamp.reduce "sum"',
-        "divide=False in float16",
-    ]
-    for found, expected in zip(ranks2.run(_refused)[0], words, strict=True):
-        assert expected in found
+    texts = {
+        "replicas": "^ConfigError: .*but replicas would be added last",
+        "0-D parameter": "^WrapError: .*is a trainable 0-D parameter",
+        "batch norm": "^WrapError: .*1 is a BatchNorm2d",
+        "LBFGS": "^StepError: .*LBFGS",
+        "Adafactor": "^StepError: .*Adafactor, which needs statistics of whole parameters",
+        "fused": "^StepError: .*AdamW with fused=True and parameters on the CPU",
+        "some are divided": "^StepError: .*divide=True for some micro-batches",
+        "divided sum": '^StepError: .*divide=True with zeroamp.reproducible and zeroamp.reduce "sum"',
+        "not divided in float16": "^StepError: .*divide=False in float16",
+    }
+    check_errors(ranks2.run(_refused), texts)

@@ -1,16 +1,26 @@
 """Steps that their caller ends: any number of micro-batches, norm and update apart, several optimizers, `zero_grad`."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import zeroamp
-from tests.models.small import batch, loss_of
 from tests.oracles import one_process
-from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.processes.training import (
+    Run,
+    SmallTraining,
+    adamw,
+    check_errors,
+    check_run,
+    config,
+    errors_of,
+    same_bits,
+)  # fmt: skip
 from tests.selection import slow_but
-from zeroamp.integrations.loop_driver import reopen
+from zeroamp.integrations.loop_driver import reopen, update_part
 from zeroamp.training.step import driver_of
 
 NAME = "llama_tied"
@@ -19,89 +29,74 @@ CLIP = 0.5
 FP16 = {"dtype": None, "fp16": {"enabled": True, "loss_scale": 1024}}
 
 
-def _trained(cfg, counts, *, by_caller, apart=False, name=NAME):
-    """Train with `counts` micro-batches per step; return (losses, norms, parameters, the reports' losses)."""
-    model = wrapped(name, cfg)
-    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1))
-    losses, norms, mean_losses = [], [], []
-    for step, count in enumerate(counts):
+def _trained(cfg, how):
+    """Train with `COUNTS` micro-batches per step, whose last one is marked by `is_last` or follows `no_sync`."""
+    training = SmallTraining(cfg, adamw)
+    train = training.train
+    losses, norms, mean_losses, index = [], [], [], 0
+    for step, count in enumerate(COUNTS):
         losses.append([])
         for micro in range(count):
-            index = (sum(counts[:step]) + micro) * dist.get_world_size() + dist.get_rank()
-            loss = loss_of(model, batch(name, index))
+            loss = training.loss(index)
+            index += 1
             losses[-1].append(float(loss.detach()))
-            if by_caller:
-                train.backward(loss.float() / count, is_last=micro + 1 == count, divide=False)
-            else:
-                train.backward(loss)
-                report = train.step()
-        if apart:
+            is_last = micro + 1 == count
+            with train.no_sync() if how == "no_sync" and not is_last else nullcontext():
+                flags = {"is_last": is_last} if how == "is_last" else {}
+                train.backward(loss.float() / count, divide=False, **flags)
+        if how == "is_last":
             norm = train.clip_grad_norm()
             report = train.update()
             assert torch.equal(norm, report.grad_norm_tensor)
-        elif by_caller:
+        else:
             report = train.step()
         assert report.step == step + 1
         assert driver_of(train).is_between_steps
         norms.append(report.grad_norm)
         mean_losses.append(report.loss)
-    return losses, norms, full_parameters(model), mean_losses
+    return Run(losses=losses, norms=norms, parameters=training.parameters(), mean_losses=mean_losses)
 
 
-def _all_stages(stages, options, counts, flags):
-    return {stage: _trained(config(stage, clip=CLIP, **options), counts, **flags) for stage in stages}
+def _at_stages(stages, options, how):
+    return [_trained(config(stage, clip=CLIP, **options), how) for stage in stages]
 
 
-@pytest.mark.parametrize("apart", slow_but([False, True], True))
+IN_FP16 = {"autocast": None, "low_model": torch.float16, "loss_scale": 1024.0}
+
+
+@pytest.mark.parametrize("how", ["is_last", "no_sync"])
 @pytest.mark.parametrize(
     ("stages", "options", "oracle"),
-    [((0, 1), {"comm": "fp32"}, {"reduce_each": False}), ((2, 3), {}, {"reduce_each": True})],
+    [
+        ((0, 1), {"comm": "fp32"}, {}),
+        ((2, 3), {}, {"reduce_each": True}),
+        ((0, 1), {**FP16, "comm": "fp32"}, IN_FP16),
+        ((2, 3), FP16, {**IN_FP16, "reduce_each": True}),
+    ],
+    ids=["stages 0 and 1", "stages 2 and 3", "fp16, stages 0 and 1", "fp16, stages 2 and 3"],
 )
-def test_any_number_of_micro_batches_equals_one_process(ranks2, stages, options, oracle, apart):
-    flags = {"by_caller": True, "apart": apart}
-    by_rank = ranks2.run(_all_stages, stages, options, COUNTS, flags)
-    losses, norms, parameters = one_process.train(
-        NAME, world_size=2, num_steps=len(COUNTS), accumulation=COUNTS, clip=CLIP, **oracle
-    )
-    for rank, by_stage in enumerate(by_rank):
-        for stage, (our_losses, our_norms, our_parameters, mean_losses) in by_stage.items():
-            assert our_losses == [ranks[rank] for ranks in losses], f"losses at stage {stage}"
-            assert our_norms == norms, f"norms at stage {stage}"
-            assert same_bits(our_parameters, parameters) == [], f"parameters at stage {stage}"
-            means = [sum(sum(micros) for micros in ranks) / sum(map(len, ranks)) for ranks in losses]
-            assert mean_losses == pytest.approx(means, rel=1e-6), "the mean is summed in another order"
-
-
-OTHERS = [FP16, {"data_types": {"grad_accum_dtype": "bf16"}}, {**FP16, "data_types": {"grad_accum_dtype": "fp16"}}]
-
-
-@pytest.mark.parametrize(
-    "options", slow_but(OTHERS, FP16), ids=["fp16", "accumulated in bf16", "fp16 accumulated in fp16"]
-)
-def test_the_bits_are_those_of_a_config_of_that_count(ranks2, options):
-    counts = (3, 3)
-    by_caller = ranks2.run(_all_stages, (0, 1, 2, 3), options, counts, {"by_caller": True})
-    by_config = ranks2.run(_all_stages, (0, 1, 2, 3), {**options, "accumulation": 3}, counts, {"by_caller": False})
-    for ours, theirs in zip(by_caller, by_config, strict=True):
-        for stage in ours:
-            assert ours[stage][:2] == theirs[stage][:2], f"stage {stage}"
-            assert same_bits(ours[stage][2], theirs[stage][2]) == [], f"stage {stage}"
+def test_any_number_of_micro_batches_equals_one_process(ranks2, stages, options, oracle, how):
+    expected = one_process.train(NAME, world_size=2, num_steps=len(COUNTS), accumulation=COUNTS, clip=CLIP, **oracle)
+    means = [sum(sum(micros) for micros in ranks) / sum(map(len, ranks)) for ranks in expected[0]]
+    for rank, runs in enumerate(ranks2.run(_at_stages, stages, options, how)):
+        for run in runs:
+            check_run(run, rank, expected)
+            assert run.mean_losses == pytest.approx(means, rel=1e-6), "the mean is summed in another order"
 
 
 def _between_norm_and_update():
     """Return the norm, and the norms of the gradients before and after clipping at 0.1."""
     answers = {}
     for max_norm in (0, 0.1, None):
-        model = wrapped(NAME, config(2, clip=0.05, **FP16))
-        train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        train.backward(loss_of(model, batch(NAME, dist.get_rank())), is_last=True)
-        norm = train.clip_grad_norm(max_norm)
-        gradients = [parameter.grad for parameter in model.parameters()]
+        training = SmallTraining(config(2, clip=0.05, **FP16))
+        training.backward(is_last=True)
+        norm = training.train.clip_grad_norm(max_norm)
+        gradients = [parameter.grad for parameter in training.model.parameters()]
         assert all(isinstance(gradient, DTensor) and gradient.dtype == torch.float32 for gradient in gradients)
         found = torch.stack([gradient.full_tensor().double().norm() for gradient in gradients]).norm()
         answers[max_norm] = float(norm), float(found)
-        train.update()
-        assert all(parameter.grad is None for parameter in model.parameters())
+        training.train.update()
+        assert all(parameter.grad is None for parameter in training.model.parameters())
     return answers
 
 
@@ -109,288 +104,224 @@ def test_between_norm_and_update_gradients_are_unscaled_and_clipped(ranks2):
     for answers in ranks2.run(_between_norm_and_update):
         norms = {norm for norm, _ in answers.values()}
         assert len(norms) == 1, "the norm is the one before clipping, whatever it is clipped to"
-        assert answers[0][1] == pytest.approx(norms.pop(), rel=1e-6)  # summed in another order
-        assert answers[0.1][1] == pytest.approx(0.1, rel=1e-4)  # max_norm / (norm + 1e-6)
-        assert answers[None][1] == pytest.approx(0.05, rel=1e-4), "None is the config's"
+        found = {max_norm: norm for max_norm, (_, norm) in answers.items()}
+        assert found[0] == pytest.approx(norms.pop(), rel=1e-6)  # summed in another order
+        assert found[0.1] == pytest.approx(0.1, rel=1e-4)  # max_norm / (norm + 1e-6)
+        assert found[None] == pytest.approx(0.05, rel=1e-4), "None is the config's"
 
 
-def _misuse(what):
-    model = wrapped(NAME, config(3, accumulation=2))
-    train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-    def backward(**flags):
-        train.backward(loss_of(model, batch(NAME, dist.get_rank())), **flags)
-
-    if what == "step after is_last=False":
-        backward(is_last=False)
-        train.step()
-    elif what == "clip after is_last=False":
-        backward(is_last=False)
-        train.clip_grad_norm()
-    elif what == "mixed":
-        backward(is_last=False)
-        backward()
-    elif what == "mixed the other way":
-        backward()
-        train.step()
-        backward(is_last=True)
-    elif what == "backward after the last":
-        backward(is_last=True)
-        backward(is_last=True)
-    elif what == "update alone":
-        backward(is_last=True)
-        train.update()
-    elif what == "clip twice":
-        backward(is_last=True)
-        train.clip_grad_norm()
-        train.clip_grad_norm()
-    elif what == "backward before update":
-        backward(is_last=True)
-        train.clip_grad_norm()
-        backward(is_last=True)
-    elif what == "negative norm":
-        backward(is_last=True)
-        train.clip_grad_norm(-1.0)
-    elif what == "state inside":
-        backward(is_last=False)
-        train.state_dict()
+def _lose_gradients(training):
+    """Discard the gradients of a micro-batch that was given as the last one and is not."""
+    training.backward(100, is_last=True)
+    reopen(driver_of(training.train))
+    training.optimizer.zero_grad()
+    for _ in range(2):
+        with pytest.raises(zeroamp.StepError, match="between two micro-batches"):
+            training.backward(101, is_last=True)
 
 
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        ("step after is_last=False", "TrainStep.step .*is_last=True"),
-        ("clip after is_last=False", "TrainStep.clip_grad_norm .*is_last=True"),
-        ("mixed", "is_last for some micro-batches .* for each of them, or for none"),
-        ("mixed the other way", "is_last for some micro-batches .* for each of them, or for none"),
-        ("backward after the last", r"TrainStep.backward .* Call step\(\)"),
-        ("update alone", r"TrainStep.update .*clip_grad_norm\(\)"),
-        ("clip twice", r"TrainStep.clip_grad_norm .*twice.*update\(\)"),
-        ("backward before update", r"TrainStep.backward .*update\(\)"),
-        ("negative norm", "max_norm .*-1.0"),
-        ("state inside", "TrainStep.state_dict was called after 1 micro-batch"),
-    ],
-)
-def test_misuse_is_named(ranks2, what, text):
-    with pytest.raises(AssertionError, match=rf"StepError: .*{text}"):
-        ranks2.run(_misuse, what)
+def _run_micro_batches(training):
+    for micro in range(2):
+        training.backward(100 + micro, is_last=False)
+    assert not driver_of(training.train).is_between_steps
 
 
-def _with_zero_grad(stage, gives_up):
-    """Three steps; where `gives_up`, two micro-batches of another one come before the second, and are given up."""
-    model = wrapped(NAME, config(stage, accumulation=3, clip=CLIP))
-    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    norms = []
-    for step in range(3):
-        if gives_up and step == 1:
-            for micro in range(2):
-                train.backward(loss_of(model, batch(NAME, 100 + micro)), is_last=False)
-            assert not driver_of(train).is_between_steps
-            train.zero_grad()
-            assert driver_of(train).is_between_steps
-        if gives_up and step == 2:  # gradients that another model's backward left here
-            for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            train.zero_grad()
-        for micro in range(3):
-            train.backward(loss_of(model, batch(NAME, 2 * (3 * step + micro) + dist.get_rank())))
-            report = train.step()
-        norms.append(report.grad_norm)
-    return norms, full_parameters(model)
+def _leave_gradients(training):
+    """As another model's backward does."""
+    for parameter in training.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
 
 
-@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
+def _with_zero_grad(stage):
+    """Train three steps: as they are, and with micro-batches and gradients in between that are given up."""
+    found = []
+    for gives_up in (False, True):
+        training = SmallTraining(config(stage, accumulation=3, clip=CLIP), adamw)
+        norms = []
+        for step, fault in enumerate((_lose_gradients, _run_micro_batches, _leave_gradients)):
+            if gives_up:
+                fault(training)
+                training.train.zero_grad()
+                assert driver_of(training.train).is_between_steps
+            reports = [training.step(3 * step + micro) for micro in range(3)]
+            norms.append(reports[-1].grad_norm)
+        found.append((norms, training.parameters()))
+    (norms, parameters), (norms_after, parameters_after) = found
+    return norms == norms_after, same_bits(parameters, parameters_after)
+
+
+@pytest.mark.parametrize("stage", slow_but([0, 1, 3], 0, 3))
 def test_zero_grad_gives_up_a_step_and_leaves_no_trace(ranks2, stage):
-    for ours, theirs in zip(
-        ranks2.run(_with_zero_grad, stage, True), ranks2.run(_with_zero_grad, stage, False), strict=True
-    ):
-        assert ours[0] == theirs[0]
-        assert same_bits(ours[1], theirs[1]) == []
+    assert ranks2.run(_with_zero_grad, stage) == [(True, [])] * 2
 
 
-def _optimizers(kind):
-    model = wrapped(NAME, config(3, clip=CLIP))
-    parameters = list(model.parameters())
-    lr = torch.optim.lr_scheduler.LambdaLR
-    if kind == "one":
-        groups = [{"params": parameters[::2], "lr": 1e-2}, {"params": parameters[1::2], "lr": 1e-3}]
-        optimizer = torch.optim.AdamW(groups)
-        schedule = lr(optimizer, [lambda step: 0.9**step, lambda _step: 1.0])
-        train = zeroamp.TrainStep(model, optimizer, schedule)
-    else:
-        first = torch.optim.AdamW(parameters[::2], lr=1e-2)
-        second = torch.optim.AdamW(parameters[1::2], lr=1e-3)
-        train = zeroamp.TrainStep(model, [first, second], [lr(first, lambda step: 0.9**step), None])
-    reports = []
+def _halves(parameters):
+    return [torch.optim.AdamW(parameters[::2], lr=1e-2), torch.optim.AdamW(parameters[1::2], lr=1e-3)]
+
+
+def _one_of_two_groups(parameters):
+    return torch.optim.AdamW([{"params": parameters[::2], "lr": 1e-2}, {"params": parameters[1::2], "lr": 1e-3}])
+
+
+def _scheduled_halves(optimizers):
+    return [torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda step: 0.9**step), None]
+
+
+def _scheduled_groups(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.9**step, lambda _step: 1.0])
+
+
+def _update(train):
+    train.update()
+
+
+def _one_by_one(train):
+    update_part(driver_of(train), train.optimizers[0])
+    train.update(train.optimizers[1:])
+
+
+def _optimizers(make_optimizer, make_scheduler, update):
+    """The reports and parameters of three steps."""
+    training = SmallTraining(config(3, clip=CLIP), make_optimizer, make_scheduler)
+    rows = []
     for step in range(3):
-        train.backward(loss_of(model, batch(NAME, 2 * step + dist.get_rank())))
-        report = train.step()
-        reports.append((report.loss, report.grad_norm, report.lr))
-    return reports, full_parameters(model)
-
-
-def test_several_optimizers_step_with_one_norm(ranks2):
-    for one, two in zip(ranks2.run(_optimizers, "one"), ranks2.run(_optimizers, "two"), strict=True):
-        assert one[0] == two[0]
-        assert same_bits(one[1], two[1]) == []
-
-
-def _wrong_optimizers(what):
-    model = wrapped(NAME, config(3))
-    parameters = list(model.parameters())
-    first, second = (torch.optim.SGD(params, lr=0.1) for params in (parameters[:2], parameters[1:]))
-    if what == "shared":
-        zeroamp.TrainStep(model, [first, second])
-    scheduler = torch.optim.lr_scheduler.LambdaLR(first, lambda _step: 1.0)
-    zeroamp.TrainStep(model, [first, torch.optim.SGD(parameters[2:], lr=0.1)], scheduler)
-
-
-@pytest.mark.parametrize(("what", "text"), [("shared", "one optimizer"), ("too few", r"scheduler=\) .*None")])
-def test_optimizers_that_do_not_fit_are_named(ranks2, what, text):
-    with pytest.raises(AssertionError, match=f"StepError: .*{text}"):
-        ranks2.run(_wrong_optimizers, what)
-
-
-def _loss_outside(how, options):
-    """The model returns logits; the loss is computed by the caller."""
-    cfg = config(3, **options)
-    model = wrapped("llama_untied", cfg)
-    zeroamp.register_forward_method(model, "logits")
-    train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    tokens = batch("llama_untied", dist.get_rank())
-    if how == "inside":
-        loss = model(tokens)
-    else:
-        logits = model.logits(tokens[:, :-1])
-        with train.autocast():
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    train.backward(loss)
-    return float(loss.detach()), loss.dtype, train.step().grad_norm
-
-
-def test_autocast_is_what_a_loss_outside_of_the_forward_needs(ranks2):
-    inside, outside = (ranks2.run(_loss_outside, how, {}) for how in ("inside", "outside"))
-    assert inside == outside
-    assert outside[0][1] == torch.float32
-
-
-def _autocast_of(options):
-    model = wrapped(NAME, config(3, **options))
-    train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with train.autocast():
-        return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-
-
-def test_autocast_is_the_configs(ranks2):
-    assert ranks2.run(_autocast_of, {})[0] == (True, torch.bfloat16)
-    assert ranks2.run(_autocast_of, {"dtype": "float16", "comm": "fp32"})[0] == (True, torch.float16)
-    assert ranks2.run(_autocast_of, {"dtype": None, "bf16": {"enabled": True}})[0][0] is False
-
-
-def _refused(what):
-    model = wrapped(NAME, config(3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if what == "no optimizer":
-        zeroamp.TrainStep(model, [])
-    train = zeroamp.TrainStep(model, optimizer)
-    if what == "metric":
-        train.schedulers = [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]
-    with pytest.raises(zeroamp.StepError, match="TrainStep.backward .*needs no gradient"):
-        train.backward(torch.tensor(1.0))
-    train.backward(loss_of(model, batch(NAME, dist.get_rank())))
-    raise zeroamp.StepError(f"step {train.step().step} after a loss that was refused")
+        training.backward(step)
+        norm = float(training.train.clip_grad_norm())
+        update(training.train)
+        rates = [group["lr"] for optimizer in training.train.optimizers for group in optimizer.param_groups]
+        rows.append((norm, rates, training.train.num_steps))
+    return rows, training.parameters()
 
 
 @pytest.mark.parametrize(
-    ("what", "text"),
+    ("one", "two"),
     [
-        ("no optimizer", "no optimizer"),
-        ("metric", "ReduceLROnPlateau.*evaluation"),
-        ("loss", "step 1 after a loss that was refused"),
+        ((_one_of_two_groups, _scheduled_groups, _update), (_halves, _scheduled_halves, _update)),
+        ((_halves, None, _update), (_halves, None, _one_by_one)),
     ],
+    ids=["with one norm", "one by one"],
 )
-def test_what_cannot_work_is_refused_before_anything_runs(ranks2, what, text):
-    with pytest.raises(AssertionError, match=f"StepError: .*{text}"):
-        ranks2.run(_refused, what)
+def test_several_optimizers_step_as_one(ranks2, one, two):
+    for (rows, ours), (expected, theirs) in zip(
+        ranks2.run(_optimizers, *two), ranks2.run(_optimizers, *one), strict=True
+    ):
+        assert rows == expected
+        assert same_bits(ours, theirs) == []
 
 
-def _bad_arguments():
-    model = wrapped(NAME, config(3))
-    train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters()))
-    train.backward(loss_of(model, batch(NAME, 0)))
-    for max_norm in ("1", float("nan"), [1.0], -1):
-        with pytest.raises(zeroamp.StepError, match="^max_norm must be a number >= 0, or None, but is "):
-            train.clip_grad_norm(max_norm)
-    callback = zeroamp.Callback()
-    with pytest.raises(zeroamp.StepError, match=r"^TrainStep.callbacks was set.* train.callbacks.append\(callback\)"):
-        train.callbacks = [callback]
-    train.callbacks.append(callback)
-    return train.callbacks == [callback] and bool(train.clip_grad_norm(torch.tensor(1.0)) > 0)
+def _first_only():
+    """Which parameters change where only the first of two optimizers steps."""
+    training = SmallTraining(config(2), _halves)
+    before = training.parameters()
+    training.backward()
+    training.train.clip_grad_norm()
+    update_part(driver_of(training.train), training.train.optimizers[0])
+    training.train.update([])
+    return same_bits(training.parameters(), before), list(before)[::2], training.train.num_steps
 
 
-def test_a_norm_that_is_no_number_and_other_callbacks_are_refused(ranks2):
-    assert ranks2.run(_bad_arguments) == [True, True]
+def test_parameters_of_optimizers_that_are_left_out_stay(ranks2):
+    for changed, held, num_steps in ranks2.run(_first_only):
+        assert changed == held
+        assert num_steps == 1
 
 
-def _reopened(stage):
-    """Every backward is given as the last one; returns the parameters, and those where the last one is known."""
+def backward(**flags):
+    return lambda training: training.backward(**flags)
+
+
+def call(name, *args):
+    return lambda training: getattr(training.train, name)(*args)
+
+
+def inside_no_sync(*calls):
+    def run(training):
+        with training.train.no_sync():
+            _call(training, calls)
+
+    return run
+
+
+def _call(training, calls):
+    for each in calls:
+        each(training)
+
+
+MORE, LAST, COUNTED = backward(is_last=False), backward(is_last=True), backward()
+STEP, CLIP_NORM, UPDATE = call("step"), call("clip_grad_norm"), call("update")
+OTHER = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1)
+MISUSES = {
+    "step after is_last=False": ([MORE, STEP], r"TrainStep\.step .*is_last=True"),
+    "clip after is_last=False": ([MORE, CLIP_NORM], r"TrainStep\.clip_grad_norm .*is_last=True"),
+    "mixed": ([MORE, COUNTED], "is_last for some micro-batches .* for each of them, or for none"),
+    "mixed the other way": ([COUNTED, STEP, LAST], "is_last for some micro-batches .* for each of them, or for none"),
+    "backward after the last": ([LAST, LAST], r"TrainStep\.backward .* Call step\(\)"),
+    "update alone": ([LAST, UPDATE], r"TrainStep\.update .*clip_grad_norm\(\)"),
+    "update of another optimizer": ([LAST, CLIP_NORM, call("update", [OTHER])], "not one of this TrainStep"),
+    "clip twice": ([LAST, CLIP_NORM, CLIP_NORM], r"TrainStep\.clip_grad_norm .*twice.*update\(\)"),
+    "backward before update": ([LAST, CLIP_NORM, LAST], r"TrainStep\.backward .*update\(\)"),
+    "state inside": (
+        [MORE, call("state_dict")],
+        r"TrainStep\.state_dict was called after 1 micro-batch.* of an optimizer step.* between two",
+    ),
+    "loading inside": (
+        [MORE, call("load_state_dict", {})],
+        r"TrainStep\.load_state_dict was called after 1 micro-batch",
+    ),
+    "no_sync after a counted one": ([COUNTED, STEP, inside_no_sync(COUNTED)], "is_last for some"),
+    "the last one inside no_sync": ([inside_no_sync(LAST)], r"is_last=True.* no_sync\(\)"),
+    "step inside no_sync": ([inside_no_sync(COUNTED, STEP)], "before the last micro-batch"),
+    "step without a last one": ([inside_no_sync(COUNTED), STEP], "before the last micro-batch"),
+}
+
+
+def _misuses():
+    def run(calls):
+        _call(SmallTraining(config(3, accumulation=2)), calls)
+
+    return errors_of({name: partial(run, calls) for name, (calls, _) in MISUSES.items()})
+
+
+def test_calls_in_the_wrong_order_are_named(ranks2):
+    check_errors(ranks2.run(_misuses), {name: f"^StepError: .*{text}" for name, (_, text) in MISUSES.items()})
+
+
+def _reopened(stage, mesh_shape):
+    """The norms and parameters where the last micro-batch is known, and where others are given as the last one, too."""
     found = []
-    for is_known in (False, True):
-        model = wrapped(NAME, config(stage, comm="fp32"))
-        train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-        for step in range(2):
-            reopen(driver_of(train))  # nothing to continue
-            for micro in range(3):
-                index = (3 * step + micro) * dist.get_world_size() + dist.get_rank()
-                loss = loss_of(model, batch(NAME, index)).float() / 3
-                if not is_known:
-                    reopen(driver_of(train))
-                train.backward(loss, is_last=micro == 2 or not is_known, divide=False)
-            train.step()
-        found.append(full_parameters(model))
-    return found
-
-
-@pytest.mark.parametrize("stage", slow_but([1, 2, 3], 3))
-def test_an_optimizer_step_goes_on_after_reopen(ranks2, stage):
-    for reopened, known in ranks2.run(_reopened, stage):
-        if stage >= 2:  # which reduce every micro-batch in any case
-            assert same_bits(reopened, known) == []
-        else:  # micro-batches are added after the reduction, in another order
-            for name in known:
-                torch.testing.assert_close(reopened[name], known[name], rtol=1e-3, atol=1e-4)
-
-
-def _continued_without_a_reduction_over_replicas():
-    """A last micro-batch, one that is not, and a last one again; and the same where the last one is known."""
-    found = []
-    for marks in ((True, False, True), (False, True, True), (False, False, True)):
-        model = wrapped(NAME, config(2, comm="fp32"), mesh_shape=(2, 2))
-        train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for marks in ((False, False, True), (True, True, True), (True, False, True), (False, True, True)):
+        training = SmallTraining(config(stage, comm="fp32"), mesh_shape=mesh_shape)
         norms = []
         for step in range(2):
+            reopen(driver_of(training.train))  # nothing to continue
             for micro, is_last in enumerate(marks):
-                index = (3 * step + micro) * dist.get_world_size() + dist.get_rank()
-                reopen(driver_of(train))
-                train.backward(loss_of(model, batch(NAME, index)).float() / 3, is_last=is_last, divide=False)
-            norms.append(float(train.clip_grad_norm()))
-            train.update()
-        found.append(norms)
+                loss = training.loss(3 * step + micro).float() / 3
+                reopen(driver_of(training.train))
+                training.train.backward(loss, is_last=is_last, divide=False)
+            norms.append(training.train.step().grad_norm)
+        found.append((norms, training.parameters()))
     return found
 
 
-def test_replicas_are_summed_once_where_a_reopened_step_has_micro_batches_that_are_not_the_last(ranks4):
-    for *reopened, known in ranks4.run(_continued_without_a_reduction_over_replicas):
-        for norms in reopened:
-            assert norms == pytest.approx(known, rel=1e-5)
+@pytest.mark.parametrize(("stage", "mesh_shape"), [(1, None), (3, None), (2, (2, 2))])
+def test_an_optimizer_step_goes_on_after_reopen(request, stage, mesh_shape):
+    ranks = request.getfixturevalue("ranks2" if mesh_shape is None else "ranks4")
+    for (norms, known), *others in ranks.run(_reopened, stage, mesh_shape):
+        for own_norms, reopened in others:
+            if stage == 3:  # which reduces every micro-batch in any case
+                assert (own_norms, same_bits(reopened, known)) == (norms, [])
+                continue
+            # Micro-batches are added after the reduction, or before replicas are summed: in another order.
+            assert own_norms == pytest.approx(norms, rel=1e-5)
+            for name in known:
+                torch.testing.assert_close(reopened[name], known[name], rtol=1e-5, atol=1e-6)
 
 
 def _reopened_with_low_sums():
-    model = wrapped(NAME, config(2, data_types={"grad_accum_dtype": "bf16"}))
-    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    train.backward(loss_of(model, batch(NAME, 0)), is_last=True)
+    training = SmallTraining(config(2, data_types={"grad_accum_dtype": "bf16"}))
+    training.backward(is_last=True)
     with pytest.raises(zeroamp.StepError, match="data_types.grad_accum_dtype is bf16"):
-        reopen(driver_of(train))
+        reopen(driver_of(training.train))
 
 
 def test_reopen_is_refused_for_low_sums(ranks2):

@@ -6,40 +6,40 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroamp
-from tests.models.small import batch, loss_of
-from tests.processes.training import config, wrapped
+from tests.processes.training import SmallTraining, config
 from zeroamp.training.step import driver_of
 
-NAME = "llama_tied"
 BF16 = {"dtype": None, "bf16": {"enabled": True}}
 MODES = {
-    "bf16": config(3, clip=1.0, **BF16),
-    "autocast": config(2, clip=1.0),
+    "stage 0": config(0),
+    "stage 1, bf16": config(1, clip=1.0, **BF16),
+    "stage 2, autocast": config(2, clip=1.0),
+    "background save": config(3, clip=1.0),
+    "run report": config(3, clip=1.0),
     "fp16": config(3, dtype="float16", clip=1.0, fp16={"initial_scale_power": 4}),
     "fp16 without clipping": config(3, dtype="float16", fp16={"initial_scale_power": 4}),
     "skipped steps": config(3, **BF16, zeroamp={"skip_nonfinite_steps": True}),
-    "background save": config(3, clip=1.0),
-    "run report": config(3, clip=1.0),
 }
 READING = ("fp16", "fp16 without clipping", "skipped steps")
 
 
 class Reads(TorchDispatchMode):
-    """Counts reads of tensors' values by the host: as a number, as a list or as an array."""
+    """Counts reads of tensors' values by the host, as a number, as a list or as an array; and lists collectives."""
 
     def __init__(self):
         super().__init__()
-        self.before, self.after = [], []
+        self.before, self.after, self.collectives = [], [], []
         self._is_updating = False
         self._thread = threading.get_ident()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:
             self.note("one number")
+        if func.namespace == "c10d":
+            self.collectives.append(func.name().partition(".")[0])
         return func(*args, **(kwargs or {}))
 
     def note(self, what):
@@ -78,96 +78,41 @@ def _instrument(mode, folder, model, train):
 
 
 def _count(mode, folder, fused):
-    model = wrapped(NAME, MODES[mode])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
-    train = zeroamp.TrainStep(model, optimizer)
+    # A tensor may be on a device: only the run's report reads it.
+    lr = torch.tensor(1e-3) if fused and mode != "run report" else 1e-3
+    training = SmallTraining(MODES[mode], lambda parameters: torch.optim.AdamW(parameters, lr=lr, fused=fused))
+    train = training.train
     driver_of(train).all_reduce.is_late = True  # as on a device
-    context, prepare = _instrument(mode, folder, model, train)
+    context, prepare = _instrument(mode, folder, training.model, train)
     reads = Reads()
     with context:
-        for index in range(3):
-            train.backward(loss_of(model, batch(NAME, 2 * index + dist.get_rank())))
-            if index == 2:
-                with reads.counting(torch.optim.AdamW):
-                    report = train.step()
-            else:
-                train.step()
-                if index == 1:
-                    prepare()
-    zeroamp.wait_for_save(model)
+        training.step(0)
+        training.step(1)
+        prepare()
+        training.backward(2)
+        with reads.counting(torch.optim.AdamW):
+            report = train.step()
+        before, after = list(reads.before), list(reads.after)
+        with reads.counting(torch.optim.AdamW):
+            _ = report.loss, report.grad_norm
+    zeroamp.wait_for_save(training.model)
     assert not report.skipped
-    return reads.before, reads.after
+    assert reads.collectives == ["c10d::allreduce_"]
+    return before, after, len(reads.before) + len(reads.after) - len(before) - len(after)
 
 
 COPY_OF_THE_STEP_BEFORE = ["tolist"]
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in READING])
-def test_before_the_update_only_the_sums_of_the_step_before_are_read(ranks2, mode, tmp_path):
-    for before, after in ranks2.run(_count, mode, tmp_path, True):
-        assert before == COPY_OF_THE_STEP_BEFORE
-        assert after == (["tolist"] if mode == "run report" else [])  # the record of the step before
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("mode", READING)
-def test_where_a_step_may_be_skipped_the_norm_is_read_before_the_update(ranks2, mode, fused, tmp_path):
-    for before, _ in ranks2.run(_count, mode, tmp_path, fused):
-        assert before == [*COPY_OF_THE_STEP_BEFORE, "one number"]
-
-
-def _report():
-    model = wrapped(NAME, config(3, clip=1.0))
-    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
-    driver_of(train).all_reduce.is_late = True
-    train.backward(loss_of(model, batch(NAME, 0)))
-    reads = Reads()
-    with reads.counting(torch.optim.AdamW):
-        report = train.step()
-        during = [*reads.before, *reads.after]
-        _ = report.loss, report.grad_norm
-    return during, reads.after
-
-
-def test_a_report_reads_its_numbers_when_the_caller_does(ranks2):
-    assert ranks2.run(_report) == [([], ["one number"] * 2)] * 2
-
-
-class _Collectives(TorchDispatchMode):
-    """Lists the collectives that reach a process group."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.names.append(func.name().partition(".")[0])
-        return func(*args, **(kwargs or {}))
-
-
-def _collectives_of_steps(options, stage, is_plain):
-    """The collectives of the second optimizer step, after its backward."""
-    model = wrapped(NAME, config(stage, **options))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    train = None if is_plain else zeroamp.TrainStep(model, optimizer)
-    for index in range(2):
-        loss = loss_of(model, batch(NAME, 2 * index + dist.get_rank()))
-        loss.backward() if train is None else train.backward(loss)
-        with _Collectives() as collectives:
-            optimizer.step() if train is None else train.step()
-        model.zero_grad()
-    return collectives.names
-
-
-FP16 = {"dtype": "float16", "fp16": {"initial_scale_power": 4}}
-
-
 @pytest.mark.parametrize(
-    ("options", "is_plain"),
-    [({}, False), (BF16, False), (FP16, False), ({}, True)],
-    ids=["autocast", "bf16", "fp16", "plain loop"],
+    ("mode", "fused"),
+    [*((mode, True) for mode in MODES), ("fp16", False), ("skipped steps", False)],
 )
-def test_an_optimizer_step_has_one_collective(ranks2, options, is_plain):
-    for stage in range(4):
-        assert ranks2.run(_collectives_of_steps, options, stage, is_plain) == [["c10d::allreduce_"]] * 2
+def test_one_collective_and_no_read_but_of_the_sums_of_the_step_before_and_of_the_norm_where_a_step_may_be_skipped(
+    ranks2, mode, fused, tmp_path
+):
+    for before, after, by_report in ranks2.run(_count, mode, tmp_path, fused):
+        assert before == [*COPY_OF_THE_STEP_BEFORE, *["one number"] * (mode in READING)]
+        if mode not in READING:
+            assert after == (["tolist"] if mode == "run report" else [])  # the record of the step before
+            assert by_report == 2, "a report reads its numbers when the caller does"

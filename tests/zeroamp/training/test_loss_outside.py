@@ -1,78 +1,97 @@
-"""A loss that the caller computes from the model's output: exact under `train.autocast()`, warned of without."""
+"""A loss that the caller computes from outputs of the model: exact under `train.autocast()`, warned of without.
+
+Of several forwards, it has the bits of one `torch.autocast` around them.
+"""
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
 
 import zeroamp
 from tests.measuring.logs import log_lines
-from tests.models.small import Llama, batch
-from tests.processes.training import config, full_parameters, policy, same_bits
+from tests.models.small import loss_of
+from tests.oracles import one_process
+from tests.processes.training import check_run, config, train
 
 NUM_STEPS = 3
 
 
-class Logits(Llama):
-    def forward(self, tokens):
-        return self.logits(tokens)
-
-
-def _loss(logits, tokens):
+def outside(model, tokens):
     """A product with the logits, which autocast runs in bf16, then a log-softmax, which it runs in fp32."""
+    logits = model.logits(tokens)
     logits = logits @ torch.eye(logits.shape[-1])
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def _one_process(num_ranks):
-    """Plain autocast around forward and loss: losses[step][rank], and the parameters."""
-    torch.manual_seed(0)
-    model = Logits(tied=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(NUM_STEPS):
-        gradients = []
-        losses.append([])
-        for rank in range(num_ranks):
-            tokens = batch("llama_untied", step * num_ranks + rank)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = _loss(model(tokens), tokens)
-            losses[-1].append(float(loss.detach()))
-            gradients.append(torch.autograd.grad(loss.float(), list(model.parameters())))
-        for parameter, of_ranks in zip(model.parameters(), zip(*gradients, strict=True), strict=True):
-            parameter.grad = sum(of_ranks[1:], of_ranks[0]) / num_ranks
-        optimizer.step()
-    return losses, {fqn: parameter.detach() for fqn, parameter in model.named_parameters()}
+def _of_logits(model, tokens):
+    return F.cross_entropy(model.logits(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def _trained(stage, is_inside_autocast, options):
-    torch.manual_seed(0)
-    model = zeroamp.wrap_model(Logits(tied=False), policy(config(stage, **options)))
-    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    losses = []
+def of_two_forwards(model, tokens):
+    return loss_of(model, tokens) * loss_of(model, tokens.roll(1, 1))
+
+
+def with_a_reference(model, tokens):
+    """A forward without gradients runs first."""
+    with torch.no_grad():
+        reference = loss_of(model, tokens.flip(1))
+    return of_two_forwards(model, tokens) + reference - loss_of(model, tokens)
+
+
+class _Uncached(torch.nn.Module):
+    """A model whose forwards without gradients run without autocast's cache.
+
+    In plain torch they would cache casts without gradients.
+    """
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs):
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=torch.is_grad_enabled()):
+            return loss_of(self.model, inputs)
+
+
+def _with_an_uncached_reference(model, tokens):
+    return with_a_reference(_Uncached(model), tokens)
+
+
+def _register(model):
+    if hasattr(model, "logits"):
+        zeroamp.register_forward_method(model, "logits")
+
+
+def _trained(name, stage, loss_fn, options, *, is_inside=True):
+    """The run, and what is warned of. `is_inside`: whether the loss is computed in `train.autocast()`."""
+
+    def compute(step, tokens):
+        with step.autocast() if is_inside else nullcontext():
+            return loss_fn(step.model, tokens)
+
     with log_lines(logging.INFO) as lines:
-        for step in range(NUM_STEPS):
-            tokens = batch("llama_untied", step * dist.get_world_size() + dist.get_rank())
-            logits = model(tokens)
-            if is_inside_autocast:
-                with train.autocast():
-                    loss = _loss(logits, tokens)
-            else:
-                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-            losses.append(float(loss.detach()))
-            train.backward(loss)
-            train.step()
-    return losses, full_parameters(model), [line for line in lines if "TrainStep.backward" in line]
+        run = train(name, config(stage, **options), NUM_STEPS, prepare=_register, loss_fn=compute)
+    return run, [line for line in lines if "TrainStep.backward" in line]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_under_train_autocast_it_has_the_bits_of_one_process(ranks2, stage):
-    expected, parameters = _one_process(2)
-    for rank, (losses, ours, warnings) in enumerate(ranks2.run(_trained, stage, True, {})):
-        assert losses == [of_ranks[rank] for of_ranks in expected]
-        assert same_bits(ours, parameters) == []
+@pytest.mark.parametrize(
+    ("name", "stage", "loss_fn", "in_one_process", "options"),
+    [
+        ("llama_untied", 0, outside, outside, {}),
+        ("llama_untied", 3, outside, outside, {}),
+        # The in_proj of its MultiheadAttention is fp32, and autocast casts it.
+        ("encoder", 3, of_two_forwards, of_two_forwards, {"comm": "fp32"}),
+        ("encoder", 0, with_a_reference, _with_an_uncached_reference, {"comm": "fp32"}),
+        ("encoder", 3, with_a_reference, _with_an_uncached_reference, {"comm": "fp32"}),
+    ],
+)
+def test_under_train_autocast_it_has_the_bits_of_one_process(ranks2, name, stage, loss_fn, in_one_process, options):
+    oracle = one_process.train(name, world_size=2, num_steps=NUM_STEPS, loss_fn=in_one_process)
+    for rank, (run, warnings) in enumerate(ranks2.run(_trained, name, stage, loss_fn, options)):
+        check_run(run, rank, oracle)
         assert warnings == []
 
 
@@ -85,7 +104,7 @@ def test_under_train_autocast_it_has_the_bits_of_one_process(ranks2, stage):
     ids=["autocast", "bf16"],
 )
 def test_a_low_precision_loss_is_warned_of_once_with_the_remedy(ranks2, options, text):
-    (*_, warnings), (*_, of_second_rank) = ranks2.run(_trained, 3, False, options)
+    (_, warnings), (_, of_second_rank) = ranks2.run(_trained, "llama_untied", 3, _of_logits, options, is_inside=False)
     assert len(warnings) == 1
     assert "bf16" in warnings[0]
     assert text in warnings[0]

@@ -1,16 +1,15 @@
 """`TrainStep(on_shards=True)`: optimizers that the caller calls element-wise; and optimizers that are refused."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import zeroamp
-from tests.models.small import batch, loss_of
-from tests.processes.optimizers import CASES, NAME, Training, expected
-from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.processes.optimizers import CASES, NAME, Training
+from tests.processes.training import SmallTraining, check_errors, config, errors_of, same_bits
 
 EIGHT_BITS = "`bitsandbytes.optim.AdamW8bit`"
 
@@ -38,15 +37,13 @@ class Plain(torch.optim.Optimizer):
                 parameter.data = parameter - group["lr"] * state["momentum"]
 
 
-def _plain(stage, on_shards=True):
-    model = wrapped(NAME, config(stage))
-    optimizer = Plain(model.parameters())
-    train = zeroamp.TrainStep(model, optimizer, on_shards=on_shards)
+def _plain(stage):
+    training = SmallTraining(config(stage), Plain, name=NAME, on_shards=True)
     for index in range(3):
-        train.backward(loss_of(model, batch(NAME, index * dist.get_world_size() + dist.get_rank())))
-        train.step()
+        training.step(index)
+    optimizer = training.optimizer
     assert optimizer.state.pop("all") == {"count": 3}
-    parameters = dict(model.named_parameters())
+    parameters = dict(training.model.named_parameters())
     assert optimizer.state.keys() == set(parameters.values())
     for parameter, state in optimizer.state.items():
         for key in ("momentum", "is_used"):
@@ -55,29 +52,13 @@ def _plain(stage, on_shards=True):
             assert state[key].shape == parameter.shape
         assert state["step"] == 3
     momentum = {fqn: optimizer.state[parameter]["momentum"].full_tensor() for fqn, parameter in parameters.items()}
-    return full_parameters(model), momentum
+    return training.parameters(), momentum
 
 
-def test_shards_have_elements_and_state_is_sharded_like_the_parameters(ranks2):
-    (ours, momentum), (theirs, whole) = ranks2.run(_plain, 3)[0], ranks2.run(_plain, 0)[0]
+def test_shards_have_elements_also_with_fewer_rows_than_ranks_and_state_is_sharded_like_the_parameters(ranks4):
+    (ours, momentum), (theirs, whole) = ranks4.run(_plain, 3)[0], ranks4.run(_plain, 0)[0]
     assert same_bits(ours, theirs) == []
     assert same_bits(momentum, whole) == []
-
-
-@pytest.mark.slow
-def test_so_they_have_with_fewer_rows_than_ranks(ranks4):
-    (ours, momentum), (theirs, whole) = ranks4.run(_plain, 3)[0], ranks4.run(_plain, 2)[0]
-    assert same_bits(ours, theirs) == []
-    assert same_bits(momentum, whole) == []
-
-
-def _built(make, stage=3, **options):
-    model = wrapped(NAME, config(stage))
-    try:
-        zeroamp.TrainStep(model, make(list(model.parameters())), **options)
-    except zeroamp.StepError as error:
-        return str(error)
-    return ""
 
 
 def _two(parameters):
@@ -102,20 +83,29 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_would_be_wrong_is_refused_by_name(ranks2, name):
-    make, options, words = REFUSED[name]
-    for error in ranks2.run(_built, make, **options):
-        assert re.search(words, error), error
+def _refusals():
+    return errors_of(
+        {
+            name: partial(SmallTraining, config(3), make, name=NAME, **options)
+            for name, (make, options, _) in REFUSED.items()
+        }
+    )
 
 
-def _bitsandbytes(parameters):
-    return CASES[EIGHT_BITS].make({str(index): parameter for index, parameter in enumerate(parameters)})
+def test_what_would_be_wrong_is_refused_by_name(ranks2):
+    check_errors(ranks2.run(_refusals), {name: text for name, (*_, text) in REFUSED.items()})
+
+
+def _bitsandbytes():
+    def eight_bits(parameters):
+        return CASES[EIGHT_BITS].make({str(index): parameter for index, parameter in enumerate(parameters)})
+
+    return errors_of({"": lambda: SmallTraining(config(3), eight_bits, name=NAME)})
 
 
 def test_bitsandbytes_without_the_statement_is_refused_by_name(ranks2):
     pytest.importorskip("bitsandbytes", reason="the optimizer is bitsandbytes'")
-    assert re.search("bitsandbytes's AdamW8bit.*on_shards=True", ranks2.run(_built, _bitsandbytes)[0])
+    check_errors(ranks2.run(_bitsandbytes), {"": "bitsandbytes's AdamW8bit.*on_shards=True"})
 
 
 def _with_overrides():
@@ -157,8 +147,3 @@ def test_state_of_shards_is_refused_by_another_number_of_shards_even_if_it_is_eq
     pytest.importorskip("bitsandbytes", reason="the optimizer is bitsandbytes'")
     error = ranks2.run(_equal_on_all_ranks, tmp_path)[0]
     assert re.search("of embed.weight that cannot be resharded.*was sharded .* 2 ranks, but is not sharded here", error)
-
-
-def test_the_oracle_is_not_the_first_weights():
-    start = expected(CASES["`torch.optim.AdamW`"], num_steps=0)
-    assert same_bits(expected(CASES["`torch.optim.AdamW`"], num_steps=1), start) == list(start)

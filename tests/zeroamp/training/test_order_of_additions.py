@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from tests.models.small import batch, build
 from tests.oracles import one_process, plain_fsdp2
-from tests.processes.training import check_run, check_same_run, config, same_bits, train
-from tests.selection import slow_but
+from tests.processes.training import check_run, config, same_bits, train
 
 NUM_STEPS = 5
 UNITS = [f"{part}.{index}" for part in ("down", "up", "side") for index in range(3)]
@@ -47,30 +46,20 @@ def _pass_inputs_through_a_node(model):
         model.get_submodule(fqn).register_forward_pre_hook(lambda _module, args: _Identity.apply(*args))
 
 
-def _one_process(name, prepare=None):
-    return one_process.train(name, world_size=2, num_steps=NUM_STEPS, prepare=prepare)
-
-
-@pytest.mark.parametrize("name", slow_but(["skips", "residual_skips"], "residual_skips"))
-def test_all_stages_and_fsdp2_alone_add_in_the_same_order(ranks2, name):
+@pytest.mark.parametrize(
+    ("name", "prepare"),
+    [pytest.param("skips", None, marks=pytest.mark.slow), ("residual_skips", _pass_inputs_through_a_node)],
+    ids=["units that read an activation once", "units that read a skip twice"],
+)
+def test_all_stages_add_in_the_order_of_fsdp2_alone_and_of_one_process_that_adds_per_unit(ranks2, name, prepare):
     theirs = ranks2.run(_plain, name)
+    oracle = one_process.train(name, world_size=2, num_steps=NUM_STEPS, prepare=prepare)
     for rank, runs in enumerate(ranks2.run(_all_stages, name)):
         losses, parameters = theirs[rank]
         for run in runs:
-            check_same_run(run, runs[0])
+            check_run(run, rank, oracle)
             assert [loss for (loss,) in run.losses] == losses
             assert same_bits(run.parameters, parameters) == []
-
-
-@pytest.mark.slow
-def test_units_that_read_an_activation_once_give_the_bits_of_one_process(ranks2):
-    oracle = _one_process("skips")
-    for rank, runs in enumerate(ranks2.run(_all_stages, "skips")):
-        check_run(runs[-1], rank, oracle)
-
-
-def test_a_unit_that_reads_a_skip_twice_gives_the_bits_of_one_process_that_adds_per_unit(ranks2):
-    flat, per_unit = _one_process("residual_skips"), _one_process("residual_skips", _pass_inputs_through_a_node)
-    for rank, runs in enumerate(ranks2.run(_all_stages, "residual_skips")):
-        check_run(runs[-1], rank, per_unit)
-        assert same_bits(runs[-1].parameters, flat[2]) != []  # the one exception to the same bits
+    if prepare is not None:  # the one exception to the same bits
+        flat = one_process.train(name, world_size=2, num_steps=NUM_STEPS)
+        assert same_bits(oracle[2], flat[2]) != []

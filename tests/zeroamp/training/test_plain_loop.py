@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import logging
 import warnings
 
@@ -16,15 +15,25 @@ from tests.oracles import plain_loop
 from tests.processes.training import config, full_parameters, same_bits
 from tests.selection import slow_but
 
-NUM_STEPS = 10
+NUM_STEPS = 6
 STAGES = (0, 1, 2, 3)
 OPTIMIZERS = {
     "AdamW": functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1),
     "SGD": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9, weight_decay=0.1),
 }
-CASES = list(itertools.product(["Llama", "GNN", "ViT"], [1, 4], OPTIMIZERS))
-"""Family, micro-batches per optimizer step, optimizer."""
-FAST = [("Llama", 1, "AdamW"), ("GNN", 4, "SGD"), ("ViT", 4, "AdamW")]
+CASES = {
+    "Llama": (("Llama", 1, "AdamW"), {}),
+    "GNN, 4 micro-batches": (("GNN", 4, "SGD"), {}),
+    "ViT, 4 micro-batches": (("ViT", 4, "AdamW"), {}),
+    # Communication in bf16 would round the sums.
+    "GNN, 4 micro-batches that are reduced once": (
+        ("GNN", 4, "AdamW"),
+        {"how": "the last micro-batch is reduced", "options": {"comm": "fp32"}},
+    ),
+    "evaluations and a forward before the step": (("Llama", 1, "AdamW"), {"how": "other forwards"}),
+    "compiled": (("Llama", 1, "AdamW"), {"how": "compiled"}),
+}
+"""Family, micro-batches per optimizer step and optimizer; and how the loop runs."""
 
 
 def _train(stage, family, num_micro, optimizer, *, how="each micro-batch is reduced", clip=None, options=None):
@@ -33,6 +42,8 @@ def _train(stage, family, num_micro, optimizer, *, how="each micro-batch is redu
     policy = zeroamp.policy_from_config(config(stage, **(options or {})))
     wrapped = zeroamp.wrap_model(family.seeded(), policy)
     model = torch.compile(wrapped, backend="aot_eager") if how == "compiled" else wrapped
+    if how == "other forwards":
+        _evaluate(model, family)
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     names = {parameter: fqn for fqn, parameter in wrapped.named_parameters()}
@@ -51,12 +62,20 @@ def _train(stage, family, num_micro, optimizer, *, how="each micro-batch is redu
             (loss / num_micro).backward()
         if clip is not None:
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).full_tensor()))
-        if how == "a forward before the step":
+        if how == "other forwards":
+            _evaluate(model, family)
             loss_of(model, family.batch(999))
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
     return losses, without, full_parameters(wrapped), norms
+
+
+def _evaluate(model, family):
+    model.eval()
+    with torch.no_grad():
+        loss_of(model, family.batch(999))
+    model.train()
 
 
 def _at_all_stages(stages, *args, **options):
@@ -66,53 +85,28 @@ def _at_all_stages(stages, *args, **options):
         return {stage: _train(stage, *args, **options) for stage in stages}
 
 
-def _check(by_rank, family, num_micro, optimizer, **options):
+@pytest.mark.parametrize("name", slow_but(CASES, *(CASES.keys() - {"compiled"})))
+def test_a_plain_loop_has_the_bits_of_one_process_at_all_stages(ranks2, name):
+    (family, num_micro, optimizer), more = CASES[name]
     losses, without, parameters, _ = plain_loop.train(
         FAMILIES[family],
         num_steps=NUM_STEPS,
         num_micro=num_micro,
         make_optimizer=OPTIMIZERS[optimizer],
-        **options,
+        reduces_each=more.get("how") != "the last micro-batch is reduced",
     )
-    for rank, by_stage in enumerate(by_rank):
+    assert any(without) == (family == "GNN"), "its unused parameters have no gradient"
+    for rank, by_stage in enumerate(ranks2.run(_at_all_stages, STAGES, family, num_micro, optimizer, **more)):
         for stage, (own_losses, own_without, own_parameters, _) in by_stage.items():
             assert own_losses == losses[rank], stage
             assert own_without == without, stage
             assert same_bits(own_parameters, parameters) == [], stage
-    return without
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, *FAST), ids=str)
-def test_a_plain_loop_has_the_bits_of_one_process_at_all_stages(ranks2, case):
-    without = _check(ranks2.run(_at_all_stages, STAGES, *case), *case)
-    assert any(without) == (case[0] == "GNN"), "its unused parameters have no gradient"
-
-
-@pytest.mark.parametrize("family", slow_but(["Llama", "GNN", "ViT"], "GNN"))
-def test_micro_batches_that_are_reduced_once_are_summed_on_each_rank(ranks2, family):
-    # Communication in bf16 would round the sums.
-    options = {"how": "the last micro-batch is reduced", "options": {"comm": "fp32"}}
-    by_rank = ranks2.run(_at_all_stages, STAGES, family, 4, "AdamW", **options)
-    _check(by_rank, family, 4, "AdamW", reduces_each=False)
-
-
-@pytest.mark.parametrize("family", slow_but(["Llama", "GNN", "ViT"], "Llama"))
-def test_a_forward_may_run_between_backward_and_step(ranks2, family):
-    by_rank = ranks2.run(_at_all_stages, STAGES, family, 1, "AdamW", how="a forward before the step")
-    _check(by_rank, family, 1, "AdamW")
-
-
-@pytest.mark.parametrize("stages", slow_but([(3,), (0, 1, 2)], (3,)), ids=str)
-def test_a_compiled_model_trains_in_a_plain_loop(ranks2, stages):
-    by_rank = ranks2.run(_at_all_stages, stages, "Llama", 1, "AdamW", how="compiled")
-    _check(by_rank, "Llama", 1, "AdamW")
-
-
-@pytest.mark.parametrize("family", slow_but(["Llama", "GNN", "ViT"], "GNN"))
-def test_clip_grad_norm_of_torch_clips_to_the_norm_over_all_parameters(ranks2, family):
-    by_rank = ranks2.run(_at_all_stages, STAGES, family, 1, "SGD", clip=0.1)
+def test_clip_grad_norm_of_torch_clips_to_the_norm_over_all_parameters(ranks2):
+    by_rank = ranks2.run(_at_all_stages, STAGES, "GNN", 1, "SGD", clip=0.1)
     options = {"num_steps": NUM_STEPS, "num_micro": 1, "make_optimizer": OPTIMIZERS["SGD"], "clip": 0.1}
-    *_, parameters, norms = plain_loop.train(FAMILIES[family], **options)
+    *_, parameters, norms = plain_loop.train(FAMILIES["GNN"], **options)
     assert min(norms) > 0.1, "each step clips"
     for by_stage in by_rank:
         for own_parameters, own_norms in (run[2:] for run in by_stage.values()):
@@ -144,6 +138,23 @@ def _the_last_graph_first(model, optimizers, loss_at, step):
     _step_all(model, optimizers)
 
 
+def _all_forwards_first(model, optimizers, loss_at, step):
+    losses = [loss_at(3 * step + micro) for micro in range(3)]
+    for loss in losses:
+        loss.backward()
+    _step_all(model, optimizers)
+
+
+def _one_forward_one_backward(model, optimizers, loss_at, step):
+    """A pipeline's order: a forward of the next micro-batch runs before each backward."""
+    losses = [loss_at(3 * step)]
+    for micro in (1, 2):
+        losses.append(loss_at(3 * step + micro))
+        losses[micro - 1].backward()
+    losses[-1].backward()
+    _step_all(model, optimizers)
+
+
 def _frozen_in_odd_steps(model, optimizers, loss_at, step):
     for fqn, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1" not in fqn or step % 2 == 0)
@@ -164,7 +175,10 @@ def _step_all(model, optimizers):
     model.zero_grad()
 
 
-LOOPS = (_two_optimizers_in_turn, _one_graph_twice, _the_last_graph_first, _frozen_in_odd_steps, _zeros_instead_of_none)
+LOOPS = (
+    _two_optimizers_in_turn, _one_graph_twice, _the_last_graph_first, _all_forwards_first, _one_forward_one_backward,
+    _frozen_in_odd_steps, _zeros_instead_of_none,
+)  # fmt: skip
 
 
 def _run_loop(loop, model, context):

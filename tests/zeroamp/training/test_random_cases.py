@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import datetime
 import random
+import types
 from functools import partial
 
 import pytest
@@ -97,24 +98,8 @@ CHOICES = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(types.SimpleNamespace):
     """One value of each of CHOICES."""
-
-    model: str
-    mode: str
-    stage: int
-    mesh: tuple[int, int] | None
-    accumulation: int
-    clip: float
-    communication: str
-    safe: str
-    optimizer: str
-    num_groups: int
-    zero: str
-    own: str
-    offload: str
-    prepare: str
 
     def config(self):
         """The case as a user writes it."""
@@ -255,21 +240,18 @@ def _difference(case, outcomes):
 
 
 def test_60_random_cases_have_the_bits_of_one_process_or_are_refused(ranks2):
-    num_exact, refusals = _check(ranks2, cases(11, 60))
+    drawn = cases(11, 60)
+    for name, values in CHOICES.items():
+        assert {getattr(case, name) for case in drawn} == set(values), name
+    num_exact, refusals = _check(ranks2, drawn)
     assert num_exact >= 30
     assert refusals
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", range(8))
+@pytest.mark.parametrize("chunk", range(4))
 def test_50_more_random_cases_of_this_week(ranks2, chunk):
     year, week, _ = datetime.date.today().isocalendar()
     seed = 100 * year + week
-    print(f"cases({seed}, 400)[{50 * chunk}:{50 * chunk + 50}]")
-    _check(ranks2, cases(seed, 400)[50 * chunk : 50 * chunk + 50])
-
-
-def test_60_cases_have_every_value_of_every_choice():
-    drawn = cases(11, 60)
-    for name, values in CHOICES.items():
-        assert {getattr(case, name) for case in drawn} == set(values), name
+    print(f"cases({seed}, 200)[{50 * chunk}:{50 * chunk + 50}]")
+    _check(ranks2, cases(seed, 200)[50 * chunk : 50 * chunk + 50])

@@ -2,102 +2,104 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 import zeroamp
-from tests.models.small import batch, build, loss_of
-from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.oracles import one_process
+from tests.processes.training import SmallTraining, config, same_bits, wrapped
 from tests.selection import slow_but
 
 NAME = "llama_tied"
 NUM_STEPS = 2
+LR = 1 / 128
 
 
-def _one_process(num_ranks, autocast, factor, num_replicas=1):
-    """Plain torch, the ranks written out: the sum over ranks, neighbours first, divided by `factor`."""
-    model = build(NAME)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    parameters = list(model.parameters())
-    for step in range(NUM_STEPS):
-        of_ranks = []
-        for rank in range(num_ranks):
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                loss = loss_of(model, batch(NAME, step * num_ranks + rank))
-            of_ranks.append(torch.autograd.grad(loss.float(), parameters))
-        shards = num_ranks // num_replicas
-        for parameter, gradients in zip(parameters, zip(*of_ranks, strict=True), strict=True):
-            sums = [sum(gradients[i + 1 : i + shards], gradients[i]) for i in range(0, num_ranks, shards)]
-            parameter.grad = sum(sums[1:], sums[0]) / factor
-        optimizer.step()
-    return {fqn: parameter.detach() for fqn, parameter in model.named_parameters()}
+def _one_process(num_ranks, factor, **more):
+    """The parameters of plain torch, with the sum over ranks divided by `factor`.
+
+    Plain SGD by a mean is SGD by the sum with a learning rate that is so much larger: a power of two changes no bit.
+    """
+
+    def make_optimizers(named):
+        return [torch.optim.SGD(named.values(), lr=LR * num_ranks / factor, momentum=0.9)]
+
+    options = {"num_steps": NUM_STEPS, "make_optimizers": make_optimizers, **more}
+    _, _, parameters = one_process.train(NAME, world_size=num_ranks, **options)
+    return parameters
 
 
 def _trained(cfg, factor=None, mesh_shape=None):
-    model = wrapped(NAME, cfg, mesh_shape=mesh_shape)
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=LR, momentum=0.9)
+
+    training = SmallTraining(cfg, sgd, mesh_shape=mesh_shape)
     if factor is not None:  # as torchtitan does
-        for module in model.modules():
+        for module in training.model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(factor)
-    train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9))
-    norms = []
-    for step in range(NUM_STEPS):
-        train.backward(loss_of(model, batch(NAME, step * dist.get_world_size() + dist.get_rank())))
-        norms.append(train.step().grad_norm)
-    return full_parameters(model), norms
+    reports = [training.step(micro) for micro in range(NUM_STEPS * cfg["gradient_accumulation_steps"])]
+    norms = [report.grad_norm for report in reports if report is not None]
+    return training.parameters(), norms
 
 
 SUM = {"zeroamp": {"reduce": "sum"}}
-MODES = {"autocast": {}, "fp32": {"dtype": None}}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
-def test_sums_have_the_bits_of_one_process(ranks2, stage, mode):
-    expected = _one_process(2, mode == "autocast", 1.0)
-    for ours, _ in ranks2.run(_trained, config(stage, **MODES[mode], **SUM)):
+@pytest.mark.parametrize(
+    ("stage", "options", "factor"),
+    [
+        (0, SUM, None),
+        (3, SUM, None),
+        (3, {**SUM, "dtype": None}, None),
+        pytest.param(0, {}, 8.0, marks=pytest.mark.slow),
+        (3, {}, 1.0),
+        (3, {}, 8.0),
+    ],
+    ids=["stage 0", "stage 3", "fp32", "factor 8, stage 0", "factor 1", "factor 8"],
+)
+def test_sums_and_the_divide_factor_of_fsdp_have_the_bits_of_one_process(ranks2, stage, options, factor):
+    autocast = None if "dtype" in options else torch.bfloat16
+    expected = _one_process(2, 1.0 if factor is None else factor, autocast=autocast)
+    for ours, _ in ranks2.run(_trained, config(stage, **options), factor):
         assert same_bits(ours, expected) == []
 
 
 def test_sums_with_replicas_have_the_bits_of_one_process(ranks4):
-    expected = _one_process(4, True, 1.0, num_replicas=2)
+    expected = _one_process(4, 1.0, num_replicas=2)
     for ours, _ in ranks4.run(_trained, config(3, **SUM), None, (2, 2)):
         assert same_bits(ours, expected) == []
 
 
-@pytest.mark.parametrize("factor", [1.0, 2.0, 8.0])
-@pytest.mark.parametrize("stage", slow_but([0, 3], 3))
-def test_the_divide_factor_of_fsdp_is_honoured(ranks2, stage, factor):
-    expected = _one_process(2, True, factor)
-    for ours, _ in ranks2.run(_trained, config(stage), factor):
-        assert same_bits(ours, expected) == []
-
-
-LOW = {
-    "fp16": {"dtype": "float16", "fp16": {"loss_scale": 64}},
-    "fp16 native": {"dtype": "float16", "fp16": {"loss_scale": 64}, "native": True},
-    "fp16 accumulated": {"dtype": "float16", "fp16": {"loss_scale": 64}, "data_types": {"grad_accum_dtype": "fp16"}},
-    "bf16": {"dtype": None, "bf16": {"enabled": True}},
-    "bf16 native": {"native": True},
+FP16 = {"dtype": "float16", "fp16": {"loss_scale": 64}}
+SUMMED = {"data_types": {"grad_accum_dtype": "fp16"}}
+NATIVE = {"reduce_accumulate_dtype": "native"}
+PATHS = {
+    "fp16": (3, None, FP16, {}),
+    "fp16 native": (3, None, FP16, NATIVE),
+    "fp16 native, replicas": (3, (2, 2), FP16, NATIVE),
+    "fp16 accumulated": (1, None, {**FP16, **SUMMED}, {}),
+    "fp16 accumulated, native, replicas": (3, (2, 2), {**FP16, **SUMMED, "accumulation": 2}, NATIVE),
+    "fp16 accumulated, native, replicas, stage 1": (1, (2, 2), {**FP16, **SUMMED, "accumulation": 2}, NATIVE),
+    "bf16": (3, None, {"dtype": None, "bf16": {"enabled": True}}, {}),
+    "bf16 native": (3, None, {}, NATIVE),
 }
 
 
-def _sum_and_mean(stage, options):
-    options = dict(options)
-    native = {"reduce_accumulate_dtype": "native"} if options.pop("native", False) else {}
-    runs = []
-    for reduce in ("sum", "mean"):
-        cfg = config(stage, **options, zeroamp={"reduce": reduce, **native})
-        runs.append(_trained(cfg)[1][0])
-    return runs
+def _sum_and_mean(stage, mesh_shape, options, keys):
+    """The norms of the first step."""
+    cfgs = [config(stage, **options, zeroamp={"reduce": reduce, **keys}) for reduce in ("sum", "mean")]
+    return [_trained(cfg, None, mesh_shape)[1][0] for cfg in cfgs]
 
 
-@pytest.mark.parametrize("path", LOW)
-@pytest.mark.parametrize("stage", slow_but([1, 3], 3))
-def test_every_dtype_path_sums(ranks2, stage, path):
-    """On two ranks the sum is twice the mean: the same bits but for the exponent, where nothing over- or underflows."""
-    for total, mean in ranks2.run(_sum_and_mean, stage, LOW[path]):
-        assert total == pytest.approx(2 * mean, rel=1e-3 if "native" in path or "accum" in path else 1e-6)
+@pytest.mark.parametrize("path", slow_but(PATHS, *(path for path in PATHS if "replicas" not in path)))
+def test_every_dtype_path_sums_and_averages_once(request, path):
+    """A missed or doubled factor would be 2 or more."""
+    _, mesh_shape, options, _ = PATHS[path]
+    size, accumulation = (2 if mesh_shape is None else 4), options.get("accumulation", 1)
+    _, (norm,), _ = one_process.train(NAME, world_size=size, num_steps=1, accumulation=accumulation)
+    for total, mean in request.getfixturevalue(f"ranks{size}").run(_sum_and_mean, *PATHS[path]):
+        assert total == pytest.approx(size * mean, rel=1e-6 if path in ("fp16", "bf16") else 1e-3)
+        assert mean == pytest.approx(norm, rel=1e-2)
 
 
 def _mixed_factors():

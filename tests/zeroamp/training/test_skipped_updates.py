@@ -1,7 +1,10 @@
-"""A step that is skipped changes nothing, with torch's fused optimizers too, whose bits are those of one process."""
+"""A step whose gradient is not finite updates nothing: in float16, and in every mode with `skip_nonfinite_steps`.
 
+torch's fused optimizers skip on the device. Their bits are those of one process.
+"""
+
+import dataclasses
 import math
-from unittest import mock
 
 import pytest
 import torch
@@ -9,72 +12,132 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import zeroamp
-from tests.models.small import batch, loss_of
+from tests.measuring.logs import log_lines
 from tests.oracles import one_process
-from tests.processes.training import check_run, config, full_parameters, same_bits, train, wrapped
+from tests.processes.training import SmallTraining, adamw, check_run, config, same_bits, train
 from tests.selection import slow_but
 
 NAME = "llama_tied"
-OPTIMIZERS = {
-    "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1}),
-    "AdamW, amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
-    "Adam": (torch.optim.Adam, {"weight_decay": 0.1}),
-    "SGD": (torch.optim.SGD, {"weight_decay": 0.1}),
-    "SGD with momentum": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-}
-FP16 = config(3, dtype="float16", fp16={"initial_scale_power": 4, "hysteresis": 1})
-
-
-def _state(optimizer, model):
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return {
-        f"{names[parameter]} {name}": (value.to_local() if isinstance(value, DTensor) else value).clone()
-        for parameter, state in optimizer.state.items()
-        for name, value in state.items()
-        if value is not None
-    }
-
-
-def _train(kind, cfg, bad_steps, num_steps=6):
-    """Train; in some steps the loss of rank 1 overflows. Return what changed in those steps, and the final state."""
-    model = wrapped(NAME, cfg)
-    factory, arguments = OPTIMIZERS[kind]
-    optimizer = factory(model.parameters(), lr=1e-2, fused=True, **arguments)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    step = zeroamp.TrainStep(model, optimizer, scheduler)
-    changed, skipped = [], []
-    for index in range(num_steps):
-        is_bad = index in bad_steps
-        factor = math.inf if is_bad and dist.get_rank() == 1 else 1.0
-        step.backward(loss_of(model, batch(NAME, 2 * index + dist.get_rank())) * factor)
-        before = full_parameters(model), _state(optimizer, model), scheduler.last_epoch
-        skipped.append(step.step().skipped)
-        if is_bad:
-            after = full_parameters(model), _state(optimizer, model), scheduler.last_epoch
-            changed += [*same_bits(before[0], after[0]), *same_bits(before[1], after[1])]
-            changed += ["scheduler"] * (before[2] != after[2])
-    return changed, skipped, step.num_steps, step.num_skipped
-
-
-@pytest.mark.parametrize("kind", slow_but(OPTIMIZERS, "AdamW"))
-def test_an_overflow_on_one_rank_changes_nothing(ranks2, kind):
-    bad_steps = (0, 2, 3)
-    expected = [], [index in bad_steps for index in range(6)], 3, 3
-    assert ranks2.run(_train, kind, FP16, bad_steps) == [expected] * 2
+SKIP = {"zeroamp": {"skip_nonfinite_steps": True}}
 
 
 def _fused(parameters):
-    return [torch.optim.AdamW(parameters.values(), lr=1e-2, weight_decay=0.1, fused=True)]
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, fused=True)
+
+
+def _fused_amsgrad(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True, fused=True)
+
+
+def _fused_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True, fused=True)
+
+
+def _halving(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def _state(training):
+    """Copies of all that an optimizer step changes."""
+    names = {parameter: name for name, parameter in training.model.named_parameters()}
+    state = {
+        f"{names[parameter]} {name}": (value.to_local() if isinstance(value, DTensor) else value).clone()
+        for parameter, values in training.optimizer.state.items()
+        for name, value in values.items()
+        if value is not None
+    }
+    if training.scheduler is not None:
+        state["scheduler"] = torch.tensor(training.scheduler.last_epoch)
+    return {**training.parameters(), **state}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Skips:
+    """What a training with bad steps did."""
+
+    scales: list[float]
+    skipped: list[tuple[bool, int]]
+    """Of each step: whether it was skipped, and how many were so far."""
+    changed: list[str]
+    """What bad steps changed."""
+    state: dict[str, torch.Tensor]
+    """At the end."""
+    counts: tuple[int, int]
+    """Steps taken and skipped."""
+
+
+def _trained(cfg, make_optimizer, bad_steps, num_steps, bad=math.nan):
+    """Train; the loss of `bad_steps` is `bad` on the last rank only. Other steps get the batches of their order."""
+    training = SmallTraining(cfg, make_optimizer, _halving)
+    scales, skipped, changed, index = [], [], [], 0
+    for step in range(num_steps):
+        is_bad = step in bad_steps
+        training.backward(index, bad if is_bad and dist.get_rank() == dist.get_world_size() - 1 else 1.0)
+        before = _state(training)
+        report = training.train.step()
+        scales.append(report.loss_scale)
+        skipped.append((report.skipped, report.num_skipped))
+        index += not is_bad
+        if is_bad:
+            changed += same_bits(_state(training), before)
+            assert not math.isfinite(report.grad_norm)
+    counts = training.train.num_steps, training.train.num_skipped
+    assert training.scheduler.last_epoch == training.train.num_steps
+    return Skips(scales=scales, skipped=skipped, changed=changed, state=_state(training), counts=counts)
+
+
+def _adamw_of_three_groups(parameters):
+    return torch.optim.AdamW([{"params": parameters[at::3]} for at in range(3)], lr=1e-3)
+
+
+def _fp16(stage=3, **fields):
+    return config(stage, dtype="float16", clip=1.0, fp16={"initial_scale_power": 10, **fields})
+
+
+OVERFLOWS = {
+    "stage 0": (_fp16(0, hysteresis=1), adamw, (1, 2), [1024, 1024, 512, 256]),
+    "stage 3": (_fp16(hysteresis=1), adamw, (1, 2), [1024, 1024, 512, 256]),
+    "hysteresis of 2": (_fp16(), adamw, (1, 2), [1024, 1024, 1024, 512]),
+    "growth": (_fp16(loss_scale_window=2), _adamw_of_three_groups, (), [1024, 1024, 1024, 2048, 2048, 4096]),
+    "a fixed scale": (config(3, dtype="float16", fp16={"loss_scale": 256}), adamw, (1,), [256, 256, 256]),
+    "fused": (_fp16(hysteresis=1), _fused, (0, 2, 3), [1024, 512, 512, 256, 128, 128]),
+    "fused, amsgrad": (_fp16(hysteresis=1), _fused_amsgrad, (0, 2, 3), [1024, 512, 512, 256, 128, 128]),
+    "fused SGD": (_fp16(hysteresis=1), _fused_sgd, (0, 2, 3), [1024, 512, 512, 256, 128, 128]),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(OVERFLOWS, *(OVERFLOWS.keys() - {"fused, amsgrad", "fused SGD"})))
+def test_where_one_rank_overflows_all_ranks_change_nothing_but_the_scale(ranks2, name):
+    cfg, make_optimizer, bad_steps, scales = OVERFLOWS[name]
+    for run in ranks2.run(_trained, cfg, make_optimizer, bad_steps, len(scales), 1e30):
+        assert run.scales == scales
+        assert [is_skipped for is_skipped, _ in run.skipped] == [step in bad_steps for step in range(len(scales))]
+        assert run.changed == []
+        assert run.counts == (len(scales) - len(bad_steps), len(bad_steps))
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(3, {}), (0, {"dtype": None}), (3, {"dtype": None, "bf16": {"enabled": True}})],
+    ids=["autocast", "fp32", "bf16"],
+)
+def test_skipped_steps_leave_no_trace(ranks2, stage, options):
+    bad = ranks2.run(_trained, config(stage, **options, **SKIP), adamw, (0, 2), 5)
+    good = ranks2.run(_trained, config(stage, **options), adamw, (), 3)
+    for run, expected in zip(bad, good, strict=True):
+        assert run.skipped == [(True, 1), (False, 1), (True, 2), (False, 2), (False, 2)]
+        assert run.counts == (3, 2)
+        assert same_bits(run.state, expected.state) == []
+
+
+def test_by_default_nothing_is_skipped(ranks2):
+    run = ranks2.run(_trained, config(3), adamw, (1,), 2)[0]
+    assert run.skipped == [(False, 0)] * 2
+    assert "embed.weight" in run.changed
 
 
 def _train_fused(cfg, num_steps):
-    real = torch.optim.AdamW
-
-    def fused(*args, **kwargs):
-        return real(*args, fused=True, **kwargs)
-
-    with mock.patch.object(torch.optim, "AdamW", fused):
-        return train(NAME, cfg, num_steps)
+    return train(NAME, cfg, num_steps, make_optimizer=lambda named: _fused(list(named.values())))
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
@@ -86,50 +149,66 @@ def test_the_bits_are_those_of_torchs_fused_optimizer_in_one_process(ranks2, cli
         clip=clip,
         loss_scale=1024.0,
         autocast=torch.float16,
-        make_optimizers=_fused,
+        make_optimizers=lambda named: [_fused(named.values())],
     )
     cfg = config(3, clip=clip, dtype="float16", fp16={"loss_scale": 1024})
     for rank, run in enumerate(ranks2.run(_train_fused, cfg, 6)):
         check_run(run, rank, expected)
 
 
-def _differs():
-    """The learning rate of rank 1 differs in the third step."""
-    model = wrapped(NAME, config(3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    step = zeroamp.TrainStep(model, optimizer)
-    for index in range(3):
-        optimizer.param_groups[0]["lr"] = 0.1 + (index == 2) * dist.get_rank()
-        step.backward(loss_of(model, batch(NAME, 2 * index + dist.get_rank())))
-        before = full_parameters(model), _state(optimizer, model)
-        if index < 2:
-            step.step()
-    with pytest.raises(zeroamp.StepError) as raised:
-        step.step()
-    after = full_parameters(model), _state(optimizer, model)
-    return str(raised.value), [*same_bits(before[0], after[0]), *same_bits(before[1], after[1])]
-
-
-def test_ranks_that_differ_update_nothing(ranks2):
-    for text, changed in ranks2.run(_differs):
-        assert text.startswith("This optimizer step differs between ranks: lr")
-        assert text.endswith("Nothing was updated in it.")
-        assert changed == []
-
-
 def _after_clip():
     """`clip_grad_norm` and `update` in two calls: the host knows in between."""
-    model = wrapped(NAME, FP16)
-    step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+    training = SmallTraining(_fp16(hysteresis=1), _fused)
     for index in range(3):
-        step.backward(loss_of(model, batch(NAME, index)) * (math.inf if index == 2 else 1.0))
-        norm = step.clip_grad_norm()
-        scale = step.loss_scale
-        report = step.update()
+        training.backward(index, math.inf if index == 2 else 1.0)
+        norm = training.train.clip_grad_norm()
+        scale = training.train.loss_scale
+        report = training.train.update()
     return float(norm), scale, report.skipped
 
 
 def test_between_clip_grad_norm_and_update_the_host_knows_of_an_overflow(ranks2):
     for norm, scale, skipped in ranks2.run(_after_clip):
-        assert (scale, skipped) == (8.0, True)
+        assert (scale, skipped) == (512.0, True)
         assert not math.isfinite(norm)
+
+
+def _differs():
+    """The learning rate of rank 1 differs in a third step, which is taken once it does not."""
+    training = SmallTraining(config(3), _fused)
+    for index in range(3):
+        training.optimizer.param_groups[0]["lr"] = 0.1 + (index == 2) * dist.get_rank()
+        training.backward(index)
+        before = _state(training)
+        if index < 2:
+            training.train.step()
+    with pytest.raises(zeroamp.StepError) as raised:
+        training.train.step()
+    changed = same_bits(_state(training), before)
+    training.optimizer.param_groups[0]["lr"] = 0.1
+    return str(raised.value), changed, training.step(2).step
+
+
+def test_ranks_that_differ_update_nothing_and_go_on_once_they_agree(ranks2):
+    for text, changed, num_steps in ranks2.run(_differs):
+        assert text.startswith("This optimizer step differs between ranks: lr of param group 0 is 0.1 on rank 0, but 1")
+        assert text.endswith("Nothing was updated in it.")
+        assert changed == []
+        assert num_steps == 3
+
+
+def _logged(options, factor):
+    training = SmallTraining(config(3, **options))
+    with log_lines() as lines:
+        for index in range(3):
+            _ = training.step(index, factor).grad_norm
+    return lines
+
+
+def test_what_finds_such_a_value_is_named_once_but_not_in_float16(ranks2):
+    (line,), others = ranks2.run(_logged, {}, math.nan)
+    assert others == []
+    assert line.startswith("The gradient norm of step 1 is nan. ")
+    assert "DebugUnderflowOverflow(model) after wrap_model" in line
+    fp16 = {"dtype": "float16", "fp16": {"initial_scale_power": 40}}
+    assert ranks2.run(_logged, fp16, 1.0) == [[], []]

@@ -1,6 +1,9 @@
-"""`TrainStep`: what it refuses, and what a plain loop may do."""
+"""`TrainStep`: what it refuses, and what a loop around it may do."""
 
 import dataclasses
+import tempfile
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,111 +12,140 @@ import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.oracles import one_process
 from tests.processes.ranks import RankError
-from tests.processes.training import check_same_run, config, full_parameters, same_bits, train, wrapped
-from tests.selection import slow_but
+from tests.processes.training import (
+    SmallTraining,
+    check_errors,
+    config,
+    errors_of,
+    same_bits,
+    wrapped,
+)
 
 NAME = "llama_tied"
 
 
-def _plain_loop(cfg, num_steps):
-    model = wrapped(NAME, cfg)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    for index in range(num_steps):
-        loss_of(model, batch(NAME, 2 * index + torch.distributed.get_rank())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return full_parameters(model)
+def _vector(training):
+    training.train.backward(torch.stack([training.loss(), training.loss(1)]))
 
 
-@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
-def test_a_plain_loop_trains_right_where_there_is_nothing_to_leave_out(ranks2, stage):
-    parameters = ranks2.run(_plain_loop, config(stage), 3)[0]
-    assert same_bits(parameters, one_process.train(NAME, world_size=2, num_steps=3)[2]) == []
+def _twice(training):
+    training.backward()
+    training.backward()
 
 
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [({"accumulation": 2}, "gradient_accumulation_steps 2"), ({"clip": 1.0}, "gradient_clipping 1.0")],
-)
-def test_a_plain_backward_is_refused_where_the_config_asks_for_more(ranks2, options, key):
-    with pytest.raises(RankError, match=f"StepError: loss.backward.* {key}.*TrainStep"):
-        ranks2.run(_plain_loop, config(3, **options), 1)
+def _without_gradient(training):
+    training.train.backward(torch.ones((), requires_grad=True) * 2)
+    try:
+        training.train.step()
+    finally:
+        assert training.step().step == 1, "the next optimizer step begins after one that raised"
 
 
-def _evaluate(model, name):
-    model.eval()
-    with torch.no_grad():
-        loss_of(model, batch(name, 999))
-    model.train()
+def _detached(training):
+    try:
+        training.train.backward(torch.tensor(1.0))
+    finally:
+        assert training.step().step == 1, "nothing ran before the error"
 
 
-@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
-def test_an_evaluation_between_backward_and_step_changes_nothing(ranks2, stage):
-    cfg = config(stage, accumulation=2)
-    with_evaluation, without = (ranks2.run(_train_with, cfg, evaluates)[0] for evaluates in (True, False))
-    check_same_run(with_evaluation, without)
+def _plateau(training):
+    training.train.schedulers = [torch.optim.lr_scheduler.ReduceLROnPlateau(training.optimizer)]
 
 
-def _train_with(cfg, evaluates):
-    return train(NAME, cfg, 4, between=_evaluate if evaluates else None)
+def _grown_optimizer(training):
+    training.step()
+    training.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    training.backward()
 
 
-def _misuse(how):
-    model = wrapped(NAME, config(2))
-    if how == "foreign optimizer":
-        return zeroamp.TrainStep(model, torch.optim.SGD(build(NAME).parameters(), lr=0.1))
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    if how == "plateau":
-        optimizer = step.optimizers[0]
-        return zeroamp.TrainStep(model, optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
-    loss = loss_of(model, batch(NAME, 0))
-    if how == "no gradient":
-        step.backward(torch.ones((), requires_grad=True) * 2)
-        return step.step()
-    if how == "step first":
-        return step.step()
-    if how == "vector loss":
-        return step.backward(torch.stack([loss, loss]))
-    step.backward(loss)
-    return step.backward(loss)
+def _added(training):
+    training.model.blocks[1].adapter = torch.nn.Linear(4, 4, bias=False)
+    zeroamp.TrainStep(training.model, training.optimizer)
 
 
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("foreign optimizer", "Build the optimizer from model.parameters\\(\\) after wrap_model"),
-        ("plateau", "ReduceLROnPlateau, whose step needs a metric"),
-        ("no gradient", "TrainStep.step .*no gradient on any parameter"),
-        ("step first", "TrainStep.step .*without a backward.*Call backward"),
-        ("vector loss", "TrainStep.backward .*scalar.*shape \\(2,\\)"),
-        ("backward twice", "TrainStep.backward .*twice.*Call step\\(\\)"),
-    ],
-)
-def test_misuse_is_a_named_error_on_all_ranks(ranks2, how, text):
-    with pytest.raises(RankError, match=f"StepError: .*{text}"):
-        ranks2.run(_misuse, how)
+def _replaced(training):
+    """As resize_token_embeddings does."""
+    training.model.norm.weight = torch.nn.Parameter(torch.ones_like(training.model.norm.weight))
+    zeroamp.TrainStep(training.model, training.optimizer)
 
 
-def _after_refusal(refused_first):
-    model = wrapped(NAME, config(2, accumulation=2))
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    if refused_first:
-        with pytest.raises(zeroamp.StepError):
-            loss_of(model, batch(NAME, 0)).backward()
-    norms = []
-    for index in range(4):
-        step.backward(loss_of(model, batch(NAME, index)))
-        if (report := step.step()) is not None:
-            norms.append(report.grad_norm)
-    return norms, full_parameters(model)
+def _added_after_a_step(training):
+    training.model.adapter = torch.nn.Linear(4, 4).requires_grad_(False)  # which is not trained, and stays
+    zeroamp.TrainStep(training.model, training.optimizer)
+    training.step()
+    training.model.adapter.requires_grad_(True)
+    zeroamp.save_checkpoint(Path(tempfile.gettempdir()) / "never-written", training.model, training.train)
 
 
-def test_training_goes_on_after_a_refused_backward(ranks2):
-    (norms, parameters), (plain_norms, plain_parameters) = (
-        ranks2.run(_after_refusal, first)[0] for first in (True, False)
-    )
-    assert norms == plain_norms
-    assert same_bits(parameters, plain_parameters) == []
+def _max_norm(value):
+    def clip(training):
+        training.backward()
+        training.train.clip_grad_norm(value)
+
+    return clip
+
+
+def _callbacks(training):
+    training.train.callbacks += [zeroamp.Callback()]
+    assert len(training.train.callbacks) == 1
+    training.train.callbacks = [zeroamp.Callback()]
+
+
+def _two(end, start):
+    return lambda parameters: [torch.optim.SGD(part, lr=0.1) for part in (parameters[:end], parameters[start:])]
+
+
+def _scheduler_of_one(optimizers):
+    return torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda _step: 1.0)
+
+
+def _of_another_model(_parameters):
+    return torch.optim.SGD(build(NAME).parameters(), lr=0.1)
+
+
+MAX_NORM = "max_norm must be a number >= 0, or None, but is "
+MISUSES = {
+    "no gradient": (_without_gradient, "TrainStep.step .*no gradient on any parameter"),
+    "detached loss": (_detached, "TrainStep.backward .*needs no gradient"),
+    "vector loss": (_vector, r"TrainStep.backward .*scalar.*shape \(2,\)"),
+    "step first": (lambda training: training.train.step(), "TrainStep.step .*without a backward.*Call backward"),
+    "backward twice": (_twice, r"TrainStep.backward .*twice.*Call step\(\)"),
+    "a parameter that an optimizer gets later": (
+        _grown_optimizer,
+        r"param_groups\[1\] has an unsharded .*not one of the wrapped model",
+    ),
+    "a parameter that is no shard": (_added, r"blocks\.1\.adapter\.weight .*before wrap_model"),
+    "a replaced parameter": (_replaced, r"norm\.weight .*before wrap_model"),
+    "a save of a parameter that is no shard": (_added_after_a_step, r"adapter\.weight .*before wrap_model"),
+    "a scheduler with a metric": (_plateau, "ReduceLROnPlateau, whose step needs a metric.*evaluation"),
+    "norm as text": (_max_norm("1"), MAX_NORM + "'1'"),
+    "norm nan": (_max_norm(float("nan")), MAX_NORM + "nan"),
+    "norm in a list": (_max_norm([1.0]), MAX_NORM + r"\[1.0\]"),
+    "negative norm": (_max_norm(-1), MAX_NORM + "-1"),
+    "callbacks set": (_callbacks, r"TrainStep.callbacks was set.* train.callbacks.append\(callback\)"),
+}
+"""Name -> what is called on a training, and the text of its error."""
+UNUSABLE = {
+    "foreign optimizer": ((_of_another_model,), r"Build the optimizer from model.parameters\(\) after wrap_model"),
+    "no optimizer": ((lambda _: [],), "no optimizer"),
+    "a parameter in two optimizers": ((_two(2, 1),), "one optimizer"),
+    "too few schedulers": ((_two(2, 2), _scheduler_of_one), r"scheduler=\) .*None"),
+}
+"""Name -> what makes the optimizer and the scheduler, and the text of the error."""
+
+
+def _misuses():
+    def run(action):
+        action(SmallTraining(config(3)))
+
+    calls = {name: partial(run, action) for name, (action, _) in MISUSES.items()}
+    makes = {name: partial(SmallTraining, config(3), *makers) for name, (makers, _) in UNUSABLE.items()}
+    return errors_of({**calls, **makes})
+
+
+def test_misuse_is_a_named_error_on_all_ranks(ranks2):
+    patterns = {name: f"^StepError: .*{text}" for name, (_, text) in {**MISUSES, **UNUSABLE}.items()}
+    check_errors(ranks2.run(_misuses), patterns)
 
 
 @dataclasses.dataclass
@@ -121,38 +153,57 @@ class Output:
     nested: dict
 
 
-def _unusual_outputs(how):
-    model = wrapped("llama_untied", config(3, clip=1.0))
+def _plain_backward(how, options):
+    model = wrapped("llama_untied", config(3, **options))
+    forward = model.forward
     if how == "registered method":
         zeroamp.register_forward_method(model, "logits")
         return model.logits(batch(NAME, 0)).sum().backward()
-    forward = model.forward
-    model.forward = lambda tokens: Output({"loss": [forward(tokens)]})
-    return model(batch(NAME, 0)).nested["loss"][0].backward()
+    if how == "nested output":
+        model.forward = lambda tokens: Output({"loss": [forward(tokens)]})
+        return model(batch(NAME, 0)).nested["loss"][0].backward()
+    loss = loss_of(model, batch(NAME, 0))
+    return loss.backward(inputs=[model.head.weight] if how == "for some parameters" else None)
 
 
-@pytest.mark.parametrize("how", ["registered method", "dataclass"])
-def test_the_guard_sees_registered_methods_and_nested_outputs(ranks2, how):
-    with pytest.raises(RankError, match="StepError: loss.backward.* gradient_clipping 1.0.*TrainStep"):
-        ranks2.run(_unusual_outputs, how)
+PLAIN = {
+    "accumulation": ({"accumulation": 2}, "gradient_accumulation_steps 2.*TrainStep"),
+    "clipping": ({"clip": 1.0}, "gradient_clipping 1.0.*TrainStep"),
+    "float16": ({"dtype": "float16"}, "float16, which scales the loss"),
+    "skipped steps": ({"zeroamp": {"skip_nonfinite_steps": True}}, "skip_nonfinite_steps True"),
+    "state in host memory": ({"zeroamp": {"offload_between_steps": ["optimizer"]}}, "zeroamp.offload_between_steps"),
+    "for some parameters": ({"clip": 1.0}, "gradient_clipping 1.0.*TrainStep"),
+    "registered method": ({"clip": 1.0}, "gradient_clipping 1.0.*TrainStep"),
+    "nested output": ({"clip": 1.0}, "gradient_clipping 1.0.*TrainStep"),
+}
 
 
-def _plain_loop_with_evaluations(stage):
-    model = wrapped(NAME, config(stage))
-    _evaluate(model, NAME)  # before the optimizer is built
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    for index in range(3):
-        loss_of(model, batch(NAME, 2 * index + torch.distributed.get_rank())).backward()
-        _evaluate(model, NAME)  # between backward and step
-        optimizer.step()
-        optimizer.zero_grad()
-    return full_parameters(model)
+def _plain_backwards():
+    return errors_of({name: partial(_plain_backward, name, options) for name, (options, _) in PLAIN.items()})
 
 
-@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
-def test_a_plain_loop_may_evaluate_anywhere(ranks2, stage):
-    parameters = ranks2.run(_plain_loop_with_evaluations, stage)[0]
-    assert same_bits(parameters, one_process.train(NAME, world_size=2, num_steps=3)[2]) == []
+def test_a_plain_backward_is_refused_where_the_config_asks_for_more(ranks2):
+    patterns = {name: f"^StepError: loss.backward.* {text}" for name, (_, text) in PLAIN.items()}
+    check_errors(ranks2.run(_plain_backwards), patterns)
+
+
+def _after_refusal(refused_first):
+    training = SmallTraining(config(2, accumulation=2))
+    if refused_first:
+        with pytest.raises(zeroamp.StepError):
+            training.loss().backward()
+    reports = []
+    for index in range(4):
+        loss = training.loss(index)
+        training.train.backward(loss.reshape(1) if refused_first else loss)  # a loss of one element is a scalar
+        reports.append(training.train.step())
+    return [report.grad_norm for report in reports if report is not None], training.parameters()
+
+
+def test_training_goes_on_after_a_refused_backward(ranks2):
+    refused, plain = (ranks2.run(_after_refusal, first)[0] for first in (True, False))
+    assert refused[0] == plain[0]
+    assert same_bits(refused[1], plain[1]) == []
 
 
 def _compiled_whole():
@@ -162,7 +213,7 @@ def _compiled_whole():
     losses = []
     for index in range(3):
         loss = compiled(batch(NAME, 2 * index + torch.distributed.get_rank()))
-        losses.append(float(loss.detach()))
+        losses.append([float(loss.detach())])
         step.backward(loss)
         step.step()
     return losses
@@ -171,40 +222,8 @@ def _compiled_whole():
 @pytest.mark.slow
 def test_a_model_that_is_compiled_as_a_whole_trains(ranks2):
     losses, _, _ = one_process.train(NAME, world_size=2, num_steps=3)
-    assert ranks2.run(_compiled_whole)[0] == [ranks[0][0] for ranks in losses]
-
-
-def _schedule():
-    model = wrapped(NAME, config(3, accumulation=2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    step = zeroamp.TrainStep(model, optimizer, scheduler)
-    rates, reports = [], []
-    for index in range(6):
-        step.backward(loss_of(model, batch(NAME, index)))
-        reports.append(step.step())
-        rates.append(optimizer.param_groups[0]["lr"])
-    return rates, [report and (report.step, report.skipped, report.loss_scale) for report in reports]
-
-
-def test_the_scheduler_and_the_count_move_once_per_window(ranks2):
-    rates, reports = ranks2.run(_schedule)[0]
-    assert rates == [1.0, 0.5, 0.5, 0.25, 0.25, 0.125]
-    assert reports == [None, (1, False, 1.0), None, (2, False, 1.0), None, (3, False, 1.0)]
-
-
-def _after_a_step_without_gradients():
-    model = wrapped(NAME, config(3))
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    step.backward(torch.ones((), requires_grad=True) * 2)
-    with pytest.raises(zeroamp.StepError):
-        step.step()
-    step.backward(loss_of(model, batch(NAME, 0)))
-    return step.step().step
-
-
-def test_the_next_window_begins_after_a_step_that_raised(ranks2):
-    assert ranks2.run(_after_a_step_without_gradients)[0] == 1
+    for rank, found in enumerate(ranks2.run(_compiled_whole)):
+        assert found == [ranks[rank] for ranks in losses]
 
 
 class FailsOnce(torch.optim.SGD):
@@ -217,25 +236,6 @@ class FailsOnce(torch.optim.SGD):
         return super().step(closure)
 
 
-def _after_an_optimizer_that_raised(then):
-    model = wrapped(NAME, config(3))
-    step = zeroamp.TrainStep(model, FailsOnce(model.parameters(), lr=0.1))
-    step.backward(loss_of(model, batch(NAME, 0)))
-    with pytest.raises(MemoryError):
-        step.step()
-    return {
-        "backward": lambda: step.backward(loss_of(model, batch(NAME, 0))),
-        "step": step.step,
-        "zero_grad": step.zero_grad,
-    }[then]()
-
-
-@pytest.mark.parametrize("then", ["backward", "step", "zero_grad"])
-def test_training_does_not_go_on_after_an_optimizer_that_raised(ranks2, then):
-    with pytest.raises(RankError, match="failure in optimizer.step .MemoryError: .*last checkpoint"):
-        ranks2.run(_after_an_optimizer_that_raised, then)
-
-
 class RaisesInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -246,57 +246,56 @@ class RaisesInBackward(torch.autograd.Function):
         raise MemoryError
 
 
-def _after_a_backward_that_raised(then):
-    model = wrapped(NAME, config(3))
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    handle = model.blocks[1].register_forward_hook(lambda module, args, out: RaisesInBackward.apply(out))
+def _after_a_failure(where, then):
+    training = SmallTraining(config(3), lambda parameters: FailsOnce(parameters, lr=0.1))
+    model, train = training.model, training.train
+    if where == "backward":
+        model.blocks[1].register_forward_hook(lambda module, args, out: RaisesInBackward.apply(out))
     with pytest.raises(MemoryError):
-        step.backward(loss_of(model, batch(NAME, 0)))
-    handle.remove()
-    return step.step() if then == "step" else step.backward(torch.ones((), requires_grad=True) * 1)
+        training.step()
+    if then == "backward":
+        return train.backward(torch.ones((), requires_grad=True) * 1)
+    return getattr(train, then)()
 
 
-@pytest.mark.parametrize("then", ["step", "backward"])
-def test_training_does_not_go_on_after_a_backward_that_raised(ranks2, then):
-    with pytest.raises(RankError, match=f"StepError: TrainStep.{then} .*failure in backward .MemoryError"):
-        ranks2.run(_after_a_backward_that_raised, then)
-
-
-def _loss_of_one_element():
-    model = wrapped(NAME, config(3))
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    loss = loss_of(model, batch(NAME, 0)).reshape(1)
-    step.backward(loss)
-    return step.step().loss == float(loss.detach())
-
-
-def test_a_loss_of_one_element_is_a_scalar(ranks2):
-    assert ranks2.run(_loss_of_one_element)[0]
+@pytest.mark.parametrize(
+    ("where", "then"),
+    [
+        ("optimizer.step", "backward"),
+        ("optimizer.step", "step"),
+        ("optimizer.step", "zero_grad"),
+        ("backward", "step"),
+        ("backward", "backward"),
+    ],
+)
+def test_training_does_not_go_on_after_a_failure(ranks2, where, then):
+    with pytest.raises(
+        RankError, match=f"StepError: TrainStep.{then} .*failure in {where} .MemoryError: .*last checkpoint"
+    ):
+        ranks2.run(_after_a_failure, where, then)
 
 
 def _gradients_left():
-    model = wrapped(NAME, config(1))
-    only_head = [model.get_parameter("embed.weight")]
-    step = zeroamp.TrainStep(model, torch.optim.SGD(only_head, lr=0.1))
-    step.backward(loss_of(model, batch(NAME, 0)))
-    step.step()
-    return [fqn for fqn, parameter in model.named_parameters() if parameter.grad is not None]
+    training = SmallTraining(config(1), lambda parameters: torch.optim.SGD(parameters[:1], lr=0.1))
+    training.step()
+    return [fqn for fqn, parameter in training.model.named_parameters() if parameter.grad is not None]
 
 
 def test_gradients_that_the_optimizer_does_not_hold_are_dropped_too(ranks2):
-    assert ranks2.run(_gradients_left)[0] == []
+    assert ranks2.run(_gradients_left) == [[], []]
 
 
-def _step_under_a_default_device():
-    torch.manual_seed(0)
-    model = zeroamp.wrap_model(torch.nn.Linear(4, 1), zeroamp.policy_from_config({"zero_optimization": {"stage": 3}}))
-    train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    train.backward(model(torch.ones(2, 4)).mean())
-    with torch.device("meta"):  # a CUDA device would get a blocking copy of each number
-        report = train.step()
-    return report.loss
-
-
-def test_a_default_device_does_not_get_the_numbers_of_the_host(ranks2):
-    first, second = ranks2.run(_step_under_a_default_device)
-    assert first == second
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({}, "step 3: loss 2.5000, gradient norm 1.234"),
+        ({"lr_values": (1e-3, torch.tensor(3e-4))}, "step 3: loss 2.5000, gradient norm 1.234, lr 0.001 / 0.0003"),
+        (
+            {"loss_scale": 65536.0, "skipped": True, "num_skipped": 2},
+            "step 3: loss 2.5000, gradient norm 1.234, loss scale 65,536, skipped (2 so far)",
+        ),
+    ],
+)
+def test_a_report_prints_its_numbers_in_a_line(more, text):
+    numbers = {"loss_tensor": torch.tensor(2.5, dtype=torch.float64), "grad_norm_tensor": torch.tensor(1.2344)}
+    assert str(zeroamp.StepReport(**{"step": 3, "loss_scale": 1.0, "skipped": False, **numbers, **more})) == text

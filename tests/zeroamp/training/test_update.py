@@ -1,21 +1,23 @@
 """The update of plain shards: the bits of the same optimizer on DTensors, and whose optimizers are shown shards."""
 
+import copy
 import functools
+import gc
 import sys
 import types
+import weakref
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import zeroamp
 from tests.models.small import batch, build, loss_of
-from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.processes.training import SmallTraining, config, full_parameters, same_bits, wrapped
 from tests.selection import slow_but
-from zeroamp.training.optimizer_kinds import has_own_step, has_step_hooks
+from zeroamp.training.step import driver_of
 from zeroamp.training.update import OptimizerUpdate, works_on_shards
 
 NAME = "llama_tied"
@@ -24,11 +26,9 @@ OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1}),
     "AdamW of other kernels": (torch.optim.AdamW, {"foreach": True, "amsgrad": True, "maximize": True}),
     "AdamW in one kernel": (torch.optim.AdamW, {"fused": True}),
-    "Adam": (torch.optim.Adam, {"weight_decay": 0.1}),
     "SGD": (torch.optim.SGD, {"weight_decay": 0.1}),
     "SGD with momentum": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
     "Adagrad": (torch.optim.Adagrad, {}),
-    "NAdam": (torch.optim.NAdam, {"weight_decay": 0.1}),
     "ASGD": (torch.optim.ASGD, {}),
 }
 
@@ -38,13 +38,52 @@ def _hook(optimizer, args, kwargs):
     assert all(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _train(name, kind, stage, mesh_shape, on_shards, restarts):
+def _freeze(_, model, __):
+    list(model.parameters())[2].requires_grad_(False)
+
+
+def _load_optimizer(train, *_):
+    train.optimizers[0].load_state_dict(copy.deepcopy(train.optimizers[0].state_dict()))
+
+
+def _load_checkpoint(train, model, folder):
+    path = zeroamp.save_checkpoint(folder / "saved", model, train)
+    for parameter in model.parameters():
+        parameter.detach().to_local().add_(1.0)
+    zeroamp.load_checkpoint(path, model, train)
+
+
+def _assign(_, model, __):
+    """Replace the memory of some parameters, as a way of loading may do."""
+    for parameter in list(model.parameters())[:2]:
+        parameter.data = DTensor.from_local(
+            parameter.detach().to_local().clone(), parameter.device_mesh, parameter.placements, run_check=False
+        )
+
+
+def _add_group(train, model, __):
+    train.optimizers[0].add_param_group({"params": [list(model.parameters())[-1]], "lr": 1e-3})
+
+
+CHANGES = {
+    "freezing": _freeze,
+    "loading the optimizer": _load_optimizer,
+    "loading a checkpoint": _load_checkpoint,
+    "assigning parameters": _assign,
+    "a new param group": _add_group,
+}
+"""Name -> the change after the third optimizer step."""
+
+
+def _train(on_shards, folder, *, name=NAME, kind="AdamW", stage=3, mesh_shape=None, change=None):
     model = wrapped(name, config(stage, accumulation=2), mesh_shape=mesh_shape)
     first, *others = model.parameters()
     first.requires_grad_(False)  # held by the optimizer, and never with a gradient
     others[1].requires_grad_(False)  # until the third step
     factory, arguments = OPTIMIZERS[kind]
-    groups = [{"params": [first, *others[:3]], "lr": 1e-3}, {"params": others[3:]}]
+    groups = [{"params": [first, *others[:3]], "lr": 1e-3}, {"params": others[3:-1]}]
+    if change != "a new param group":
+        groups[1]["params"].append(others[-1])
     optimizer = factory(groups, lr=1e-2, **arguments)
     if not on_shards:
         optimizer.register_step_pre_hook(_hook)
@@ -57,10 +96,10 @@ def _train(name, kind, stage, mesh_shape, on_shards, restarts):
             seen.append(ready)
         if index == 3:
             others[1].requires_grad_(True)
-        if index == 5 and restarts:
-            optimizer.load_state_dict(optimizer.state_dict())
+        if index == 5 and change is not None:
+            CHANGES[change](train, model, folder)
     assert seen == [on_shards] * 4
-    assert [group["params"] for group in optimizer.param_groups] == [[first, *others[:3]], others[3:]]
+    assert [parameter for group in optimizer.param_groups for parameter in group["params"]] == [first, *others]
     return full_parameters(model), _described(model, optimizer)
 
 
@@ -80,33 +119,25 @@ def _kind(value):
     return type(value).__name__, placements, value.shape, value.stride(), value.dtype, value.requires_grad
 
 
-def _assert_same(ranks, name, kind, stage, mesh_shape=None, restarts=False):
+CASES = {
+    **{kind: {"kind": kind} for kind in OPTIMIZERS},
+    **{change: {"change": change} for change in CHANGES},
+    "stage 1": {"stage": 1, "change": "loading the optimizer"},
+    "on replicas": {"mesh_shape": (2, 2)},
+    "with fewer rows than ranks": {"name": "conv", "mesh_shape": (1, 4)},
+}
+
+
+@pytest.mark.parametrize("name", slow_but(CASES, "AdamW", "loading a checkpoint", "stage 1"))
+def test_parameters_and_state_are_those_of_the_optimizer_on_dtensors(request, tmp_path, name):
+    ranks = request.getfixturevalue("ranks4" if "mesh_shape" in CASES[name] else "ranks2")
     (ours, state), (theirs, on_dtensors) = (
-        ranks.run(_train, name, kind, stage, mesh_shape, on_shards, restarts)[0] for on_shards in (True, False)
+        ranks.run(_train, on_shards, tmp_path / str(on_shards), **CASES[name])[0] for on_shards in (True, False)
     )
     assert same_bits(ours, theirs) == []
     assert state[0] == on_dtensors[0]
     assert same_bits(state[1], on_dtensors[1]) == []
-    assert (len(state[0]) > 0) == (kind != "SGD")
-
-
-@pytest.mark.parametrize("kind", slow_but(OPTIMIZERS, "AdamW"))
-def test_parameters_and_state_are_those_of_the_optimizer_on_dtensors(ranks2, kind):
-    _assert_same(ranks2, NAME, kind, 3)
-
-
-def test_so_are_they_after_a_restart(ranks2):
-    _assert_same(ranks2, NAME, "AdamW", 1, restarts=True)
-
-
-@pytest.mark.slow
-def test_so_are_they_on_replicas(ranks4):
-    _assert_same(ranks4, NAME, "AdamW", 3, (2, 2))
-
-
-@pytest.mark.slow
-def test_so_are_they_with_fewer_rows_than_ranks(ranks4):
-    _assert_same(ranks4, "conv", "AdamW", 3)
+    assert (len(state[0]) > 0) == (name != "SGD")
 
 
 def _types_seen_by_the_update():
@@ -134,25 +165,6 @@ def _types_seen_by_the_update():
 
 def test_the_update_sees_plain_tensors_and_the_optimizer_holds_its_own(ranks2):
     assert ranks2.run(_types_seen_by_the_update)[0] == (True, {"Tensor"}, {"DTensor"})
-
-
-def _after_an_update_that_raised():
-    model = wrapped(NAME, config(3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    train = zeroamp.TrainStep(model, optimizer)
-    train.backward(loss_of(model, batch(NAME, 0)))
-    train.step()
-    before = optimizer.param_groups[0]["params"], optimizer.state, dict(optimizer.state)
-    train.backward(loss_of(model, batch(NAME, 1)))
-    optimizer.param_groups[0]["lr"] = "fast"
-    with pytest.raises(TypeError):
-        train.step()
-    after = optimizer.param_groups[0]["params"], optimizer.state, dict(optimizer.state)
-    return [one is other for one, other in zip(before[:2], after[:2], strict=True)], before[2].keys() == after[2].keys()
-
-
-def test_an_update_that_raises_leaves_the_optimizer_its_own(ranks2):
-    assert ranks2.run(_after_an_update_that_raised)[0] == ([True, True], True)
 
 
 class Own(torch.optim.AdamW):
@@ -234,48 +246,70 @@ def test_what_is_sharded_or_rounded_otherwise_is_left_to_torch(ranks2):
     assert ranks2.run(_with_other_values)[0] == [True, False, False, False, False]
 
 
-def test_a_momentum_buffer_is_made_beside_what_else_is_in_the_state(ranks2):
-    assert ranks2.run(_with_state_of_somebody_else)[0] == [True, True, ["ema", "momentum_buffer"]]
-
-
-def _with_state_of_somebody_else():
-    parameter = next(wrapped(NAME, config(3)).parameters())
-    optimizer = torch.optim.SGD([parameter], momentum=0.9)
-    optimizer.state[parameter].update(ema=torch.zeros_like(parameter), momentum_buffer=None)
-    found = []
-    for _ in range(2):
-        parameter.grad = torch.ones_like(parameter)
-        found.append(works_on_shards(optimizer))
-        OptimizerUpdate(optimizer, None).step()
-    return [*found, sorted(optimizer.state[parameter])]
-
-
-def test_state_of_what_an_optimizer_does_not_hold_is_left_alone():
+def test_state_of_somebody_else_is_left_alone():
     parameter, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
-    optimizer = torch.optim.AdamW([parameter], lr=0.5)
+    optimizer = torch.optim.SGD([parameter], lr=0.5, momentum=0.9)
     optimizer.state["all"], optimizer.state[other] = 3, {"exp_avg": 4}
+    optimizer.state[parameter]["ema"] = torch.zeros(2)  # beside what the optimizer makes
     for _ in range(2):
         parameter.grad = torch.ones(2)
         OptimizerUpdate(optimizer, None).step()
     assert (optimizer.state["all"], optimizer.state[other]) == (3, {"exp_avg": 4})
-    assert optimizer.state[parameter]["step"] == 2
+    assert sorted(optimizer.state[parameter]) == ["ema", "momentum_buffer"]
 
 
-def test_step_hooks_and_replaced_steps_of_an_optimizer_are_found():
-    sgd = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    found = [has_step_hooks(sgd)]
-    for register in (
-        sgd.register_step_pre_hook,
-        sgd.register_step_post_hook,
-        register_optimizer_step_pre_hook,
-        register_optimizer_step_post_hook,
-    ):
-        handle = register(lambda *_: None)
-        found.append(has_step_hooks(sgd))
-        handle.remove()
-    assert [*found, has_step_hooks(sgd)] == [False, True, True, True, True, False]
-    torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1.0)
-    assert "step" in vars(sgd), "the scheduler counts its calls"
-    assert not has_own_step(sgd)
-    sgd.step = lambda: None
-    assert has_own_step(sgd)
+def _load_state(training):
+    training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+
+
+def _replace_parameters(training):
+    training.model._apply(lambda tensor: tensor.clone())  # as `model.to` does
+
+
+def _replace_state(training):
+    for values in training.optimizer.state.values():
+        values["exp_avg"] = values["exp_avg"].clone()
+
+
+def _memory_replaced(replace, on_shards):
+    """Return how many tensors are replaced between two steps, and how many of the old ones stay alive."""
+    training = SmallTraining(config(3), functools.partial(torch.optim.AdamW, lr=1e-2, fused=True), on_shards=on_shards)
+    for index in range(3):
+        training.step(index)
+    if replace is _replace_parameters:
+        tensors = list(training.model.parameters())
+    else:
+        tensors = [values["exp_avg"] for values in training.optimizer.state.values()]
+    old = [tensor._local_tensor.untyped_storage()._weak_ref() for tensor in tensors]
+    del tensors
+    replace(training)
+    gc.collect()
+    num_alive = sum(not torch.UntypedStorage._expired(each) for each in old)
+    training.step(3)
+    return len(old), num_alive
+
+
+@pytest.mark.parametrize(
+    ("replace", "on_shards"),
+    [(_load_state, False), (_load_state, True), (_replace_parameters, False), (_replace_state, False)],
+)
+def test_memory_that_the_caller_replaces_between_steps_is_released_at_once(ranks2, replace, on_shards):
+    for num_old, num_alive in ranks2.run(_memory_replaced, replace, on_shards):
+        assert num_old > 0
+        assert num_alive == 0
+
+
+def _optimizer_outlives():
+    training = SmallTraining(config(3))
+    for _ in range(2):
+        train = zeroamp.TrainStep(training.model, training.optimizer)
+        train.backward(training.loss())
+        train.step()
+    update = weakref.ref(driver_of(train)._updates[0])
+    del train
+    gc.collect()
+    return update() is None
+
+
+def test_an_optimizer_keeps_nothing_of_a_train_step(ranks2):
+    assert ranks2.run(_optimizer_outlives) == [True] * 2

@@ -1,0 +1,55 @@
+"""Evaluations change nothing in training: before the first forward, between micro-batches, and before the update."""
+
+import pytest
+import torch
+
+import zeroamp
+from tests.models.small import batch
+from tests.processes.training import SmallTraining, adamw, config, same_bits
+from tests.selection import slow_but
+
+
+def _trained(cfg, mesh_shape, context):
+    """The parameters, what the evaluations returned, and the collectives of the evaluations before each step."""
+    training = SmallTraining(cfg, adamw, mesh_shape=mesh_shape)
+    model = training.model
+    zeroamp.register_forward_method(model, "logits")
+    calls, outputs = [], []
+
+    def evaluate(forward):
+        if context is None:
+            return
+        before = dict(zeroamp.traffic(model).calls)
+        model.eval()
+        with context():
+            outputs.append(forward(batch(training.name, 5)).float().mean().item())
+        model.train()
+        calls.append({key: n - before.get(key, 0) for key, n in zeroamp.traffic(model).calls.items()})
+
+    for step in range(3):
+        evaluate(model.logits if step == 0 else model)
+        for micro in range(2):
+            training.backward(2 * step + micro)
+            evaluate(model)
+            training.train.step()
+    return training.parameters(), outputs, calls[::3]
+
+
+CASES = {
+    "stage 0": (config(0, accumulation=2), None, torch.inference_mode),
+    "stage 1 bf16": (config(1, dtype=None, bf16={"enabled": True}, accumulation=2), None, torch.inference_mode),
+    "stage 2, no_grad": (config(2, accumulation=2), None, torch.no_grad),
+    "stage 3": (config(3, accumulation=2), None, torch.inference_mode),
+    "stage 3, no_grad": (config(3, accumulation=2), None, torch.no_grad),
+    "replicas": (config(3, accumulation=2), (2, 1), torch.inference_mode),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(CASES, "stage 0", "stage 3", "stage 3, no_grad", "replicas"))
+def test_training_is_the_same_with_evaluations(ranks2, name):
+    cfg, mesh_shape, context = CASES[name]
+    of_ranks = zip(*(ranks2.run(_trained, cfg, mesh_shape, each) for each in (context, None)), strict=True)
+    for (ours, outputs, calls), (plain, *_) in of_ranks:
+        assert same_bits(ours, plain) == []
+        assert all(output == output for output in outputs)
+        assert calls[1] == calls[2], "only the first evaluation unshards ahead"

@@ -305,7 +305,7 @@ def _optimizer_outlives():
         train = zeroamp.TrainStep(training.model, training.optimizer)
         train.backward(training.loss())
         train.step()
-    update = weakref.ref(driver_of(train)._updates[0])
+    update = weakref.ref(driver_of(train).updates[0])
     del train
     gc.collect()
     return update() is None

@@ -5,7 +5,7 @@ import torch
 
 import zeroamp.deepspeed as deepspeed
 from tests.models.small import batch, build, loss_of
-from tests.processes.training import full_parameters, same_bits
+from tests.processes.training import check_same_run, full_parameters, same_bits
 from tests.selection import slow_but
 from tests.zeroamp.deepspeed.engine_cases import config, start, train
 from zeroamp.policies.errors import CheckpointError, StepError
@@ -18,39 +18,28 @@ def _cfg(stage):
     return config(stage, accumulation=2, clip=0.5, scheduler=schedule)
 
 
-def _resumed(folder, stage, other_stage):
-    rank = torch.distributed.get_rank()
+def _resumed(folder, stage):
     first = start(NAME, _cfg(stage))
     train(NAME, None, 2, engine=first)
-    state = {"epoch": 3, "rank": rank, "sums": torch.arange(3)}
+    state = {"epoch": 3, "rank": torch.distributed.get_rank(), "sums": torch.arange(3)}
     assert first.save_checkpoint(folder, client_state=state)
     assert first.save_checkpoint(folder, tag="step_7", save_latest=False)
     straight = train(NAME, None, 2, first=2, engine=first)
 
-    engine = start(NAME, _cfg(other_stage))
+    engine = start(NAME, _cfg(stage))
     path, state = engine.load_checkpoint(folder)
     assert path == str(Path(folder) / "global_step2")
     assert (state["epoch"], state["rank"], state["sums"].tolist()) == (3, 0, [0, 1, 2])
     assert engine.global_steps == 2
-    return straight, train(NAME, None, 2, first=2, engine=engine), first.get_lr(), engine.get_lr()
+    check_same_run(train(NAME, None, 2, first=2, engine=engine), straight)
+    assert engine.get_lr() == first.get_lr()
 
 
-@pytest.mark.parametrize("stage", slow_but((0, 1, 2, 3), 3))
+@pytest.mark.parametrize("stage", slow_but((0, 3), 3))
 def test_training_goes_on_bit_for_bit(ranks2, tmp_path, stage):
-    for straight, resumed, lr, lr_resumed in ranks2.run(_resumed, str(tmp_path), stage, stage):
-        assert resumed.losses == straight.losses
-        assert resumed.norms == straight.norms
-        assert same_bits(resumed.parameters, straight.parameters) == []
-        assert lr == lr_resumed
+    ranks2.run(_resumed, str(tmp_path), stage)
     assert (tmp_path / "latest").read_text() == "global_step2"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step2", "latest", "step_7"]
-
-
-@pytest.mark.slow
-def test_another_stage_goes_on(ranks2, tmp_path):
-    # The two stages round the accumulated gradients differently, so only the state that was loaded is compared.
-    for straight, resumed, *_ in ranks2.run(_resumed, str(tmp_path), 3, 1):
-        assert resumed.losses[0] == straight.losses[0]
 
 
 def _parts(folder):

@@ -13,12 +13,17 @@ REDUCES_EACH = "the stock Trainer, with the gradients of each micro-batch averag
 VOCAB, LENGTH = 64, 8
 
 
-def fresh():
-    """Forget accelerate's states of the process, and let its warnings pass."""
+def forget_accelerate():
+    """Forget accelerate's states of the process, which all Accelerators share."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def fresh():
+    """Forget accelerate's states of the process, and let its warnings pass."""
+    forget_accelerate()
     warnings.simplefilter("ignore")
 
 
@@ -60,13 +65,13 @@ def arguments(kind, folder, cfg=None, **changes):
     return ZeroampTrainingArguments(zeroamp={"zero_optimization": {"stage": kind}, **(cfg or {})}, **given)
 
 
-def trainer_of(kind, folder, cfg=None, *, model=None, num=40, before=(), trainer_arguments=None, **changes):
-    """Return a Trainer that has not trained."""
+def trainer_of(kind, folder, cfg=None, *, model=None, num=40, args=None, trainer_arguments=None, **changes):
+    """Return a Trainer that has not trained. args: its arguments, in place of those that `changes` change."""
     from transformers import PrinterCallback, Trainer
 
     from zeroamp.integrations.transformers import ZeroampTrainer
 
-    args = arguments(kind, folder, cfg, **changes)
+    args = arguments(kind, folder, cfg, **changes) if args is None else args
     cls = Trainer if kind in (DDP, REDUCES_EACH) else ZeroampTrainer
     given = {"train_dataset": examples(num), **(trainer_arguments or {})}
     trainer = cls(llama() if model is None else model, args, **given)
@@ -97,23 +102,6 @@ def reduce_each(trainer):
 
     trainer.accelerator.backward = backward
     trainer.training_step = training_step
-
-
-def clip_by_fp64(trainer):
-    """Give the stock Trainer the norm of zeroamp: squares added in fp64, the norm rounded to fp32 once.
-
-    torch's is the fp32 norm of fp32 norms of the parameters, an ulp or so apart. AdamW and bf16 compute make more of
-    that ulp in every step.
-    """
-
-    def clip(parameters, max_norm, norm_type=2):
-        gradients = [parameter.grad for parameter in parameters]
-        norm = sum(gradient.double().square().sum() for gradient in gradients).sqrt().float()
-        for gradient in gradients:
-            gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        return norm
-
-    trainer.accelerator.clip_grad_norm_ = clip
 
 
 def parameters_of(model):

@@ -84,42 +84,36 @@ def test_every_mismatch_is_named_at_once():
     assert 'write "auto"' in text
 
 
+AUTO_AUTOCAST = {"torch_autocast": {"enabled": "auto", "dtype": "auto"}}
+AUTO_BLOCKS = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+
+
 @pytest.mark.parametrize(
     ("cfg", "precision", "expected"),
     [
         ({}, "bf16", ("autocast", torch.bfloat16)),
         ({}, "fp16", ("autocast", torch.float16)),
         ({}, "no", ("fp32", None)),
-        ({"torch_autocast": {"enabled": "auto", "dtype": "auto"}}, "bf16", ("autocast", torch.bfloat16)),
-        ({"torch_autocast": {"enabled": "auto", "dtype": "auto"}}, "no", ("fp32", None)),
+        (AUTO_AUTOCAST, "bf16", ("autocast", torch.bfloat16)),
+        (AUTO_AUTOCAST, "no", ("fp32", None)),
         ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "no", ("autocast", torch.bfloat16)),
         ({"torch_autocast": {"enabled": True}, "bf16": {"enabled": "auto"}}, "bf16", ("autocast", torch.bfloat16)),
-        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, "fp16", ("fp16", torch.float16)),
+        (AUTO_BLOCKS, "fp16", ("fp16", torch.float16)),
         ({"fp16": {"enabled": False}}, "bf16", ("autocast", torch.bfloat16)),
-    ],
-)
-def test_the_precision(cfg, precision, expected):
-    filled = _filled(cfg, bf16=precision == "bf16", fp16=precision == "fp16")
-    policy = zeroamp.policy_from_config(filled)
-    assert (policy.mode, policy.low_dtype) == expected
-
-
-@pytest.mark.parametrize(
-    ("cfg", "precision", "says"),
-    [
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "bf16", "torch_autocast.dtype is .*float16"),
-        (
-            {"torch_autocast": {"enabled": False}},
-            "bf16",
-            "torch_autocast.enabled is false, but the argument bf16 is true",
-        ),
+        ({"torch_autocast": {"enabled": False}}, "bf16", "torch_autocast.enabled is false, but .* bf16 is true"),
         ({"bf16": {"enabled": True}}, "no", "bf16.enabled is true, but the argument bf16 is false"),
         ({"bf16": {"enabled": False}}, "bf16", "bf16.enabled is false, but the argument bf16 is true"),
     ],
 )
-def test_precisions_that_disagree(cfg, precision, says):
-    with pytest.raises(zeroamp.ConfigError, match=says):
-        _filled(cfg, bf16=precision == "bf16", fp16=precision == "fp16")
+def test_the_precision_of_a_config_and_the_arguments_or_how_they_disagree(cfg, precision, expected):
+    arguments_say = {"bf16": precision == "bf16", "fp16": precision == "fp16"}
+    if isinstance(expected, str):
+        with pytest.raises(zeroamp.ConfigError, match=expected):
+            _filled(cfg, **arguments_say)
+        return
+    policy = zeroamp.policy_from_config(_filled(cfg, **arguments_say))
+    assert (policy.mode, policy.low_dtype) == expected
 
 
 def test_an_auto_that_nothing_fills_is_an_error():
@@ -175,13 +169,10 @@ def test_arguments_that_a_wrapped_model_cannot_honour(tmp_path):
     assert [name for name, says in REFUSED_ARGUMENTS.items() if says not in lines[name]] == []
 
 
-def test_a_model_that_is_spread_over_devices(tmp_path):
+def test_a_model_that_is_spread_over_devices_and_a_sum_of_gradients_are_refused(tmp_path):
     model = llama()
     model.hf_device_map = {"a": 0, "b": 1}
     with pytest.raises(zeroamp.WrapError, match="device_map"):
         trainer_of(3, tmp_path, model=model)
-
-
-def test_a_sum_of_gradients_is_refused(tmp_path):
     with pytest.raises(zeroamp.ConfigError, match='zeroamp.reduce is "sum"'):
         trainer_of(3, tmp_path, {"zeroamp": {"reduce": "sum"}})

@@ -8,21 +8,18 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 import zeroamp
 from tests.models.small import VOCAB, WIDTH, Block, RMSNorm
-from tests.processes.trainer import forget_accelerate
+from tests.processes.trainer import DDP, REDUCES_EACH, forget_accelerate, reduce_each
 from tests.processes.training import config, full_parameters, same_bits
 from zeroamp.training.step import driver_of
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: it is what ZeroampAccelerator is a subclass of")
 
-DDP = "accelerate's DDP"
-REDUCES_EACH = "the gradients of each micro-batch averaged over ranks, then added"
 LENGTH, CLASSES = 8, 3
 
 
@@ -124,32 +121,10 @@ class Script:
         return lists + same_bits(self.parameters(), other.parameters())
 
 
-def reduce_each(script):
-    """Make a script of accelerate's own average the gradients of every micro-batch over the ranks, then add them.
-
-    Stages 2 and 3 do so. DDP adds micro-batches on each rank, then averages over ranks.
-    """
-    accelerator = script.accelerator
-    accelerator.prepare_model = lambda model, **_: type(accelerator).prepare_model(accelerator, model, None, True)
-    sums = {}
-
-    def backward(loss):
-        (loss / accelerator.gradient_accumulation_steps).backward()
-        for parameter in script.model.parameters():
-            dist.all_reduce(parameter.grad)
-            sums[parameter] = sums.get(parameter, 0) + parameter.grad / dist.get_world_size()
-            parameter.grad = sums[parameter] if accelerator.sync_gradients else None
-        if accelerator.sync_gradients:
-            sums.clear()
-
-    accelerator.backward = backward
-    return script
-
-
 def run(kind, cfg=None, *, epochs=2, num_examples=40, max_norm=None, **kwargs):
     script = Script(accelerator_of(kind, cfg, **kwargs), num_examples, max_norm)
     if kind == REDUCES_EACH:
-        reduce_each(script)
+        reduce_each(script.accelerator)
     script.prepare()
     for _ in range(epochs):
         script.epoch()
@@ -225,7 +200,7 @@ def _by_hand(stage, uses_no_sync):
     script = Script(accelerator_of(stage, FP32)).prepare()
     oracle = Script(accelerator_of(DDP if uses_no_sync else REDUCES_EACH))
     if not uses_no_sync:
-        reduce_each(oracle)
+        reduce_each(oracle.accelerator)
     for each in (script, oracle.prepare()):
         accelerator = each.accelerator
         for index, batch in zip(range(4), each.train, strict=False):

@@ -177,32 +177,6 @@ def test_weights_alone_are_a_plain_file_and_other_ways_to_run_work(ranks2, tmp_p
     assert ranks2.run(_weights, tmp_path) == [([], 2, 2)] * 2
 
 
-def _overflow(folder):
-    config = {
-        "torch_autocast": {"enabled": True, "dtype": "float16"},
-        "fp16": {"initial_scale_power": 24, "hysteresis": 1},
-    }
-    reports = []
-
-    def on_train_batch_end(self, *_):
-        reports.append((self.trainer.strategy.report.skipped, self.trainer.strategy.report.loss_scale))
-
-    torch.manual_seed(0)
-    module = module_of(on_train_batch_end=on_train_batch_end)
-    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)
-    fit(module, folder, _strategy(config), max_steps=24, max_epochs=4, gradient_clip_val=1.0)
-    return reports
-
-
-@pytest.mark.slow
-def test_fp16_steps_that_overflow_are_skipped(ranks2, tmp_path):
-    reports, other = ranks2.run(_overflow, tmp_path)
-    assert reports == other
-    assert reports[0] == (True, 2.0**24)
-    assert reports[1][1] == 2.0**23
-    assert not reports[-1][0]
-
-
 def _refused(folder):
     """What raises: name -> the error."""
     from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging

@@ -122,17 +122,6 @@ def test_an_auto_that_nothing_fills_is_an_error():
             _filled({"zero_optimization": {"stage": 3, key: "auto"}}, nn.Linear(2, 2))
 
 
-def test_the_command_line_takes_a_path(tmp_path):
-    from transformers import HfArgumentParser
-
-    from zeroamp.integrations.transformers import ZeroampTrainingArguments
-
-    parser = HfArgumentParser((ZeroampTrainingArguments,))
-    common = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--report_to", "none"]
-    (args,) = parser.parse_args_into_dataclasses([*common, "--zeroamp", "config.json"])
-    assert args.zeroamp == "config.json"
-
-
 def test_a_trainer_needs_one_config(tmp_path):
     from transformers import TrainingArguments
 

@@ -142,47 +142,31 @@ def test_a_checkpoint_is_what_from_pretrained_reads(ranks2, tmp_path):
     assert "optimizer.pt" not in os.listdir(tmp_path / "checkpoint-4")
 
 
-def _best(folder):
+def _best(folder, in_16_bits):
+    cfg = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": in_16_bits}}
     trainer = _trainer(
-        3, folder, load_best_model_at_end=True, eval_strategy="steps", eval_steps=1, save_steps=1, learning_rate=0.3,
-        save_only_model=True,
+        3, folder, cfg, load_best_model_at_end=True, eval_strategy="steps", eval_steps=1, save_steps=1,
+        learning_rate=0.3, save_only_model=not in_16_bits,
     )  # fmt: skip
     trainer.train()
-    best = Path(trainer.state.best_model_checkpoint)
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    now = trainer.evaluate()["eval_loss"]
-    return best.name, losses, now, parameters_of(trainer.model), sorted(os.listdir(best))
+    best = Path(trainer.state.best_model_checkpoint).name
+    return best, losses, trainer.evaluate()["eval_loss"], parameters_of(trainer.model)
 
 
-def test_the_best_model_is_loaded_at_the_end_from_weights_alone(ranks2, tmp_path):
+@pytest.mark.parametrize("in_16_bits", [False, True], ids=["weights alone", "files of 16 bits beside the state"])
+def test_the_best_model_is_loaded_at_the_end_in_fp32(ranks2, tmp_path, in_16_bits):
     from safetensors.torch import load_file
 
-    best, losses, now, parameters, files = ranks2.run(_best, tmp_path)[0]
+    best, losses, now, parameters = ranks2.run(_best, tmp_path, in_16_bits)[0]
     assert now == min(losses) == losses[int(best.removeprefix("checkpoint-")) - 1]
     assert losses[-1] > now  # the last is not the best
     saved = load_file(tmp_path / best / "model.safetensors")
-    assert all(torch.equal(parameters[name], value) for name, value in saved.items())
-    assert "zeroamp" not in files
-
-
-def _best_of_16_bits(folder):
-    """Weights are written in bf16, as the config asks: those of the best model are loaded in fp32."""
-    cfg = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
-    keys = {"learning_rate": 1e-3, "eval_strategy": "steps", "eval_steps": 2, "num_train_epochs": 1}
-    trainer = _trainer(3, folder, cfg, load_best_model_at_end=True, **keys)
-    trainer.train()
-    return parameters_of(trainer.model)
-
-
-def test_the_best_model_is_loaded_in_fp32_where_files_have_16_bits(ranks2, tmp_path):
-    from safetensors.torch import load_file
-
-    parameters = ranks2.run(_best_of_16_bits, tmp_path)[0]
-    saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
-    assert {value.dtype for value in saved.values()} == {torch.bfloat16}
-    rounded = {name: value.to(torch.bfloat16) for name, value in parameters.items()}
-    assert all(torch.equal(rounded[name], value) for name, value in saved.items())
-    assert not all(torch.equal(rounded[name].float(), value) for name, value in parameters.items())
+    dtype = torch.bfloat16 if in_16_bits else torch.float32
+    assert {value.dtype for value in saved.values()} == {dtype}
+    assert all(torch.equal(parameters[name].to(dtype), value) for name, value in saved.items())
+    assert all(torch.equal(parameters[name], value.float()) for name, value in saved.items()) is not in_16_bits
+    assert (tmp_path / best / "zeroamp").exists() is in_16_bits
 
 
 def _resumed_from_weights(folder):

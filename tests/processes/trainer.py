@@ -8,17 +8,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-DDP = "the stock Trainer under DDP"
-REDUCES_EACH = "the stock Trainer, with the gradients of each micro-batch averaged over ranks, then added"
+DDP = "the library's own, under DDP"
+REDUCES_EACH = "the library's own, with the gradients of each micro-batch averaged over ranks, then added"
 VOCAB, LENGTH = 64, 8
 
 
-def fresh():
-    """Forget accelerate's states of the process, and let its warnings pass."""
+def forget_accelerate():
+    """Forget accelerate's states of the process, which all Accelerators share."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def fresh():
+    """Forget accelerate's states of the process, and let its warnings pass."""
+    forget_accelerate()
     warnings.simplefilter("ignore")
 
 
@@ -60,65 +65,45 @@ def arguments(kind, folder, cfg=None, **changes):
     return ZeroampTrainingArguments(zeroamp={"zero_optimization": {"stage": kind}, **(cfg or {})}, **given)
 
 
-def trainer_of(kind, folder, cfg=None, *, model=None, num=40, before=(), trainer_arguments=None, **changes):
-    """Return a Trainer that has not trained."""
+def trainer_of(kind, folder, cfg=None, *, model=None, num=40, args=None, trainer_arguments=None, **changes):
+    """Return a Trainer that has not trained. args: its arguments, in place of those that `changes` change."""
     from transformers import PrinterCallback, Trainer
 
     from zeroamp.integrations.transformers import ZeroampTrainer
 
-    args = arguments(kind, folder, cfg, **changes)
+    args = arguments(kind, folder, cfg, **changes) if args is None else args
     cls = Trainer if kind in (DDP, REDUCES_EACH) else ZeroampTrainer
     given = {"train_dataset": examples(num), **(trainer_arguments or {})}
     trainer = cls(llama() if model is None else model, args, **given)
     trainer.remove_callback(PrinterCallback)
     if kind == REDUCES_EACH:
-        reduce_each(trainer)
+        reduce_each(trainer.accelerator)
     return trainer
 
 
-def reduce_each(trainer):
-    """Average the gradients of each micro-batch over ranks, then add: the order of ZeRO stages 2 and 3."""
+def reduce_each(accelerator):
+    """Make a stock Accelerator average the gradients of each micro-batch over ranks, then add: as ZeRO stages 2 and 3.
+
+    DDP adds micro-batches on each rank, then averages over ranks.
+    """
     sums = {}
 
     def backward(loss):
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        loss.backward()  # inside of no_sync: local
-        for parameter in model.parameters():
-            gradient, parameter.grad = parameter.grad, None
-            dist.all_reduce(gradient)
-            gradient /= dist.get_world_size()
-            sums[parameter] = gradient if parameter not in sums else sums[parameter] + gradient
-            if trainer.accelerator.sync_gradients:
-                parameter.grad = sums.pop(parameter)
+        (loss / accelerator.gradient_accumulation_steps).backward()
+        for parameter in accelerator._models[0].parameters():
+            dist.all_reduce(parameter.grad)
+            sums[parameter] = sums.get(parameter, 0) + parameter.grad / dist.get_world_size()
+            parameter.grad = sums[parameter] if accelerator.sync_gradients else None
+        if accelerator.sync_gradients:
+            sums.clear()
 
-    def training_step(model, *args, **kwargs):
-        with model.no_sync():
-            return type(trainer).training_step(trainer, model, *args, **kwargs)
-
-    trainer.accelerator.backward = backward
-    trainer.training_step = training_step
-
-
-def clip_by_fp64(trainer):
-    """Give the stock Trainer the norm of zeroamp: squares added in fp64, the norm rounded to fp32 once.
-
-    torch's is the fp32 norm of fp32 norms of the parameters, an ulp or so apart. AdamW and bf16 compute make more of
-    that ulp in every step.
-    """
-
-    def clip(parameters, max_norm, norm_type=2):
-        gradients = [parameter.grad for parameter in parameters]
-        norm = sum(gradient.double().square().sum() for gradient in gradients).sqrt().float()
-        for gradient in gradients:
-            gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        return norm
-
-    trainer.accelerator.clip_grad_norm_ = clip
+    accelerator.prepare_model = lambda model, **_: type(accelerator).prepare_model(accelerator, model, None, True)
+    accelerator.backward = backward
 
 
 def parameters_of(model):
-    """Return whole copies of the parameters."""
-    named = ((name.removeprefix("module."), parameter.detach()) for name, parameter in model.named_parameters())
+    """Return whole copies of the trained parameters."""
+    named = ((n.removeprefix("module."), p.detach()) for n, p in model.named_parameters() if p.requires_grad)
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in named}
 
 
@@ -130,21 +115,23 @@ class Run:
     norms: list
     rates: list
     parameters: dict
+    evaluated: dict = dataclasses.field(default_factory=dict)
 
     def differences(self, other, norms=True):
         """Return what is not equal, bit for bit."""
-        found = [name for name in ("losses", "rates") if getattr(self, name) != getattr(other, name)]
+        found = [name for name in ("losses", "rates", "evaluated") if getattr(self, name) != getattr(other, name)]
         if norms and repr(self.norms) != repr(other.norms):  # nan of a skipped step is equal to nan
             found.append("norms")
         pairs = self.parameters.items()
         return found + [name for name, value in pairs if not torch.equal(value, other.parameters[name])]
 
 
-def outcome(trainer):
-    """Return what a trainer's training did."""
+def outcome(trainer, evaluated=None):
+    """Return what a trainer's training did. evaluated: what its `evaluate` returned, of which times are left out."""
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     logged = [[entry[key] for entry in steps] for key in ("loss", "grad_norm", "learning_rate")]
-    return Run(*logged, parameters_of(trainer.model))
+    metrics = {name: value for name, value in (evaluated or {}).items() if "loss" in name or "reward" in name}
+    return Run(*logged, parameters_of(trainer.model), metrics)
 
 
 def run(kind, folder, cfg=None, **changes):

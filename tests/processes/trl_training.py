@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
-import zeroamp
 from tests.models.adapters import quietly
+from tests.processes.trainer import forget_accelerate, outcome
 
 STOCK = "stock"
 """In the place of a stage: the library's own trainer, under DDP."""
@@ -35,23 +34,6 @@ class Case:
     """More keys of the config."""
     reference: str | None = None
     """The dtype of DPO's reference model; None lets the trainer find it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What a run logged and trained."""
-
-    losses: list[float]
-    norms: list[float]
-    evaluated: dict[str, float]
-    parameters: dict[str, torch.Tensor]
-
-    def differs(self, other):
-        """What is not the same bits in two runs; [] if nothing. Norms, added in other orders, do not count."""
-        found = ["losses"] if self.losses != other.losses else []
-        found += ["evaluated"] if self.evaluated != other.evaluated else []
-        assert self.parameters.keys() == other.parameters.keys()
-        return found + [n for n, p in self.parameters.items() if not torch.equal(p, other.parameters[n])]
 
 
 def tokenizer():
@@ -93,7 +75,9 @@ def examples(case, folder=None, count=16):
     from datasets import Dataset
 
     draw = random.Random(3)
-    if case.trainer in ("DPOTrainer", "RewardTrainer"):
+    if case.trainer in ("GRPOTrainer", "RLOOTrainer"):
+        rows = [{"prompt": words(draw, 3, 12)} for _ in range(count)]
+    elif case.trainer in ("DPOTrainer", "RewardTrainer"):
         rows = [{name: words(draw, 3, 12) for name in ("prompt", "chosen", "rejected")} for _ in range(count)]
     elif case.trainer == "KTOTrainer":
         rows = [{"prompt": words(draw, 3, 12), "completion": words(draw, 3, 12), "label": i % 2 == 0}
@@ -122,24 +106,24 @@ def classes(case, stage):
     return plain if stage == STOCK else type("Mine", (ZeroampMixin, plain), {}), arguments
 
 
-def build(case, stage, folder, model=None, **more):
-    """The trainer, of `model` or the case's."""
+def build(case, stage, folder, model=None, reward=None, **more):
+    """The trainer, of `model` or the case's. reward: the function by which a trainer that generates is trained."""
     import peft
-    from accelerate.state import AcceleratorState, GradientState
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_accelerate()
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
     cls, arguments_cls = classes(case, stage)
     arguments = {
         "use_cpu": True, "bf16": True, "per_device_train_batch_size": 2, "max_steps": 3, "learning_rate": 1e-2,
         "logging_steps": 1, "report_to": [], "save_strategy": "no", "max_grad_norm": 0.0, "disable_tqdm": True,
-        "dataloader_pin_memory": False, "max_length": 32, **case.arguments, **more,
+        "dataloader_pin_memory": False, **({"max_length": 32} if reward is None else {}), **case.arguments, **more,
     }  # fmt: skip
     args = arguments_cls(output_dir=str(folder), **arguments)
     given = {} if stage == STOCK else {"zeroamp": {"zero_optimization": {"stage": stage}} | case.zeroamp}
     if case.lora is not None:
         given["peft_config"] = peft.LoraConfig(task_type="CAUSAL_LM", **case.lora)
+    if reward is not None:
+        given["reward_funcs"] = reward
     if case.reference is not None:
         given["ref_model"] = llama(case, case.reference)
     data = examples(case, str(Path(folder) / "data") if arguments.get("precompute_ref_log_probs") else None)
@@ -147,21 +131,6 @@ def build(case, stage, folder, model=None, **more):
         model = rewarding(case) if case.trainer == "RewardTrainer" else llama(case)
     return cls(model, args=args, train_dataset=data, eval_dataset=data.select(range(6)),
                processing_class=tokenizer(), **given)  # fmt: skip
-
-
-def outcome(trainer, evaluated=None):
-    log, is_wrapped = trainer.state.log_history, isinstance(trainer.model, FSDPModule)
-    whole = {
-        name: zeroamp.full_parameter(parameter) if is_wrapped else parameter.detach().clone()
-        for name, parameter in trainer.model.named_parameters()
-        if parameter.requires_grad
-    }
-    return Outcome(
-        losses=[entry["loss"] for entry in log if "loss" in entry],
-        norms=[entry["grad_norm"] for entry in log if "grad_norm" in entry],
-        evaluated={} if evaluated is None else {n: v for n, v in evaluated.items() if "loss" in n or "reward" in n},
-        parameters=whole,
-    )
 
 
 @quietly
@@ -178,7 +147,10 @@ def differences(case, stages, folder, **more):
     """What differs from the stock trainer, by stage."""
     stock = trained(case, STOCK, Path(folder) / "stock", **more)
     assert len(set(stock.losses)) > 1
-    return {stage: trained(case, stage, Path(folder) / str(stage), **more).differs(stock) for stage in stages}
+    return {
+        stage: trained(case, stage, Path(folder) / str(stage), **more).differences(stock, norms=False)
+        for stage in stages
+    }
 
 
 def silence():

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -6,9 +8,7 @@ import zeroamp
 import zeroamp.deepspeed as deepspeed
 from tests.models.small import batch, build, loss_of
 from tests.oracles import one_process
-from tests.processes.training import check_same_run, full_parameters, same_bits
-from tests.processes.training import config as plain_config
-from tests.processes.training import train as train_plain
+from tests.processes.training import check_run, check_same_run, full_parameters, same_bits
 from tests.selection import slow_but
 from tests.zeroamp.deepspeed.engine_cases import by_boundary, config, start, train
 from zeroamp.policies.errors import ConfigError, StepError
@@ -19,43 +19,21 @@ NAME = "llama_tied"
 FP32 = {"communication_data_type": "fp32"}  # at stage 1, bf16 would round the accumulated gradient
 
 
-def _like_train_step(stage):
-    ours = train(NAME, config(stage, accumulation=2, clip=0.5, **FP32), 3)
-    check_same_run(ours, train_plain(NAME, plain_config(stage, accumulation=2, clip=0.5, **FP32), 3))
-    return ours
-
-
 @pytest.mark.parametrize("stage", slow_but((0, 1, 2, 3), 1, 3))
-def test_an_engine_trains_the_bits_of_a_train_step_and_of_plain_autocast(ranks2, stage):
-    runs = ranks2.run(_like_train_step, stage)
-    losses, norms, parameters = one_process.train(
-        NAME, world_size=2, num_steps=3, accumulation=2, clip=0.5, reduce_each=stage >= 2
-    )
-    for rank, run in enumerate(runs):
-        assert run.losses == [step[rank] for step in losses]
-        assert run.norms == [float(norm) for norm in norms]
-        assert same_bits(run.parameters, parameters) == []
+def test_an_engine_trains_the_bits_of_plain_autocast(ranks2, stage):
+    cfg = config(stage, accumulation=2, clip=0.5, **FP32)
+    oracle = one_process.train(NAME, world_size=2, num_steps=3, accumulation=2, clip=0.5, reduce_each=stage >= 2)
+    for rank, run in enumerate(ranks2.run(train, NAME, cfg, 3)):
+        check_run(run, rank, oracle)
 
 
-@pytest.mark.parametrize("stage", slow_but((0, 1, 2, 3), 0, 2))
-def test_steps_of_any_number_of_micro_batches_end_by_the_boundary(ranks2, stage):
+@pytest.mark.parametrize(("stage", "in_no_sync"), [(0, False), (2, False), (1, True)])
+def test_steps_of_any_number_of_micro_batches_end_by_the_boundary_or_no_sync(ranks2, stage, in_no_sync):
     counts = [3, 1, 2]
-    runs = ranks2.run(by_boundary, NAME, config(stage, accumulation=3, **FP32), counts)
-    losses, norms, parameters = one_process.train(
-        NAME, world_size=2, num_steps=3, accumulation=counts, reduce_each=stage >= 2
-    )
-    for rank, run in enumerate(runs):
-        assert run.losses == [step[rank] for step in losses]
-        assert run.norms == [float(norm) for norm in norms]
-        assert same_bits(run.parameters, parameters) == []
-
-
-def test_no_sync_accumulates_without_communication(ranks2):
-    runs = ranks2.run(by_boundary, NAME, config(1, **FP32), [2, 3], in_no_sync=True)
-    losses, _, parameters = one_process.train(NAME, world_size=2, num_steps=2, accumulation=[2, 3])
-    for rank, run in enumerate(runs):
-        assert run.losses == [step[rank] for step in losses]
-        assert same_bits(run.parameters, parameters) == []
+    cfg = config(stage, accumulation=1 if in_no_sync else 3, **FP32)
+    oracle = one_process.train(NAME, world_size=2, num_steps=3, accumulation=counts, reduce_each=stage >= 2)
+    for rank, run in enumerate(ranks2.run(by_boundary, NAME, cfg, counts, in_no_sync=in_no_sync)):
+        check_run(run, rank, oracle)
 
 
 def _small_losses_in_fp16():
@@ -79,63 +57,60 @@ def test_a_reproducible_engine_divides_gradients_once(ranks2):
         assert same_bits(ours, expected) == []
 
 
-def _plain_backward(engine):
-    loss_of(engine, batch(NAME, 0)).backward()
+REFUSED = {
+    "step": (lambda engine: engine.step(), "instead of loss.backward()"),
+    "loss.backward": (  # leaves gradients
+        lambda engine: (loss_of(engine, batch(NAME, 0)).backward(), engine.step()), "instead of loss.backward()",
+    ),
+    "loss": (lambda engine: (engine.zero_grad(), engine.backward((torch.zeros(()), None))), "is a tuple"),
+    "retain_graph": (lambda engine: engine.backward(torch.zeros(()), retain_graph=True), "retain_graph"),
+    "train_batch": (lambda engine: engine.train_batch(None), "no pipeline parallelism"),
+    "unknown": (lambda engine: engine.get_global_grad_nrm(1), "get_global_grad_norm"),
+    "optimizer.step": (lambda engine: engine.optimizer.step(None), "engine.step()"),
+    "set_lr": (lambda engine: engine.set_lr(0.1), "param_groups"),
+    "state_dict": (lambda engine: engine.state_dict(), "module_state_dict()"),
+    "offload_states": (
+        lambda engine: engine.offload_states(include=["weights"]), "optim_states, hp_params, lp_params, lp_grads",
+    ),
+    "after destroy": (lambda engine: (engine.destroy(), engine.step()), "engine.destroy()"),
+}  # fmt: skip
+"""What an engine cannot do -> the call, and words of the error. In this order, on one engine."""
 
 
 def _refused():
-    texts = {}
     engine = start(NAME, config(2))
-    for name, call in {
-        "step": engine.step,
-        "loss.backward": lambda: (_plain_backward(engine), engine.step()),  # leaves gradients
-        "loss": lambda: (engine.zero_grad(), engine.backward((torch.zeros(()), None))),
-        "retain_graph": lambda: engine.backward(torch.zeros(()), retain_graph=True),
-        "train_batch": lambda: engine.train_batch(None),
-        "unknown": lambda: engine.get_global_grad_nrm(1),
-        "optimizer.step": lambda: engine.optimizer.step(None),
-        "set_lr": lambda: engine.set_lr(0.1),
-        "state_dict": engine.state_dict,
-    }.items():
+    for name, (call, says) in REFUSED.items():
         with pytest.raises((StepError, ConfigError, deepspeed.UnsupportedError)) as raised:
-            call()
-        texts[name] = str(raised.value)
+            call(engine)
+        assert says in str(raised.value), name
     assert not hasattr(engine, "train_batch")
-    engine.destroy()
-    with pytest.raises(StepError, match=r"engine\.destroy\(\)"):
-        engine.step()
-    return texts
 
 
 def test_what_an_engine_cannot_do_raises_with_the_reason(ranks2):
-    texts = ranks2.run(_refused)[0]
-    assert "instead of loss.backward()" in texts["step"]
-    assert "instead of loss.backward()" in texts["loss.backward"]
-    assert "is a tuple" in texts["loss"]
-    assert "retain_graph" in texts["retain_graph"]
-    assert "no pipeline parallelism" in texts["train_batch"]
-    assert "get_global_grad_norm" in texts["unknown"]
-    assert "engine.step()" in texts["optimizer.step"]
-    assert "param_groups" in texts["set_lr"]
-    assert "module_state_dict()" in texts["state_dict"]
+    ranks2.run(_refused)
 
 
 def _reads():
+    rank = dist.get_rank()
     engine = start(NAME, config(3, accumulation=2, clip=0.5, steps_per_print=7))
-    sizes = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     train(NAME, None, 2, engine=engine)
-    return {
-        "sizes": sizes,
-        "counts": (engine.global_steps, engine.skipped_steps),
-        "lr": engine.get_lr(),
-        "stage": (engine.zero_optimization(), engine.zero_optimization_stage()),
-        "modes": (engine.bfloat16_enabled(), engine.fp16_enabled(), engine.torch_autocast_enabled()),
-        "ranks": (engine.global_rank, engine.world_size, engine.dp_world_size, str(engine.device)),
-        "scale": (engine.cur_scale, engine.loss_scale(), engine.optimizer.loss_scale, engine.optimizer.overflow),
-        "names": [name for name, _ in engine.named_parameters()][:1],
-        "of the module": engine.logits.__name__,
-        "modes of the module": (engine.train().module.training, engine.eval().module.training),
-    }
+    sizes = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    assert sizes == (8, 2, 2)
+    assert (engine.global_steps, engine.skipped_steps) == (2, 0)
+    assert engine.get_lr() == [1e-2]
+    assert (engine.zero_optimization(), engine.zero_optimization_stage()) == (True, 3)
+    assert (engine.bfloat16_enabled(), engine.fp16_enabled(), engine.torch_autocast_enabled()) == (False, False, True)
+    assert (engine.global_rank, engine.world_size, engine.dp_world_size, str(engine.device)) == (rank, 2, 2, "cpu")
+    assert (engine.cur_scale, engine.loss_scale(), engine.optimizer.loss_scale, engine.optimizer.overflow) == (
+        1.0, 1.0, 1.0, False,
+    )  # fmt: skip
+    assert next(name for name, _ in engine.named_parameters()).startswith("module.")
+    assert engine.logits.__name__ == "logits"  # of the module
+    assert (engine.train().module.training, engine.eval().module.training) == (True, False)
+
+
+def test_what_an_engine_reads(ranks2):
+    ranks2.run(_reads)
 
 
 def _offloaded():
@@ -153,28 +128,11 @@ def _offloaded():
                 engine.offload_states(include=["optim_states"])
                 engine.offload_states(include=["hp_params", "lp_params", "lp_grads"])
                 engine.reload_states()
-    with pytest.raises(ConfigError, match="optim_states, hp_params, .* but has weights"):
-        engine.offload_states(include=["weights"])
     return losses[True] == losses[False]
 
 
 def test_states_that_are_offloaded_and_reloaded_have_the_same_bits(ranks2):
     assert ranks2.run(_offloaded) == [True, True]
-
-
-def test_what_an_engine_reads(ranks2):
-    reads = ranks2.run(_reads)
-    first = reads[0]
-    assert first["sizes"] == (8, 2, 2)
-    assert first["counts"] == (2, 0)
-    assert first["lr"] == [1e-2]
-    assert first["stage"] == (True, 3)
-    assert first["modes"] == (False, False, True)
-    assert [read["ranks"] for read in reads] == [(0, 2, 2, "cpu"), (1, 2, 2, "cpu")]
-    assert first["scale"] == (1.0, 1.0, 1.0, False)
-    assert first["names"][0].startswith("module.")
-    assert first["of the module"] == "logits"
-    assert first["modes of the module"] == (True, False)
 
 
 def _of_config():
@@ -198,39 +156,29 @@ def _of_config():
     engine, optimizer, loader, scheduler = deepspeed.initialize(
         model=model, model_parameters=groups, config=cfg, training_data=samples
     )
+    weights = full_parameters(engine.module)
     rates = []
     for i in range(3):
         rates.append(engine.get_lr()[0])
         engine.backward(loss_of(engine, batch("conv", i)))
         engine.step()
-    loader.data_sampler.set_epoch(3)
+    assert rates == pytest.approx([0.0, 0.0, 0.025])  # DeepSpeed begins with two zeros; decimal numbers
+    assert scheduler is engine.lr_scheduler
+    assert engine.gradient_clipping() == 1.0  # DeepSpeed's default
+    assert type(optimizer.optimizer) is torch.optim.AdamW
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
     assert optimizer.state_dict()["state"].keys() == optimizer.optimizer.state_dict()["state"].keys()
-    ids = [i for _, labels in loader for i in labels.tolist()]
-    later = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
-    later.step()
-    return {
-        "clipping": engine.gradient_clipping(),
-        "optimizer": type(optimizer.optimizer).__name__,
-        "groups": [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups],
-        "rates": rates,
-        "scheduler": scheduler is engine.lr_scheduler,
-        "ids": ids,
-        "later": engine.get_lr()[0],
-        "weights": full_parameters(engine.module)["head.weight"].tolist(),
-    }
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5).step()
+    assert engine.get_lr()[0] == pytest.approx(0.1 * 0.5)
+    loader.data_sampler.set_epoch(3)
+    return weights, [i for _, labels in loader for i in labels.tolist()]
 
 
 def test_the_config_builds_optimizer_scheduler_and_loader(ranks2):
-    first, second = ranks2.run(_of_config)
-    assert first["clipping"] == 1.0  # DeepSpeed's default
-    assert first["optimizer"] == "AdamW"
-    assert [decay for decay, _ in first["groups"]] == [0.3, 0.0]
-    assert first["rates"] == pytest.approx([0.0, 0.0, 0.025])  # DeepSpeed begins with two zeros; decimal numbers
-    assert first["scheduler"]
-    assert (len(first["ids"]), len({*first["ids"], *second["ids"]})) == (5, 10)
-    assert first["ids"] != sorted(first["ids"])
-    assert first["later"] == pytest.approx(0.1 * 0.5)
-    assert first["weights"] == second["weights"]
+    (weights, ids), (others, more_ids) = ranks2.run(_of_config)
+    assert same_bits(weights, others) == []
+    assert (len(ids), len({*ids, *more_ids})) == (5, 10)
+    assert ids != sorted(ids)
 
 
 def _callables():
@@ -256,36 +204,35 @@ def test_functions_make_optimizer_and_scheduler_and_none_is_needed(ranks2):
     ranks2.run(_callables)
 
 
+WRONG = {
+    "mpu": ({"mpu": object()}, "mpu"),
+    "no config": ({"config": None}, "one config"),
+    "two configs": (
+        {"config_params": config(0), "args": SimpleNamespace(deepspeed_config="file.json")}, "one config",
+    ),
+    "no model": ({"model": None}, "model"),
+    "pipeline": ({"config": config(0, pipeline={"stages": 2})}, "pipeline"),
+    "scheduler alone": ({"lr_scheduler": "of another"}, "without an optimizer"),
+    "foreign optimizer": ({"optimizer": "of another"}, "not one of"),
+}  # fmt: skip
+"""Arguments of initialize() -> words of the error. "of another": of another model."""
+
+
 def _wrong():
-    texts = []
-    model, other = build(NAME), build(NAME)
-    own = torch.optim.SGD(model.parameters(), lr=0.1)
-    foreign = torch.optim.SGD(other.parameters(), lr=0.1)
-    for kwargs in (
-        {"mpu": object()},
-        {"config": None},
-        {"config_params": config(0), "args": type("Args", (), {"deepspeed_config": "file.json"})()},
-        {"model": None},
-        {"config": config(0, pipeline={"stages": 2})},
-        {"lr_scheduler": torch.optim.lr_scheduler.StepLR(own, 1)},
-    ):
+    optimizer = torch.optim.SGD(build(NAME).parameters(), lr=0.1)
+    of_another = {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+    for arguments, says in WRONG.values():
+        given = {name: of_another[name] if value == "of another" else value for name, value in arguments.items()}
         with pytest.raises((StepError, ConfigError, deepspeed.UnsupportedError)) as raised:
-            deepspeed.initialize(**{"model": model, "config": config(0), **kwargs})
-        texts.append(str(raised.value))
-    with pytest.raises(StepError) as raised:
-        deepspeed.initialize(model=build(NAME), config=config(0), optimizer=foreign)
-    texts.append(str(raised.value))
-    engine = deepspeed.initialize(model=model, config={"zero_optimization": {"stage": 1}})[0]
+            deepspeed.initialize(**{"model": build(NAME), "config": config(0), **given})
+        assert says in str(raised.value), arguments
+    engine = deepspeed.initialize(model=build(NAME), config={"zero_optimization": {"stage": 1}})[0]
     with pytest.raises(ConfigError, match="train_batch_size"):
         engine.train_batch_size()
-    return texts
 
 
 def test_wrong_arguments_are_named(ranks2):
-    texts = ranks2.run(_wrong)[0]
-    words = ["mpu", "one config", "one config", "model", "pipeline", "without an optimizer", "not one of"]
-    for word, text in zip(words, texts, strict=True):
-        assert word in text
+    ranks2.run(_wrong)
 
 
 def _float16():
@@ -320,7 +267,11 @@ def test_a_compiled_engine_trains_the_same_bits(ranks2):
 def _counts_again():
     engine = start(NAME, config(2, accumulation=2))
     boundaries, steps = [], []
-    for is_boundary in (False, False, True, None, None, None, None):  # an optimizer step of 3 micro-batches, two of 2
+    # An optimizer step of 3 micro-batches, two of 2, one that is discarded, and one of 2.
+    for is_boundary in (False, False, True, None, None, None, None, None, "discard", None, None):
+        if is_boundary == "discard":
+            engine.train_step.zero_grad()
+            continue
         engine.set_gradient_accumulation_boundary(is_boundary)
         boundaries.append(engine.is_gradient_accumulation_boundary())
         engine.backward(loss_of(engine, batch(NAME, 0)))
@@ -329,27 +280,9 @@ def _counts_again():
     return boundaries, steps
 
 
-def test_micro_batches_are_counted_from_the_last_optimizer_step(ranks2):
-    expected = [False, False, True, False, True, False, True], [0, 0, 1, 1, 2, 2, 3]
-    assert ranks2.run(_counts_again)[0] == expected
-
-
-def _counts_from_zero():
-    engine = start(NAME, config(2, accumulation=3))
-    boundaries = []
-    for micro in range(2):
-        engine.backward(loss_of(engine, batch(NAME, micro)))
-        engine.step()
-    engine.train_step.zero_grad()
-    for micro in range(3):
-        boundaries.append(engine.is_gradient_accumulation_boundary())
-        engine.backward(loss_of(engine, batch(NAME, micro)))
-        engine.step()
-    return boundaries, engine.global_steps
-
-
-def test_after_zero_grad_an_optimizer_step_has_all_its_micro_batches(ranks2):
-    assert ranks2.run(_counts_from_zero)[0] == ([False, False, True], 1)
+def test_micro_batches_are_counted_from_the_last_optimizer_step_or_zero_grad(ranks2):
+    boundaries = [False, False, True, False, True, False, True, False, False, True]
+    assert ranks2.run(_counts_again)[0] == (boundaries, [0, 0, 1, 1, 2, 2, 3, 3, 3, 4])
 
 
 def _at_the_minimum():

@@ -5,7 +5,7 @@ import torch
 
 import zeroamp.deepspeed as deepspeed
 from tests.models.small import batch, build, loss_of
-from tests.processes.training import full_parameters, same_bits
+from tests.processes.training import check_same_run, full_parameters, same_bits
 from tests.selection import slow_but
 from tests.zeroamp.deepspeed.engine_cases import config, start, train
 from zeroamp.policies.errors import CheckpointError, StepError
@@ -18,39 +18,28 @@ def _cfg(stage):
     return config(stage, accumulation=2, clip=0.5, scheduler=schedule)
 
 
-def _resumed(folder, stage, other_stage):
-    rank = torch.distributed.get_rank()
+def _resumed(folder, stage):
     first = start(NAME, _cfg(stage))
     train(NAME, None, 2, engine=first)
-    state = {"epoch": 3, "rank": rank, "sums": torch.arange(3)}
+    state = {"epoch": 3, "rank": torch.distributed.get_rank(), "sums": torch.arange(3)}
     assert first.save_checkpoint(folder, client_state=state)
     assert first.save_checkpoint(folder, tag="step_7", save_latest=False)
     straight = train(NAME, None, 2, first=2, engine=first)
 
-    engine = start(NAME, _cfg(other_stage))
+    engine = start(NAME, _cfg(stage))
     path, state = engine.load_checkpoint(folder)
     assert path == str(Path(folder) / "global_step2")
     assert (state["epoch"], state["rank"], state["sums"].tolist()) == (3, 0, [0, 1, 2])
     assert engine.global_steps == 2
-    return straight, train(NAME, None, 2, first=2, engine=engine), first.get_lr(), engine.get_lr()
+    check_same_run(train(NAME, None, 2, first=2, engine=engine), straight)
+    assert engine.get_lr() == first.get_lr()
 
 
-@pytest.mark.parametrize("stage", slow_but((0, 1, 2, 3), 3))
+@pytest.mark.parametrize("stage", slow_but((0, 3), 3))
 def test_training_goes_on_bit_for_bit(ranks2, tmp_path, stage):
-    for straight, resumed, lr, lr_resumed in ranks2.run(_resumed, str(tmp_path), stage, stage):
-        assert resumed.losses == straight.losses
-        assert resumed.norms == straight.norms
-        assert same_bits(resumed.parameters, straight.parameters) == []
-        assert lr == lr_resumed
+    ranks2.run(_resumed, str(tmp_path), stage)
     assert (tmp_path / "latest").read_text() == "global_step2"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step2", "latest", "step_7"]
-
-
-@pytest.mark.slow
-def test_another_stage_goes_on(ranks2, tmp_path):
-    # The two stages round the accumulated gradients differently, so only the state that was loaded is compared.
-    for straight, resumed, *_ in ranks2.run(_resumed, str(tmp_path), 3, 1):
-        assert resumed.losses[0] == straight.losses[0]
 
 
 def _parts(folder):
@@ -87,46 +76,25 @@ def _parts(folder):
     only = deepspeed.initialize(model=build(NAME), config=config(3))[0]
     only.load_checkpoint(folder, tag="a", load_module_only=True)
     assert same_bits(full_parameters(only.module), saved) == []
-    texts = []
-    for call in (
-        lambda: engine.load_checkpoint(folder, tag="b"),
-        lambda: engine.save_checkpoint(folder, tag="x/y"),
-        lambda: engine.save_checkpoint(folder, tag="c", client_state={"args": object()}),
-        lambda: engine.load_checkpoint(folder, tag="a", load_module_strict=False),
-    ):
-        with pytest.raises((CheckpointError, deepspeed.UnsupportedError)) as raised:
+    weights_alone = "(?=.*--safe_serialization)(?=.*zeroamp.load_hf)(?=.*Optimizer state)"
+    for says, call in {
+        "'b'.*its tags: a": lambda: engine.load_checkpoint(folder, tag="b"),
+        "'x/y'": lambda: engine.save_checkpoint(folder, tag="x/y"),
+        "must hold tensors": lambda: engine.save_checkpoint(folder, tag="c", client_state={"args": object()}),
+        "load_module_strict": lambda: engine.load_checkpoint(folder, tag="a", load_module_strict=False),
+        weights_alone: lambda: engine.load_checkpoint(Path(folder) / "of DeepSpeed"),
+    }.items():
+        with pytest.raises((CheckpointError, deepspeed.UnsupportedError), match=f"(?s){says}"):
             call()
-        texts.append(str(raised.value))
-    return texts
+    assert same_bits(full_parameters(engine.module), saved) == []
 
 
-def test_parts_of_a_checkpoint_are_loaded_and_mistakes_named(ranks2, tmp_path):
-    unknown, bad_tag, client_state, strict = ranks2.run(_parts, str(tmp_path))[0]
-    assert "'b'" in unknown
-    assert "its tags: a" in unknown
-    assert "'x/y'" in bad_tag
-    assert "must hold tensors" in client_state
-    assert "load_module_strict" in strict
+def test_parts_of_a_checkpoint_are_loaded_and_mistakes_and_folders_of_deepspeed_are_named(ranks2, tmp_path):
+    (tmp_path / "of DeepSpeed" / "global_step3").mkdir(parents=True)
+    (tmp_path / "of DeepSpeed" / "latest").write_text("global_step3")
+    (tmp_path / "of DeepSpeed" / "global_step3" / "mp_rank_00_model_states.pt").write_bytes(b"")
+    ranks2.run(_parts, str(tmp_path))
     assert len(list((tmp_path / "a" / "zeroamp").glob("step_*"))) == 1
-
-
-def _of_deepspeed(folder):
-    engine = start(NAME, config(1))
-    before = full_parameters(engine.module)
-    with pytest.raises(CheckpointError) as raised:
-        engine.load_checkpoint(folder)
-    assert same_bits(full_parameters(engine.module), before) == []
-    return str(raised.value)
-
-
-def test_a_folder_that_deepspeed_wrote_is_refused_with_the_way_to_its_weights(ranks2, tmp_path):
-    (tmp_path / "latest").write_text("global_step3")
-    (tmp_path / "global_step3").mkdir()
-    (tmp_path / "global_step3" / "mp_rank_00_model_states.pt").write_bytes(b"")
-    for text in ranks2.run(_of_deepspeed, str(tmp_path)):
-        assert "--safe_serialization" in text
-        assert "zeroamp.load_hf" in text
-        assert "Optimizer state" in text
 
 
 def _module_state(stage):
@@ -169,7 +137,5 @@ def test_whole_weights_are_written_in_the_low_precision(ranks2, tmp_path):
         assert torch.equal(written[name], tensor.bfloat16())
     assert same_bits(whole, written) == same_bits(again, written) == []
     build(NAME).load_state_dict(written)
-    assert (
-        same_bits(load_file(tmp_path / "model.safetensors"), {k: v for k, v in written.items() if k != "head.weight"})
-        == []
-    )
+    del written["head.weight"]  # tied
+    assert same_bits(load_file(tmp_path / "model.safetensors"), written) == []

@@ -59,7 +59,7 @@ def before_shape(parameters):
     return parameters["blocks.0.down.weight"].shape
 
 
-@pytest.mark.parametrize("stage", slow_but((0, 1, 2, 3), 3))
+@pytest.mark.parametrize("stage", slow_but((0, 3), 3))
 def test_gathered_parameters_are_whole_inside_and_one_rank_writes(ranks2, stage):
     first, second = ranks2.run(_gathered, stage)
     assert same_bits(first, second) == []

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import zeroamp
 from tests.processes.lightning_loops import (
@@ -13,6 +14,7 @@ from tests.processes.lightning_loops import (
     module_of,
     trainer_of,
 )
+from tests.processes.training import full_parameters, same_bits
 from tests.selection import slow_but
 
 pytest.importorskip("lightning")
@@ -26,33 +28,30 @@ def _strategy(config=None, **more):
     return ZeroampStrategy(AUTOCAST if config is None else config, **more)
 
 
-@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
-@pytest.mark.parametrize(
-    "arguments",
-    slow_but(
-        [
-            {"max_epochs": 2},
-            {"max_epochs": 2, "accumulate_grad_batches": 5},  # 6 batches per rank: the last step of an epoch has 1
-            {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
-            {"val_check_interval": 3, "accumulate_grad_batches": 2},  # validation between micro-batches
-        ],
-        {"max_epochs": 2, "accumulate_grad_batches": 5},
-    ),
-    ids=str,
-)
-def test_losses_metrics_and_predictions_are_those_of_ddp(ranks2, tmp_path, stage, arguments):
+RUNS = [
+    (0, {"max_epochs": 2, "accumulate_grad_batches": 5}),  # 6 batches per rank: the last step of an epoch has 1
+    (1, {"val_check_interval": 3, "accumulate_grad_batches": 2}),  # validation between micro-batches
+    (2, {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}),
+    (3, {"max_epochs": 2}),
+    (3, {"max_epochs": 2, "accumulate_grad_batches": 5}),
+]
+
+
+@pytest.mark.parametrize("case", slow_but(RUNS, RUNS[0], RUNS[3]), ids=str)
+def test_losses_metrics_and_predictions_are_those_of_ddp(ranks2, tmp_path, case):
+    stage, arguments = case
     ours = ranks2.run(_fitted, tmp_path, stage, arguments)
     theirs = ranks2.run(fitted, tmp_path, "ddp", "bf16-mixed", **arguments)
-    for (losses, rates, predictions, metrics), (*expected, others, numbers) in zip(ours, theirs, strict=True):
-        assert rates == expected[1]
+    for run, stock in zip(ours, theirs, strict=True):
+        assert run.rates == stock.rates
         if stage < 2 or "accumulate_grad_batches" not in arguments:
-            assert losses == expected[0]
-            assert torch.equal(predictions, others)
-            assert metrics == numbers
+            assert run.losses == stock.losses
+            assert torch.equal(run.predictions, stock.predictions)
+            assert run.metrics == stock.metrics
         else:
             # Stages 2 and 3 sum over ranks before micro-batches, DDP after: the last bits of fp32 sums differ, and
             # where an activation rounds to bf16, a last bit becomes 2^-8.
-            assert losses == pytest.approx(expected[0], rel=2**-7)
+            assert run.losses == pytest.approx(stock.losses, rel=2**-7)
 
 
 def _fitted(folder, stage, arguments):
@@ -62,110 +61,61 @@ def _fitted(folder, stage, arguments):
 
 
 def _clipped(folder, strategy):
+    """Losses, and the norms that hooks see, with -1 for each call of zero_grad between them."""
     seen = []
 
     def on_before_optimizer_step(self, optimizer):
-        seen.append(_norm(self))
+        gradients = [parameter.grad for parameter in self.parameters()]
+        whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in gradients]
+        seen.append(float(sum(gradient.double().square().sum() for gradient in whole).sqrt()))
 
     def on_before_zero_grad(self, optimizer):
-        seen.append("zero_grad")
+        seen.append(-1.0)
 
     torch.manual_seed(0)
     module = module_of(on_before_optimizer_step=on_before_optimizer_step, on_before_zero_grad=on_before_zero_grad)
-    if strategy == "zeroamp":
-        strategy = _strategy({**AUTOCAST, "gradient_clipping": "auto"})
-        fit(module, folder, strategy, gradient_clip_val=0.1)
+    strategy = _strategy({**AUTOCAST, "gradient_clipping": "auto"}) if strategy == "zeroamp" else strategy
+    fit(module, folder, strategy, "bf16-mixed", gradient_clip_val=0.1)
+    if strategy != "ddp":
         assert strategy.policy.gradient_clipping == 0.1
-        assert [strategy.report.grad_norm] == [pytest.approx(seen[-1], rel=1e-6)]
-    else:
-        fit(module, folder, strategy, "bf16-mixed", gradient_clip_val=0.1)
+        assert strategy.report.grad_norm == pytest.approx(seen[-1], rel=1e-6)
     return module.losses, seen
 
 
-def _norm(module):
-    squares = sum(torch.as_tensor(_full(p.grad).double().square().sum()) for p in module.parameters())
-    return float(squares.sqrt())
-
-
-def _full(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def test_clipping_and_hooks_are_those_of_ddp_and_hooks_see_gradients_before_clipping(ranks2, tmp_path):
-    ours, theirs = (ranks2.run(_clipped, tmp_path, name)[0] for name in ("zeroamp", "ddp"))
+    [(ours, seen), _], [(theirs, seen_there), _] = (ranks2.run(_clipped, tmp_path, name) for name in ("zeroamp", "ddp"))
     # torch adds norms of parameters in fp32, TrainStep squares in fp64: the factor may differ by an ulp (6e-8).
-    assert ours[0] == pytest.approx(theirs[0], rel=1e-4)
-    assert [each == "zero_grad" for each in ours[1]] == [each == "zero_grad" for each in theirs[1]]
-    norms = [[each for each in seen if each != "zero_grad"] for seen in (ours[1], theirs[1])]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-    assert max(norms[0]) > 0.2  # clipped to 0.1 afterwards
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert seen == pytest.approx(seen_there, rel=1e-4)
+    assert max(seen) > 0.2  # clipped to 0.1 afterwards
 
 
-def _resumed(folder, strategy_of, arguments, how):
+def _resumed(folder, stage, is_meta):
+    """Fit 3 epochs; fit again from the checkpoint after the first. Return what the second fit has otherwise."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    def callback():
-        return ModelCheckpoint(
+    fits = []
+    for seed, ckpt_path in ((0, None), (99, folder / "step=6.ckpt")):
+        torch.manual_seed(seed)
+        module = module_of(is_meta=is_meta, dropout=0.1, epoch_schedule=True)
+        saving = ModelCheckpoint(
             folder, filename="{step}", monitor="val", save_top_k=-1, save_last=True, every_n_epochs=1
         )
-
-    whole = module_of(**how, epoch_schedule=True)
-    torch.manual_seed(0)
-    saved = callback()
-    trainer = fit(whole, folder, strategy_of(), enable_checkpointing=True, callbacks=[saved], max_epochs=3, **arguments)
-    weights = {name: _full(p.detach()).clone() for name, p in whole.named_parameters()}
-    first = str(saved.best_model_path) and sorted(saved.best_k_models)[0]
-    torch.manual_seed(99)
-    other = module_of(**how, epoch_schedule=True)
-    again = callback()
-    resumed = fit(
-        other,
-        folder,
-        strategy_of(),
-        ckpt_path=first,
-        enable_checkpointing=True,
-        callbacks=[again],
-        max_epochs=3,
-        **arguments,
-    )
-    differing = [n for n, p in other.named_parameters() if not torch.equal(_full(p.detach()), weights[n])]
-    return {
-        "losses": other.losses == whole.losses[-len(other.losses) :],
-        "num": (len(whole.losses), len(other.losses)),
-        "rates": other.rates == whole.rates[-len(other.rates) :],
-        "weights": differing,
-        "steps": (trainer.global_step, resumed.global_step),
-        "best": (saved.best_model_score.item(), again.best_model_score.item()),
-        "train steps": (trainer.strategy.train_step.num_steps, resumed.strategy.train_step.num_steps),
-    }
+        strategy = _strategy({**AUTOCAST, "zero_optimization": {"stage": stage}})
+        more = {"enable_checkpointing": True, "callbacks": [saving], "max_epochs": 3}
+        trainer = fit(module, folder, strategy, ckpt_path=ckpt_path, **more)
+        numbers = trainer.global_step, strategy.train_step.num_steps, saving.best_model_score.item()
+        fits.append((module.losses, module.rates, numbers, full_parameters(module)))
+    (losses, rates, numbers, parameters), (later, later_rates, later_numbers, later_parameters) = fits
+    assert (len(losses), len(later)) == (18, 12)
+    assert numbers == later_numbers
+    assert (later, later_rates) == (losses[6:], rates[6:])
+    return same_bits(later_parameters, parameters)
 
 
-@pytest.mark.parametrize(
-    "case",
-    slow_but(
-        [
-            {"stage": 3},
-            {"stage": 0, "accumulate_grad_batches": 5},
-            {"stage": 2, "is_meta": True},
-            {"stage": 1},
-        ],
-        {"stage": 3},
-    ),
-    ids=str,
-)
-def test_a_resumed_fit_is_the_uninterrupted_one(ranks2, tmp_path, case):
-    [found, _] = ranks2.run(_resume_body, tmp_path, **case)
-    whole, rest = found["num"]
-    assert 0 < rest < whole
-    assert found["losses"]
-    assert found["rates"]
-    assert found["weights"] == []
-    assert len(set(found["steps"])) == len(set(found["best"])) == len(set(found["train steps"])) == 1
-
-
-def _resume_body(folder, stage, *, is_meta=False, **arguments):
-    config = {**AUTOCAST, "zero_optimization": {"stage": stage}}
-    return _resumed(folder, lambda: _strategy(config), arguments, {"is_meta": is_meta, "dropout": 0.1})
+@pytest.mark.parametrize(("stage", "is_meta"), [(3, False), pytest.param(2, True, marks=pytest.mark.slow)])
+def test_a_resumed_fit_is_the_uninterrupted_one(ranks2, tmp_path, stage, is_meta):
+    assert ranks2.run(_resumed, tmp_path, stage, is_meta) == [[], []]
 
 
 def _resumed_within_an_epoch(folder, *, is_ddp):
@@ -207,9 +157,8 @@ def _weights(folder):
         trainer_of(folder, _strategy(), barebones=True, **_no_defaults()).fit(barebones, loader_of(8), loader_of(8))
     plain = module_of()
     plain.load_state_dict(torch.load(folder / "weights.ckpt")["state_dict"])
-    own = {name: _full(p.detach()) for name, p in module.named_parameters()}
-    same = all(torch.equal(p, own[name]) for name, p in plain.named_parameters())
-    return same, len(module.losses), len(barebones.losses)
+    different = same_bits(full_parameters(plain), full_parameters(module))
+    return different, len(module.losses), len(barebones.losses)
 
 
 def _no_defaults():
@@ -218,84 +167,60 @@ def _no_defaults():
 
 @pytest.mark.slow
 def test_weights_alone_are_a_plain_file_and_other_ways_to_run_work(ranks2, tmp_path):
-    assert ranks2.run(_weights, tmp_path) == [(True, 2, 2)] * 2
-
-
-def _overflow(folder):
-    config = {
-        "torch_autocast": {"enabled": True, "dtype": "float16"},
-        "fp16": {"initial_scale_power": 24, "hysteresis": 1},
-    }
-    reports = []
-
-    def on_train_batch_end(self, *_):
-        reports.append((self.trainer.strategy.report.skipped, self.trainer.strategy.report.loss_scale))
-
-    torch.manual_seed(0)
-    module = module_of(on_train_batch_end=on_train_batch_end)
-    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)
-    fit(module, folder, _strategy(config), max_steps=24, max_epochs=4, gradient_clip_val=1.0)
-    return reports
-
-
-@pytest.mark.slow
-def test_fp16_steps_that_overflow_are_skipped(ranks2, tmp_path):
-    reports, other = ranks2.run(_overflow, tmp_path)
-    assert reports == other
-    assert reports[0] == (True, 2.0**24)
-    assert reports[1][1] == 2.0**23
-    assert not reports[-1][0]
+    assert ranks2.run(_weights, tmp_path) == [([], 2, 2)] * 2
 
 
 def _refused(folder):
+    """What raises: name -> the error."""
     from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
-
-    texts = {}
-
-    def note(name, action):
-        try:
-            action()
-        except Exception as error:
-            texts[name] = f"{type(error).__name__}: {error}"
 
     def backward(self, loss):
         loss.backward()
 
-    clipped, counted = {**AUTOCAST, "gradient_clipping": 1.0}, {**AUTOCAST, "gradient_accumulation_steps": 2}
-    note("sync_batchnorm", lambda: fit(module_of(), folder, _strategy(), sync_batchnorm=True))
-    note("bf16-true", lambda: trainer_of(folder, _strategy(), "bf16-true"))
-    note("backward", lambda: fit(module_of(backward=backward), folder, _strategy()))
     manual = module_of()
     manual.automatic_optimization = False
-    note("manual", lambda: fit(manual, folder, _strategy()))
-    note("clipping", lambda: fit(module_of(), folder, _strategy(clipped), gradient_clip_val=2.0))
-    note("accumulation", lambda: fit(module_of(), folder, _strategy(counted), accumulate_grad_batches=3))
-    policy = zeroamp.policy_from_config(counted)
-    note("policy", lambda: fit(module_of(), folder, _strategy(policy), accumulate_grad_batches=3))
-    note("compiled", lambda: fit(torch.compile(module_of(), backend="eager"), folder, _strategy()))
-    averaging = StochasticWeightAveraging(1e-3)
-    note("averaging", lambda: fit(module_of(), folder, _strategy(), callbacks=[averaging]))
-    own = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(folder, monitor="val")]}
-    uneven = {"accumulate_grad_batches": 2, "val_check_interval": 3}
-    note("accumulating", lambda: fit(module_of(), folder, _strategy(), **own, **uneven))
+    clipped, counted = {**AUTOCAST, "gradient_clipping": 1.0}, {**AUTOCAST, "gradient_accumulation_steps": 2}
+    uneven = {"accumulate_grad_batches": 2, "val_check_interval": 3, "enable_checkpointing": True}
+    calls = {
+        "sync_batchnorm": (module_of(), _strategy(), {"sync_batchnorm": True}),
+        "bf16-true": (module_of(), _strategy(), {"precision": "bf16-true"}),
+        "backward": (module_of(backward=backward), _strategy(), {}),
+        "manual": (manual, _strategy(), {}),
+        "clipping": (module_of(), _strategy(clipped), {"gradient_clip_val": 2.0}),
+        "accumulation": (module_of(), _strategy(counted), {"accumulate_grad_batches": 3}),
+        "policy": (module_of(), _strategy(zeroamp.policy_from_config(counted)), {"accumulate_grad_batches": 3}),
+        "compiled": (torch.compile(module_of(), backend="eager"), _strategy(), {}),
+        "averaging": (module_of(), _strategy(), {"callbacks": [StochasticWeightAveraging(1e-3)]}),
+        "accumulating": (module_of(), _strategy(), {**uneven, "callbacks": [ModelCheckpoint(folder, monitor="val")]}),
+    }
+    texts = {}
+    for name, (module, strategy, arguments) in calls.items():
+        try:
+            fit(module, folder, strategy, **arguments)
+        except zeroamp.ZeroAmpError as error:
+            texts[name] = f"{type(error).__name__}: {error}"
     return texts
+
+
+REFUSED = {
+    "sync_batchnorm": ["ConfigError", "sync_batchnorm"],
+    "bf16-true": ["ConfigError", '"bf16": {"enabled": true}'],
+    "backward": ["ConfigError", "LightningModule.backward"],
+    "manual": ["ConfigError", "automatic_optimization", "zeroamp.wrap_model"],
+    "clipping": ["ConfigError", "gradient_clipping", "gradient_clip_val"],
+    "accumulation": ["ConfigError", "gradient_accumulation_steps", "accumulate_grad_batches"],
+    "policy": ["ConfigError", "gradient_accumulation_steps", "accumulate_grad_batches"],
+    "compiled": ["ConfigError", "torch.compile"],
+    "averaging": ["ConfigError", "StochasticWeightAveraging"],
+    "accumulating": ["CheckpointError", "inside an optimizer step", "val_check_interval"],
+}
 
 
 def test_what_does_not_go_is_refused_by_name(ranks2, tmp_path):
     [texts, _] = ranks2.run(_refused, tmp_path)
-    for name, words in {
-        "sync_batchnorm": ["ConfigError", "sync_batchnorm"],
-        "bf16-true": ["ConfigError", '"bf16": {"enabled": true}'],
-        "backward": ["ConfigError", "LightningModule.backward"],
-        "manual": ["ConfigError", "automatic_optimization", "zeroamp.wrap_model"],
-        "clipping": ["ConfigError", "gradient_clipping", "gradient_clip_val"],
-        "accumulation": ["ConfigError", "gradient_accumulation_steps", "accumulate_grad_batches"],
-        "policy": ["ConfigError", "gradient_accumulation_steps", "accumulate_grad_batches"],
-        "compiled": ["ConfigError", "torch.compile"],
-        "averaging": ["ConfigError", "StochasticWeightAveraging"],
-        "accumulating": ["CheckpointError", "inside an optimizer step", "val_check_interval"],
-    }.items():
-        assert all(word in texts.get(name, "") for word in words), (name, texts.get(name))
+    assert texts.keys() == REFUSED.keys()
+    for name, words in REFUSED.items():
+        assert [word for word in words if word not in texts[name]] == [], texts[name]
 
 
 def test_the_names_are_registered():

@@ -7,6 +7,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import zeroamp
 from tests.processes.ranks import RankError
+from tests.processes.trainer import forget_accelerate
 from tests.processes.training import config
 
 REFUSED = "gives each of 2 ranks samples of its own, but .*only 1 ranks? get different samples"
@@ -23,27 +24,19 @@ def _parallelized(names, make):
 
 
 def _with_accelerate(names):
-    from accelerate.state import AcceleratorState, GradientState
-
     from zeroamp.integrations.accelerate import ZeroampAccelerator
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_accelerate()
     model, mesh = _parallelized(names, lambda: torch.nn.Sequential(torch.nn.Linear(8, 8)))
     accelerator = ZeroampAccelerator(cpu=True, zeroamp=config(3, accumulation=None), wrap_arguments={"mesh": mesh})
     accelerator.prepare(model)
     return zeroamp.explain(model) is not None
 
 
-@pytest.mark.parametrize("names", [("dp", "tp"), ("dp", "cp")])
-def test_accelerate_refuses_axes_whose_ranks_share_samples(ranks2, names):
+def test_accelerate_refuses_an_axis_whose_ranks_share_samples_and_takes_an_expert_axis(ranks2):
     pytest.importorskip("accelerate", reason="its data loaders are what is refused")
     with pytest.raises(RankError, match=f"WrapError: accelerate {REFUSED}"):
-        ranks2.run(_with_accelerate, names)
-
-
-def test_accelerate_takes_an_expert_axis(ranks2):
-    pytest.importorskip("accelerate", reason="its data loaders are what is tested")
+        ranks2.run(_with_accelerate, ("dp", "tp"))
     assert all(ranks2.run(_with_accelerate, ("dp", "ep")))
 
 
@@ -61,23 +54,6 @@ def test_lightning_refuses_a_tensor_axis(ranks2, tmp_path):
     pytest.importorskip("lightning", reason="its data loaders are what is refused")
     with pytest.raises(RankError, match=f"WrapError: Lightning's Trainer {REFUSED}"):
         ranks2.run(_with_lightning, tmp_path)
-
-
-def _with_trainer(folder):
-    from tests.processes.trainer import llama, trainer_of
-
-    cfg = {"zero_optimization": {"stage": 3}}
-    model, mesh = _parallelized(("dp", "tp"), llama)
-    wrapped = zeroamp.wrap_model(model, zeroamp.policy_from_config(cfg), mesh)
-    trainer_of(3, folder, model=wrapped).train()
-
-
-@pytest.mark.slow
-def test_a_trainer_refuses_a_tensor_axis(ranks2, tmp_path):
-    pytest.importorskip("transformers", reason="its Trainer's data loaders are what is refused")
-    pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
-    with pytest.raises(RankError, match=f"WrapError: accelerate {REFUSED}"):
-        ranks2.run(_with_trainer, tmp_path)
 
 
 def _with_sampler(names):

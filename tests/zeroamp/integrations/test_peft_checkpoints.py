@@ -1,13 +1,12 @@
 """Checkpoints without the frozen base: adapters and their optimizer state alone, and an exact resume."""
 
 import pytest
-import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 import zeroamp
 from tests.models.adapters import Adapted, quietly, train_in_one_process
 from tests.processes.adapter_training import AdapterTraining
-from tests.processes.ranks import Ranks
+from tests.processes.training import same_bits
 from tests.selection import needs_bitsandbytes
 
 pytest.importorskip("peft", reason="peft is not installed: it makes the adapters")
@@ -31,40 +30,18 @@ def _check(answers, oracle, steps):
         assert found_norms == norms[steps]
 
 
-@quietly
-def _oracle(adapted, num_ranks):
-    return train_in_one_process(adapted, num_ranks)
-
-
 @pytest.mark.parametrize("base", ["bf16", "nf4 uint8"])
 def test_a_resume_with_other_adapters_continues_bit_for_bit(ranks2, tmp_path, base):
     """The new process draws adapters of another seed; the base is built anew."""
     if base == "nf4 uint8":
         needs_bitsandbytes()
-    oracle = _oracle(Adapted(base=base), [2, 2, 2, 2])
+    oracle = quietly(train_in_one_process)(Adapted(base=base), [2, 2, 2, 2])
     _check(ranks2.run(_saved, Adapted(base=base), tmp_path), oracle, slice(0, 2))
     answers = ranks2.run(_saved, Adapted(base=base, seed=7), tmp_path, first=4)
     _check(answers, oracle, slice(2, 4))
     for *_, parameters in answers:
-        assert [name for name in parameters if not torch.equal(parameters[name], oracle[2][name])] == []
+        assert same_bits(parameters, oracle[2]) == []
     for path in tmp_path.glob("step_*"):
         saved = FileSystemReader(path).read_metadata().state_dict_metadata
         assert saved
         assert all(".lora_" in name for name in saved)
-
-
-@pytest.mark.slow
-def test_a_resume_on_four_and_on_three_ranks(ranks2, ranks4, tmp_path):
-    """The adapters are reduced in bf16 and summed in rank order, as in the oracle, on any number of ranks."""
-    adapted, other = Adapted(base="bf16"), Adapted(base="bf16", seed=7)
-    oracle = _oracle(adapted, [2, 2, 4, 4, 3, 3])
-    _check(ranks2.run(_saved, adapted, tmp_path), oracle, slice(0, 2))
-    _check(ranks4.run(_saved, other, tmp_path, first=4), oracle, slice(2, 4))
-    ranks3 = Ranks(3)
-    try:
-        answers = ranks3.run(_saved, other, tmp_path, first=12)
-    finally:
-        ranks3.stop()
-    _check(answers, oracle, slice(4, 6))
-    for *_, parameters in answers:
-        assert [name for name in parameters if not torch.equal(parameters[name], oracle[2][name])] == []

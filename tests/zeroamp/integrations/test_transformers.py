@@ -12,7 +12,6 @@ from tests.processes.trainer import (
     DDP,
     REDUCES_EACH,
     VOCAB,
-    clip_by_fp64,
     examples,
     llama,
     outcome,
@@ -43,55 +42,19 @@ def test_ten_steps_are_those_of_the_stock_trainer(ranks2, tmp_path):
         assert len(set(losses)) == 10
 
 
-def _short_epoch(folder, stages):
-    """10 micro-batches: steps of 3, 3, 3 and 1."""
-    ddp = run(DDP, folder, gradient_accumulation_steps=3, num_train_epochs=2)
-    ordered = run(REDUCES_EACH, folder, gradient_accumulation_steps=3, num_train_epochs=2)
-    expected = {0: ddp, 1: ddp, 2: ordered, 3: ordered}
-    runs = {s: run(s, folder, FP32, gradient_accumulation_steps=3, num_train_epochs=2) for s in stages}
-    apart = max(
-        (each.parameters[name] - value).abs().max().item()
-        for each in runs.values()
-        for name, value in ddp.parameters.items()
-    )
-    found = {stage: each.differences(expected[stage], norms=False) for stage, each in runs.items()}
-    return found, len(ddp.losses), apart
+def _accumulated(folder, kind, averages):
+    """10 micro-batches in steps of 3, 3, 3 and 1, with losses divided by the number of labels of the whole step.
 
-
-@pytest.mark.parametrize("stages", slow_but([(0, 3), (1, 2)], (0, 3)))
-def test_accumulation_over_epochs_whose_last_step_is_short(ranks2, tmp_path, stages):
-    for found, num_steps, apart in ranks2.run(_short_epoch, tmp_path, stages):
-        assert found == {stage: [] for stage in stages}
-        assert num_steps == 8
-        # Stages 2 and 3 add over ranks before micro-batches: rounding of fp32 sums, and AdamW's division by their root.
-        assert apart < 1e-4
-
-
-def _clipped(folder, max_norm):
-    stock = trainer_of(DDP, folder, max_grad_norm=max_norm)
-    clip_by_fp64(stock)
-    stock.train()
-    plain = run(DDP, folder, max_grad_norm=max_norm)
-    ours = run(3, folder, max_grad_norm=max_norm)
-    return ours.differences(outcome(stock)), abs(ours.norms[0] / plain.norms[0] - 1), ours.norms
-
-
-def test_clipping_differs_by_the_rounding_of_the_norm_alone(ranks2, tmp_path):
-    for found, first, norms in ranks2.run(_clipped, tmp_path, 0.5):
-        assert found == []  # of the stock Trainer whose norm is rounded once
-        assert first <= 2 * ULP  # of torch's norm of norms
-        assert min(norms) > 0.5
-
-
-def _normalised(folder, averages, kind="model"):
-    """Losses divided by the number of labels of the whole step, which differs between ranks and micro-batches."""
-    changes = {"average_tokens_across_devices": averages, "gradient_accumulation_steps": 2}
+    This number differs between ranks and micro-batches.
+    """
+    changes = {"average_tokens_across_devices": averages, "gradient_accumulation_steps": 3, "num_train_epochs": 2}
     if kind == "function":
         changes["trainer_arguments"] = {"train_dataset": examples(40), "compute_loss_func": _summed_loss}
     elif kind == "smoothed":
         changes["label_smoothing_factor"] = 0.1
-    stock, ours = run(DDP, folder, **changes), run(0, folder, FP32, **changes)
-    return ours.differences(stock, norms=False)
+    expected = {0: run(DDP, folder, **changes), 3: run(REDUCES_EACH, folder, **changes)}
+    found = {s: run(s, folder, FP32, **changes).differences(stock, norms=False) for s, stock in expected.items()}
+    return found, len(expected[0].losses)
 
 
 def _summed_loss(outputs, labels, num_items_in_batch=None):
@@ -102,10 +65,11 @@ def _summed_loss(outputs, labels, num_items_in_batch=None):
     )
 
 
-@pytest.mark.parametrize("kind", slow_but(["model", "function", "smoothed"], "model"))
-@pytest.mark.parametrize("averages", slow_but([True, False], True))
-def test_losses_that_are_normalised_by_tokens(ranks2, tmp_path, averages, kind):
-    assert ranks2.run(_normalised, tmp_path, averages, kind) == [[], []]
+@pytest.mark.parametrize(
+    "case", slow_but([("model", True), ("function", False), ("smoothed", True)], ("model", True)), ids=str
+)
+def test_accumulation_with_a_short_last_step_and_losses_normalised_by_tokens(ranks2, tmp_path, case):
+    assert ranks2.run(_accumulated, tmp_path, *case) == [({0: [], 3: []}, 8)] * 2
 
 
 def _callback_order(folder):
@@ -144,36 +108,6 @@ def test_callbacks_see_clipped_gradients_before_the_update_and_none_after(ranks2
         assert later == unchanged != start
 
 
-def _skipped(folder):
-    """float16 with a loss scale that overflows at first."""
-    cfg = {"torch_autocast": {"enabled": "auto", "dtype": "auto"}, "fp16": {"initial_scale_power": 20, "hysteresis": 1}}
-    trainer = trainer_of(1, folder, cfg, bf16=False, fp16=True, max_steps=8, lr_scheduler_type="linear")
-    before = parameters_of(trainer.model)
-    skipped = []
-    from transformers import TrainerCallback
-
-    class Watch(TrainerCallback):
-        def on_optimizer_step(self, args, state, control, model=None, **kwargs):
-            now = parameters_of(model)
-            is_same = all(torch.equal(value, before[name]) for name, value in now.items())
-            skipped.append((trainer.accelerator.optimizer_step_was_skipped, is_same))
-
-    trainer.add_callback(Watch())
-    trainer.train()
-    return skipped, outcome(trainer).rates, trainer.train_step.num_skipped, trainer.train_step.num_steps
-
-
-def test_a_skipped_float16_step_steps_neither_parameters_nor_scheduler(ranks2, tmp_path):
-    for skipped, rates, num_skipped, num_steps in ranks2.run(_skipped, tmp_path):
-        assert 0 < num_skipped < 8
-        assert num_steps == 8 - num_skipped
-        assert skipped == [(True, True)] * num_skipped + [(False, False)] * num_steps
-        assert rates[: num_skipped + 1] == [1e-2] * (num_skipped + 1)  # logged before the scheduler steps
-        assert all(
-            later < earlier for earlier, later in zip(rates[num_skipped:], rates[num_skipped + 1 :], strict=False)
-        )
-
-
 def _evaluated(folder):
     """The stock Trainer evaluates before its training in another object: after an evaluation it trains without DDP."""
     given = {"train_dataset": examples(12), "eval_dataset": examples(7, 1)}
@@ -197,9 +131,7 @@ def test_evaluation_before_during_and_after_the_training(ranks2, tmp_path):
     for equal, differences, number in ranks2.run(_evaluated, tmp_path):
         assert equal
         assert differences == []
-        assert (
-            number == 2
-        )  # evaluations: one by evaluate() alone, which the training forgets, and one each 2 of 3 steps
+        assert number == 2  # one by evaluate() alone, which the training forgets, and one each 2 of 3 steps
 
 
 def _t5():
@@ -212,7 +144,7 @@ def _t5():
     )
 
 
-def _generated(folder, family):
+def _generated(folder):
     """Ranks generate sequences of different lengths, then training goes on."""
     from transformers import PrinterCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
@@ -231,7 +163,7 @@ def _generated(folder, family):
             max_grad_norm=0.0, save_strategy="no", eval_strategy="steps", eval_steps=1, logging_steps=1,
             per_device_train_batch_size=2,
         )  # fmt: skip
-        model = _t5() if family == "t5" else llama(eos_token_id=1)
+        model = _t5()
         bases = (ZeroampMixin, Seq2SeqTrainer) if is_ours else (Seq2SeqTrainer,)
         given = {"zeroamp": {"zero_optimization": {"stage": 3}}} if is_ours else {}
         trainer = type("Some", bases, {})(
@@ -248,28 +180,27 @@ def _generated(folder, family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", slow_but(["t5", "llama"], "t5"))
-def test_generation_of_different_lengths_on_the_ranks(ranks2, tmp_path, family):
-    for stock, ours, differences in ranks2.run(_generated, tmp_path, family):
+def test_generation_of_different_lengths_on_the_ranks(ranks2, tmp_path):
+    for stock, ours, differences in ranks2.run(_generated, tmp_path):
         assert ours == stock
         assert differences == []
 
 
-def _checkpointed(folder, **changes):
+def _changed(folder, changes):
     return run(3, folder, **changes).differences(run(DDP, folder), norms=False)
 
 
 @pytest.mark.slow
-def test_activation_checkpointing_keeps_the_bits(ranks2, tmp_path):
-    assert ranks2.run(_checkpointed, tmp_path, gradient_checkpointing=True) == [[], []]
+@pytest.mark.parametrize(
+    "changes",
+    [{"gradient_checkpointing": True}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}],
+    ids=["activation checkpointing", "compiled units"],
+)
+def test_arguments_that_keep_the_bits(ranks2, tmp_path, changes):
+    assert ranks2.run(_changed, tmp_path, changes) == [[], []]
 
 
-@pytest.mark.slow
-def test_compiled_units_keep_the_bits_with_eager_kernels(ranks2, tmp_path):
-    assert ranks2.run(_checkpointed, tmp_path, torch_compile=True, torch_compile_backend="aot_eager") == [[], []]
-
-
-def _own_optimizer(folder, how):
+def _own_optimizer(folder):
     """An optimizer that was built before the Trainer, on parameters that the wrap replaces."""
     found = []
     for kind in (DDP, 3):
@@ -278,16 +209,15 @@ def _own_optimizer(folder, how):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         given = {"train_dataset": examples(12), "eval_dataset": examples(4), "optimizers": (optimizer, scheduler)}
         trainer = trainer_of(kind, folder, model=model, trainer_arguments=given)
-        if how == "after an evaluation" and kind != DDP:  # after which the stock Trainer would train without DDP
+        if kind != DDP:  # after which the stock Trainer would train without DDP
             trainer.evaluate()
         trainer.train()
         found.append(outcome(trainer))
     return found[1].differences(found[0], norms=False)
 
 
-@pytest.mark.parametrize("how", slow_but(["at once", "after an evaluation"], "after an evaluation"))
-def test_an_optimizer_that_was_built_before_the_trainer(ranks2, tmp_path, how):
-    assert ranks2.run(_own_optimizer, tmp_path, how) == [[], []]
+def test_an_optimizer_that_was_built_before_the_trainer_trains_after_an_evaluation(ranks2, tmp_path):
+    assert ranks2.run(_own_optimizer, tmp_path) == [[], []]
 
 
 def _of_8_bits(folder):

@@ -1,0 +1,140 @@
+"""The examples of one file run as their users start them, and learn."""
+
+import json
+import re
+
+import pytest
+
+from tests.processes.launch import ROOT, module, script, torchrun
+
+MOST_LINES = {
+    "minimal": 40, "accelerate_llama": 120, "fabric_llama": 120, "sft_lora": 120, "dpo": 120, "grpo": 120, "moe": 120,
+}  # fmt: skip
+
+
+def test_examples_are_short():
+    lines = {name: len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) for name in MOST_LINES}
+    assert {name: number for name, number in lines.items() if number > MOST_LINES[name]} == {}
+
+
+def _losses(output, before="loss"):
+    return [float(loss) for loss in re.findall(rf"{before} (\d+\.\d+)", output)]
+
+
+def test_the_quick_start_of_the_readme_trains_on_two_ranks_and_prints_the_ledger():
+    assert f"```python\n{(ROOT / 'examples' / 'minimal.py').read_text()}```" in (ROOT / "README.md").read_text()
+    output = torchrun("examples/minimal.py")
+    losses = _losses(output)
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] / 2
+    assert "model-wide:fp32" in output
+
+
+@pytest.mark.slow
+def test_the_tour_runs_twice_in_the_same_folder(tmp_path):
+    for _ in range(2):
+        assert "every dtype is the expected one" in script(ROOT / "examples" / "tour.py", cwd=tmp_path)
+        assert (tmp_path / "runs" / "tour" / "run.jsonl").read_text().count('"kind": "step"') == 10
+
+
+@pytest.mark.slow
+def test_accelerates_loop_at_stage_1_has_the_losses_of_its_ddp_and_its_launcher_starts_it(tmp_path):
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: it has the model")
+    config = {
+        "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+        "zero_optimization": {"stage": 1},
+        "communication_data_type": "fp32",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    example = "examples/accelerate_llama.py"
+    launch = ("accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", 2, example)
+    ours = _losses(module(*launch, "--config", tmp_path / "config.json", "--out", tmp_path / "ours"), "held-out loss")
+    theirs = _losses(torchrun(example, "--accelerator", "stock", "--out", tmp_path / "theirs"), "held-out loss")
+    assert ours == theirs
+    assert len(ours) == 3
+    assert ours[-1] < 0.75 * ours[0]
+    saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ours" / "model")
+    assert sum(parameter.numel() for parameter in saved.parameters()) > 10_000
+
+
+@pytest.mark.slow
+def test_fabrics_loop_trains_under_torchrun_and_lightning_starts_ranks_itself(tmp_path):
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    pytest.importorskip("transformers", reason="transformers is not installed: it has the model")
+    example = ROOT / "examples" / "fabric_llama.py"
+    output = torchrun(example, "--accelerator", "cpu", "--out", tmp_path / "checkpoint")
+    losses = _losses(output)
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+    assert "generated" in output
+    output = script(example, "--accelerator", "cpu", "--steps", 2, "--out", tmp_path / "other", cwd=tmp_path)
+    assert output.count("step 2: loss") == 1
+
+
+@pytest.mark.slow
+def test_transformers_trainer_learns_and_reads_its_own_weights(tmp_path):
+    pytest.importorskip("transformers", reason="the example is for transformers' Trainer")
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
+    common = ("--bf16", "--report_to", "none", "--learning_rate", "1e-3", "--logging_steps", "8")
+    example, folder, config = "examples/trainer_llama.py", tmp_path / "out", tmp_path / "config.json"
+    first = torchrun(example, "--output_dir", folder, "--num_train_epochs", 2, "--save_strategy", "epoch", *common)
+    names = {path.name for path in folder.iterdir()}
+    assert {"model.safetensors", "config.json", "training_args.bin", "checkpoint-16"} <= names
+    config.write_text(json.dumps({"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}))
+    more = ("--model", folder, "--zeroamp", config, "--max_steps", 4)
+    second = torchrun(example, "--output_dir", tmp_path / "again", *more, *common)
+    [before], [after] = (re.findall(r"eval_loss\s*= *(\d+\.\d+)", output) for output in (first, second))
+    assert float(after) < float(before) < 5.5  # ln(256) = 5.55 is a guess
+
+
+def _needs_trl():
+    for name in ("transformers", "trl", "peft", "datasets", "yaml"):
+        pytest.importorskip(name, reason="the extra examples is not installed")
+
+
+@pytest.mark.slow
+def test_lora_lowers_the_held_out_loss_and_goes_on_from_a_checkpoint(tmp_path):
+    _needs_trl()
+    torchrun("examples/sft_lora.py", "--steps", 8, "--out", tmp_path)
+    record = json.loads((tmp_path / "losses.json").read_text())
+    assert record["held_out_after"] < record["held_out_before"] - 0.3
+    assert len(record["losses"]) == 8
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    torchrun("examples/sft_lora.py", "--steps", 10, "--out", tmp_path, "--resume")
+    again = json.loads((tmp_path / "losses.json").read_text())
+    assert again["losses"][:8] == record["losses"]
+    assert len(again["losses"]) == 10
+
+
+def _first_and_last(output):
+    return map(float, re.search(r"first (\S+) -> last (\S+)", output).groups())
+
+
+@pytest.mark.slow
+def test_dpo_raises_the_margin_of_rewards(tmp_path):
+    _needs_trl()
+    first, last = _first_and_last(torchrun("examples/dpo.py", "--steps", 10, "--out", tmp_path))
+    assert last > first + 0.1
+    assert (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_grpo_raises_the_reward_and_an_fp32_head_narrows_the_gap_to_an_engine(tmp_path):
+    _needs_trl()
+    output = torchrun("examples/grpo.py", "--steps", 15, "--out", tmp_path)
+    first, last = _first_and_last(output)
+    assert last > first
+    gaps = dict(re.findall(r"engine in (\w+): mean gap of log-probabilities (\S+)", output))
+    assert 0 < float(gaps["fp32"]) < float(gaps["bf16"])
+
+
+@pytest.mark.slow
+def test_experts_are_in_bf16_and_the_loss_falls():
+    _needs_trl()
+    output = torchrun("examples/moe.py", "--steps", 12)
+    losses = _losses(output)
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 1
+    row, *_ = re.findall(r"^MixtralExperts .*", output, re.MULTILINE)  # of each table, where one does not fit
+    assert "bf16" in row

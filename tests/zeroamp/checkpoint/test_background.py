@@ -1,6 +1,7 @@
 """`async_=True`: the save is written while training goes on, and its error comes out of the next save or wait."""
 
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -11,7 +12,8 @@ from torch.distributed.checkpoint.staging import StagingOptions
 
 import zeroamp
 from tests.models.small import batch, loss_of
-from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.processes.checkpoint_training import Case, Training, differences
+from tests.processes.training import config, wrapped
 from zeroamp.checkpoint import save as save_module
 
 NAME = "llama_tied"
@@ -27,10 +29,9 @@ def _take_step(model, train, index):
     return train.step()
 
 
-def _trains_on_while_writing(folder):
-    model, train = _training()
-    _take_step(model, train, 0)
-    then = full_parameters(model)
+@contextmanager
+def _held_back():
+    """Let no file of a checkpoint be written before the event that this yields is set."""
     may_write, write = threading.Event(), save_module.write_durably
 
     def wait_and_write(path, content):
@@ -38,18 +39,24 @@ def _trains_on_while_writing(folder):
         write(path, content)
 
     with mock.patch.object(save_module, "write_durably", wait_and_write):
-        first = zeroamp.save_checkpoint(folder, model, train, async_=True)
-        for index in (1, 2):
-            _take_step(model, train, index)
+        yield may_write
+
+
+def _trains_on_while_writing(folder):
+    training = Training(Case(scheduler="cosine")).run(0, 1)
+    with _held_back() as may_write:
+        first = training.save(folder, async_=True)
+        then = training.state()
+        training.run(1, 3)
         was_there = first.exists()
         dist.barrier()
         may_write.set()
-        second = zeroamp.save_checkpoint(folder, model, train, async_=True)  # waits for the first
+        second = training.save(folder, async_=True)  # waits for the first
         is_there = first.exists()
-        zeroamp.wait_for_save(model)
-    other, _ = _training()
-    zeroamp.load_checkpoint(first, other)
-    return was_there, is_there, same_bits(then, full_parameters(other)), second.name, second.exists()
+        zeroamp.wait_for_save(training.model)
+    loaded = Training(Case(scheduler="cosine"), seed=7)
+    loaded.load(first)
+    return was_there, is_there, differences(loaded.state(), then), second.name, second.exists()
 
 
 def test_training_goes_on_and_the_checkpoint_is_of_the_moment_of_the_call(ranks2, tmp_path):
@@ -59,13 +66,7 @@ def test_training_goes_on_and_the_checkpoint_is_of_the_moment_of_the_call(ranks2
 
 def _destroyed_while_writing(folder):
     model, train = _training()
-    may_write, write = threading.Event(), save_module.write_durably
-
-    def wait_and_write(path, content):
-        assert may_write.wait(timeout=60)
-        write(path, content)
-
-    with mock.patch.object(save_module, "write_durably", wait_and_write):
+    with _held_back() as may_write:
         path = zeroamp.save_checkpoint(folder, model, train, async_=True)
         with mock.patch.object(save_module, "dist"):  # the default group is another one
             may_write.set()

@@ -208,7 +208,7 @@ OTHERS = {
 def _misfits(folder):
     train = _several(TWO, LinearLR)
     zeroamp.save_checkpoint(folder, train.model, train)
-    for name, (kinds, schedule, words) in OTHERS.items():
+    for kinds, schedule, words in OTHERS.values():
         other = _several(kinds, schedule)
         with pytest.raises(zeroamp.CheckpointError, match=words):
             zeroamp.load_checkpoint(folder, other.model, other)

@@ -1,7 +1,6 @@
 """`RunReport`: what it writes is what happened, and training has the same bits with it."""
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -254,23 +253,6 @@ def _inside_a_step(path):
 
 def test_a_report_that_would_begin_inside_an_optimizer_step_is_refused(ranks2, tmp_path):
     ranks2.run(_inside_a_step, str(tmp_path / "run.jsonl"))
-
-
-def _documented(code, folder):
-    train, before = train_step(config(3)), os.getcwd()
-    os.chdir(folder)
-    try:
-        names = {"zeroamp": zeroamp, "loss_of": loss_of, "loader": [batch(NAME, 0)]}
-        exec(code, names | {"train": train, "model": train.model})
-    finally:
-        os.chdir(before)
-
-
-def test_the_example_of_the_docs_runs(ranks2, tmp_path):
-    reports = (Path(__file__).parents[3] / "docs" / "instruments.md").read_text().partition("## Reports")[2]
-    code = reports.partition('```python title="fragment"\n')[2].partition("```")[0]
-    ranks2.run(_documented, code, str(tmp_path))
-    assert len(zeroamp.read_run(tmp_path / "runs" / "a.jsonl").records) == 1
 
 
 def ids(*shape, dtype=torch.int64):

@@ -4,7 +4,6 @@ import functools
 import logging
 import re
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,8 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import zeroamp
 from tests.measuring.logs import log_lines
-from tests.processes.checkpoint_training import Case, Small, Training, differences, error_of, full
-from tests.processes.training import config
+from tests.processes.checkpoint_training import Case, Small, Training, error_of, full
 
 NAMES = Small().state_dict().keys() - {"head.weight"}  # which is embed.weight
 
@@ -33,8 +31,10 @@ def _other_form(folder):
     plain = Training(Case()).run(0, 1)
     plain.save(f"{folder}/plain")
     other = Training(Case(build=Wrapped), seed=7)
-    other.load(f"{folder}/plain")
-    path = other.run(1, 2).save(f"{folder}/other")
+    whole = torch.compile(other.model, backend="eager")
+    zeroamp.load_checkpoint(f"{folder}/plain", whole, other.train)
+    other.run(1, 2)
+    path = zeroamp.save_checkpoint(f"{folder}/other", whole, other.train)
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
     names = {key.removeprefix("model.") for key in stored if key.startswith("model.")}
     states = {key.removeprefix("optimizer.").rpartition(".")[0] for key in stored if key.startswith("optimizer.")}
@@ -49,31 +49,6 @@ def _other_form(folder):
 
 def test_compiled_and_checkpointed_modules_have_plain_names(ranks2, tmp_path):
     ranks2.run(_other_form, str(tmp_path))
-
-
-def _compiled_whole(folder):
-    """The whole model compiled, after wrapping and before."""
-    plain = Training(Case()).run(0, 1)
-    plain.save(folder)
-    state = plain.state()
-    for wrap_first in (True, False):
-        torch.manual_seed(7)
-        policy = zeroamp.policy_from_config(config(3))
-        if wrap_first:
-            model = torch.compile(zeroamp.wrap_model(Small(), policy, None, {"Block"}), backend="eager")
-        else:
-            model = zeroamp.wrap_model(torch.compile(Small(), backend="eager"), policy, None, {"Block"})
-        train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-        zeroamp.load_checkpoint(folder, model, train)
-        path = zeroamp.save_checkpoint(f"{folder}/{wrap_first}", model, train)
-        back = Training(Case(), seed=8)
-        back.load(path)
-        assert differences(back.state(), state, but_random=True) == []
-
-
-@pytest.mark.slow
-def test_a_model_that_is_compiled_whole(ranks2, tmp_path):
-    ranks2.run(_compiled_whole, str(tmp_path))
 
 
 class Counter(nn.Module):

@@ -37,11 +37,6 @@ CASES = {
     "all": ({}, set(), 3),
     "no optimizer": ({"load_optimizer_states": False}, {"optimizer"}, 3),
     "no scheduler": ({"load_lr_scheduler_states": False}, {"scheduler"}, 3),
-    "neither": (
-        {"load_optimizer_states": False, "load_lr_scheduler_states": False},
-        {"optimizer", "scheduler", "groups"},
-        3,
-    ),
     "model alone": ({"train": False}, {"optimizer", "scheduler", "groups", "counts"}, 1),
 }
 

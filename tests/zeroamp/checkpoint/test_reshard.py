@@ -125,25 +125,6 @@ def test_other_stages_meshes_and_dimensions(ranks4, tmp_path, change):
         assert differences(state, saved, but_random=True) == []
 
 
-def _change_stage_alone(folder, stages):
-    """With as many ranks, each goes on with its own buffers, generators and extra."""
-    saved = Training(Case(stage=stages[0])).run(0, 2)
-    saved.save(folder, extra=dist.get_rank())
-    state = saved.state()
-    loaded = Training(Case(stage=stages[1]), seed=7).run(0, 1)
-    with log_lines(logging.INFO) as texts:
-        extra = loaded.load(folder)
-    return differences(loaded.state(), state), extra, texts
-
-
-@pytest.mark.parametrize("stages", slow_but([(0, 3), (3, 1)], (0, 3)))
-def test_another_stage_on_as_many_ranks_keeps_what_is_each_rank_s_own(ranks2, tmp_path, stages):
-    for rank, (found, extra, texts) in enumerate(ranks2.run(_change_stage_alone, str(tmp_path), stages)):
-        assert found == []
-        assert extra == rank
-        assert len(texts) == (rank == 0)
-
-
 def _own_extra(folder):
     half = Case(group_size=2)
     Training(half).save(f"{folder}/{group_of(half)}", extra={"rows": torch.tensor([dist.get_rank()])})

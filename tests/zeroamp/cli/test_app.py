@@ -8,26 +8,10 @@ import torch
 
 import zeroamp
 from tests.models.small import HfLlama, hf_llama_config
-from tests.processes.cli import run
+from tests.processes.cli import NET, run
 from tests.processes.training import config
 
-NET = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-def batch(size, seq):
-    return (torch.zeros(size, seq, 8),)
-
+NETS = f"""{NET}
 def talk():
     print("built on", nn.Linear(1, 1).weight.device)
     return Net()
@@ -49,7 +33,7 @@ def cfg(tmp_path):
 
 @pytest.fixture
 def net(python_file):
-    return f"{python_file('net_of_test.py', NET)}:Net"
+    return f"{python_file('net_of_test.py', NETS)}:Net"
 
 
 @pytest.fixture
@@ -115,7 +99,6 @@ def test_check_shows_to_what_each_override_applies(tmp_path, net):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('{"bf16": {"enabled": 1}}', "bf16.enabled"),
         ('{"zero_optimisation": {}}', "Did you mean 'zero_optimization'?"),
         ('{"bf16": {"enabled": "yes"}, "gradient_clipping": -1}', "\nbf16.enabled "),  # both lines
         ("{", "Correct the file."),
@@ -149,16 +132,6 @@ def test_a_model_that_cannot_be_built_goes_to_stderr(cfg, net):
     assert err.startswith("Error: --model ")
     assert "raised OSError: no weights here" in err
     assert "Traceback" not in err
-
-
-def test_a_model_that_is_neither_a_folder_with_a_config_nor_a_function_is_named(cfg, tmp_path):
-    for source, words in (
-        ("nope", "must be a folder with a transformers config.json"),
-        (str(tmp_path), "has no config.json"),
-    ):
-        code, _, err = run("explain", cfg, "--model", source)
-        assert code == 1
-        assert words in err
     code, _, err = run("check", cfg, "--auto-wrap", "Linear")
     assert code == 1
     assert "Name one with --model" in err
@@ -174,21 +147,9 @@ def test_units_by_class(cfg, net, command):
 
 
 def test_ranks_and_automatic_values_reach_the_config(asked, cfg, net):
-    arguments = (
-        cfg,
-        "--world-size",
-        8,
-        "--auto",
-        "a=3",
-        "--auto",
-        "b=1e-3",
-        "--auto",
-        "c=bf16",
-        "--auto",
-        "d=x=y",
-    )
-    arguments = (*arguments, "--auto", "e=true", "--auto", 'f={"g": [1]}', "--auto", 'h="3"')
     values = {"a": 3, "b": 0.001, "c": "bf16", "d": "x=y", "e": True, "f": {"g": [1]}, "h": "3"}
+    written = ("a=3", "b=1e-3", "c=bf16", "d=x=y", "e=true", 'f={"g": [1]}', 'h="3"')
+    arguments = (cfg, "--world-size", 8, *(part for text in written for part in ("--auto", text)))
     for command in (("check",), ("explain", "--model", net)):
         assert run(*command, *arguments)[0] == 0
         assert asked == [(str(cfg), {"world_size": 8, **values})]
@@ -202,14 +163,11 @@ def test_ranks_and_automatic_values_reach_the_config(asked, cfg, net):
     [
         ((), "the following arguments are required: COMMAND"),
         (("explain",), "the following arguments are required: config, --model"),
-        (("explain", "some.json"), "the following arguments are required: --model"),
         (("chekc", "some.json"), "invalid choice: 'chekc'"),
         (("check", "some.json", "--world_size", "2"), "unrecognized arguments: --world_size 2"),
         (("check", "some.json", "--world", "2"), "unrecognized arguments: --world 2"),
         (("check", "some.json", "--world-size", "0"), "argument --world-size: '0' is not an integer of 1 or more"),
-        (("check", "some.json", "--world-size", "two"), "argument --world-size: 'two' is not an integer"),
         (("check", "some.json", "--auto", "a"), "'a' is not KEY=VALUE"),
-        (("check", "some.json", "--auto", "a="), "'a=' is not KEY=VALUE"),
         (("check", "some.json", "--auto", "=3"), "'=3' is not KEY=VALUE"),
         (("explain", "some.json", "--model", "a:b", "--markdown", "--json"), "not allowed with argument"),
         (("plan", "some.json", "--model", "a:b"), "the following arguments are required: --world-size"),

@@ -45,10 +45,12 @@ def folder_of(tmp_path, **entries):
     return tmp_path
 
 
-def test_a_folder_without_architectures_is_a_causal_language_model_in_fp32_whatever_it_was_saved_in(tmp_path):
+def test_a_folder_is_a_causal_language_model_on_meta_in_fp32_whatever_it_was_saved_in(tmp_path):
     hf_llama_config(dtype="bfloat16").save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
-    model = load_model(str(tmp_path))
+    with DevicesOfResults() as seen:
+        model = load_model(str(tmp_path))
+    assert seen.devices == {"meta"}
     assert type(model).__name__ == "LlamaForCausalLM"
     assert dtypes_and_devices(model) == {(torch.float32, "meta")}
 
@@ -70,18 +72,10 @@ def test_parts_with_a_config_of_their_own_are_fp32_too(tmp_path):
     assert dtypes_and_devices(load_model(str(tmp_path))) == {(torch.float32, "meta")}
 
 
-def test_nothing_is_allocated_but_meta_tensors(tmp_path):
-    hf_llama_config().save_pretrained(tmp_path)
-    with DevicesOfResults() as seen:
-        load_model(str(tmp_path))
-    assert seen.devices == {"meta"}
-
-
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
         ({"hidden_size": 8}, "ValueError: Unrecognized model in"),
-        ({"model_type": "no-such-type"}, "`no-such-type`"),
         ({"model_type": "llama", "hidden_size": "wide"}, "Field 'hidden_size' expected int, got str"),
         ({"model_type": "llama", "architectures": ["LlamaOfTomorrow"]}, "has no attribute LlamaOfTomorrow"),
     ],
@@ -136,18 +130,7 @@ def test_the_file_itself_runs_with_real_tensors(python_file):
     assert load_model(f"{path}:net").in_features == 5
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "no/such/folder",
-        "organisation/model",
-        "some_file.py",
-        "module:",
-        ":factory",
-        "no/such.py:build",
-        "no_such:build",
-    ],
-)
+@pytest.mark.parametrize("source", ["organisation/model", "some_file.py", "module:", ":factory", "no/such.py:build"])
 def test_a_source_that_leads_nowhere_says_what_is_possible(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -7,42 +7,22 @@ from html.parser import HTMLParser
 import pytest
 
 from tests.processes.chromium import CHROMIUM, Browser
-from tests.processes.cli import run
+from tests.processes.cli import NET, run
 from tests.processes.training import config
 from tests.selection import slow_but
+from tests.zeroamp.reporting.records import record, write_run
 
 pytest.importorskip("plotly")
 
-NET = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-def batch(batch, seq):
-    return torch.ones(batch, seq, 8)
-"""
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>"
 
 
-def record(step, **more):
-    parts = dict.fromkeys(("forward_s", "backward_s", "exposed_communication_s", "optimizer_s"), 0.2)
-    usual = {"loss": 2.0 / step, "grad_norm": 1.0, "loss_scale": 1.0, "skipped": False, "lr": [0.1], "step_s": 1.0}
-    return {"kind": "step", "step": step, **usual, **parts, **more}
+WARNING = {"kind": "warning", "name": "slow", "text": HOSTILE}
 
 
-def write_run(path, records, warnings=()):
-    lines = [{"kind": "header", "world_size": 2, "device": "cpu", "plan": {"mode": "autocast", "stage": 3}}]
-    lines += [*records, *({"kind": "warning", "name": "slow", "text": text} for text in warnings)]
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+def write_hostile_run(path):
+    write_run(path, [record(step, loss=2.0 / step) for step in range(1, 6)])
+    path.write_text(f"{path.read_text()}{json.dumps(WARNING)}\n")
     return path
 
 
@@ -53,7 +33,7 @@ def pages(tmp_path_factory):
     (folder / "zero.json").write_text(json.dumps(config(3)))
     (folder / "net_of_pages.py").write_text(NET)
     net = f"{folder / 'net_of_pages.py'}:Net"
-    runs = [write_run(folder / f"{name}.jsonl", map(record, range(1, 6)), [HOSTILE]) for name in ("one", "two")]
+    runs = [write_hostile_run(folder / f"{name}.jsonl") for name in ("one", "two")]
     inputs = ("--inputs", net.replace("Net", "batch"))
     commands = {
         "explain": (folder / "zero.json", "--model", net, "--world-size", 16),
@@ -196,11 +176,10 @@ def test_equal_layers_are_one_row_and_parameters_that_are_not_bf16_can_be_shown_
 
 
 @needs_chromium
-@pytest.mark.parametrize("command", ["explain", "plan", "report"])
-def test_pages_follow_the_systems_dark_colours(pages, browser, command):
+def test_pages_follow_the_systems_dark_colours(pages, browser):
     colours = []
     for dark in (False, True):
-        browser.open(pages[command][0], dark=dark)
+        browser.open(pages["plan"][0], dark=dark)
         script = (
             "[getComputedStyle(document.body).backgroundColor, document.querySelector('.chart').layout.paper_bgcolor]"
         )
@@ -236,22 +215,6 @@ def test_a_parameter_is_found_filtered_and_sorted(pages, browser):
     numbers = [int(row[1].replace(",", "")) for row in cells(browser, 1)]
     assert numbers == sorted(numbers, reverse=True)
     assert set(numbers) == {8, 64}
-
-
-@needs_chromium
-def test_the_columns_of_parameters_are_those_of_the_terminal_in_its_order_and_are_not_cut(pages, browser):
-    browser.open(pages["explain"][0])
-    unfold(browser)
-    table = "document.querySelectorAll('table')[1]"
-    heads = browser.evaluate(f"[...{table}.querySelectorAll('th')].map((head) => head.textContent)")
-    dtypes = ["stored", "param", "compute", "gradient", "communication", "accumulate", "optimizer"]
-    assert [head.replace("\u00ad", "") for head in heads[2:9]] == dtypes
-    lines = browser.evaluate(f"{table}.querySelector('th').offsetHeight / {table}.querySelector('td').offsetHeight")
-    assert lines < 2
-    end = browser.evaluate(f"{table}.querySelectorAll('th')[{heads.index('why')}].getBoundingClientRect().right")
-    assert end < 1280
-    whys = f"[...{table}.querySelectorAll('td.text')]"
-    assert browser.evaluate(f"{whys}.every((cell) => cell.scrollWidth <= cell.clientWidth)")
 
 
 @needs_chromium

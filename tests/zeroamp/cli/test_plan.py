@@ -4,27 +4,9 @@ import json
 
 import pytest
 
-from tests.processes.cli import run
+from tests.processes.cli import NET, run
 from tests.processes.training import config
 from zeroamp.dry_run.gpu_memory import RESERVED_BYTES
-
-NET = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-def batch(batch, seq):
-    return torch.ones(batch, seq, 8)
-"""
 
 
 @pytest.fixture
@@ -79,7 +61,6 @@ def test_a_loss_is_computed_from_the_output(arguments, python_file):
     [
         (("--gpu", "h1000"), "or the memory of another GPU in GB (10^9 bytes), but is 'h1000'."),
         (("--model", "some/model"), "(of a hub's: download it)"),
-        (("--inputs", "no.such:function"), "Error: --inputs no.such:function must be package.module:function or path"),
         (("--inputs", "no.such:function"), "but importing it raised ModuleNotFoundError"),
         (("--inputs", "json:nothing"), "no attribute 'nothing'"),
     ],

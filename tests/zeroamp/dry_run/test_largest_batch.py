@@ -7,14 +7,12 @@ import pytest
 from zeroamp.dry_run.gpu_memory import MAX_BATCH, largest_batch
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(5))
 def test_it_is_what_trying_all_of_them_finds(seed):
     generator = random.Random(seed)
     lines = [(generator.randint(0, 1000), generator.randint(1, 50)) for _ in range(4)]
-    tried = []
 
     def peak(batch):
-        tried.append(batch)
         return max(constant + slope * batch for constant, slope in lines)
 
     limit = generator.randint(100, 5000)
@@ -24,12 +22,7 @@ def test_it_is_what_trying_all_of_them_finds(seed):
 
 def test_few_batches_are_tried():
     tried = []
-
-    def peak(batch):
-        tried.append(batch)
-        return 100 + 7 * batch
-
-    assert largest_batch(peak, 10_000) == 1414
+    assert largest_batch(lambda batch: tried.append(batch) or 100 + 7 * batch, 10_000) == 1414
     assert tried == [1, 2, 1414, 1415]
 
 

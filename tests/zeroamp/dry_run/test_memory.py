@@ -41,54 +41,61 @@ def check(answers, is_even=True, more=0):
             assert predicted["optimizer state"] >= found["optimizer state"]
 
 
-@pytest.mark.parametrize("name", slow_but(["llama_tied", "hf_llama", "encoder", "conv"], "llama_tied"))
 @pytest.mark.parametrize(
     ("stage", "checkpointing"),
     [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
 )
-def test_every_stage_with_and_without_checkpointing(ranks2, name, stage, checkpointing):
-    answers = ranks2.run(measured_step, name, {"stage": stage, "threshold": 0}, checkpointing)
-    check(answers, is_even=name not in ("encoder", "conv"), more=GROUP_NORMS * (name == "conv"))
-
-
-@pytest.mark.parametrize("accumulation", [2, 4])
-@pytest.mark.slow
-def test_windows_of_several_micro_batches(ranks2, accumulation):
-    for stage, checkpointing in CASES:
-        options = {"stage": stage, "accumulation": accumulation}
-        check(ranks2.run(measured_step, "encoder", options, checkpointing), is_even=False)
-
-
-@pytest.mark.parametrize("name", slow_but(["llama_untied", "scaled"], "scaled"))
-@pytest.mark.parametrize("accumulation", slow_but([1, 2], 2))
-def test_embeddings_and_heads_that_are_units_of_their_own(ranks2, name, accumulation):
-    for checkpointing in (False, True):
-        options = {"stage": 3, "threshold": 1000, "accumulation": accumulation}
-        check(ranks2.run(measured_step, name, options, checkpointing))
-
-
-MODES = [
-    {"dtype": None},
-    {"comm": "fp32"},
-    {"data_types": {"optimizer_states_dtype": "bf16"}},
-    {"dtype": None, "bf16": {"enabled": True}},
-    {"zeroamp": {"reduce_accumulate_dtype": "native"}},
-    {"dtype": None, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}, "accumulation": 2},
-]
+def test_every_stage_with_and_without_checkpointing(ranks2, stage, checkpointing):
+    check(ranks2.run(measured_step, "llama_tied", {"stage": stage, "threshold": 0}, checkpointing))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_units_that_cast_their_inputs(ranks2, checkpointing):
-    for stage in (0, 1, 2, 3):
-        options = {"stage": stage, "threshold": 0, "dtype": None, "bf16": {"enabled": True}}
-        check(ranks2.run(measured_step, "makes_fp32", options, checkpointing))
+@pytest.mark.parametrize("name", ["hf_llama", "encoder", "conv"])
+def test_other_models(ranks2, name):
+    for stage, checkpointing in FAST:
+        answers = ranks2.run(measured_step, name, {"stage": stage, "threshold": 0}, checkpointing)
+        check(answers, is_even=name not in ("encoder", "conv"), more=GROUP_NORMS * (name == "conv"))
 
 
-@pytest.mark.parametrize("mode", slow_but(MODES, MODES[0], MODES[2]), ids=str)
-@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
-def test_other_modes(ranks2, mode, stage):
-    check(ranks2.run(measured_step, "llama_tied", {"stage": stage, **mode}))
+def freeze_the_first(model):
+    model.embed.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+
+
+BLOCK = 10_272 + 64
+BF16 = {"dtype": None, "bf16": {"enabled": True}}
+EACH = {"stage": 3, "threshold": 0}
+WAYS = {
+    "a window": ("llama_untied", {"stage": 1, "accumulation": 4}, True),
+    "units of their own": ("scaled", {"stage": 3, "threshold": 1000, "accumulation": 2}),
+    "units of their own, recomputed": ("llama_untied", {"stage": 3, "threshold": 1000}, True),
+    "units that cast their inputs": ("makes_fp32", {**EACH, **BF16}),
+    "units that cast their inputs, recomputed": ("makes_fp32", {"stage": 1, "threshold": 0, **BF16}, True),
+    "fp32": ("llama_tied", {"stage": 0, "dtype": None}),
+    "fp32 reductions": ("llama_tied", {"stage": 2, "comm": "fp32"}),
+    "states in bf16": ("llama_tied", {"stage": 3, "data_types": {"optimizer_states_dtype": "bf16"}}),
+    "bf16": ("llama_tied", {"stage": 3, **BF16}),
+    "native sums": ("llama_tied", {"stage": 2, "zeroamp": {"reduce_accumulate_dtype": "native"}}),
+    "sums in bf16": (
+        "llama_tied", {"stage": 1, **BF16, "data_types": {"grad_accum_dtype": "bf16"}, "accumulation": 2},
+    ),
+    "live": ("llama_untied", {**EACH, "accumulation": 2}, False, {"max_live_parameters": BLOCK}),
+    "prefetch": ("llama_untied", EACH, False, {"prefetch_bucket_size": BLOCK}),
+    "frozen units are gathered ahead in vain": (
+        "llama_untied", {**EACH, "accumulation": 2}, False, {}, None, freeze_the_first,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", slow_but(WAYS, "units of their own", "fp32", "states in bf16", "live"))
+def test_every_way_to_train(ranks2, way):
+    check(ranks2.run(measured_step, *WAYS[way]))
+
+
+@pytest.mark.slow
+def test_hybrid_sharding_and_a_secondary_partition(ranks4):
+    check(ranks4.run(measured_step, "llama_untied", {"stage": 2}, False, {}, (2, 2)))
+    check(ranks4.run(measured_step, "llama_untied", EACH, False, {"hpz_partition_size": 2}))
 
 
 def _reduced_bytes(options, mesh_shape=None):
@@ -119,37 +126,6 @@ def test_the_output_of_a_reduction(ranks2, options):
 def test_the_output_of_a_native_fp16_reduction_with_replicas_is_fp32(ranks4):
     for found, predicted in ranks4.run(_reduced_bytes, {"stage": 2, "dtype": "float16", **NATIVE}, (2, 2)):
         assert found == predicted
-
-
-BLOCK = 10_272 + 64
-OPTIONS = [{"max_live_parameters": BLOCK}, {"prefetch_bucket_size": BLOCK}]
-
-
-@pytest.mark.parametrize("fields", slow_but(OPTIONS, OPTIONS[0]), ids=str)
-@pytest.mark.parametrize("accumulation", slow_but([1, 2], 2))
-def test_sharding_options(ranks2, fields, accumulation):
-    options = {"stage": 3, "threshold": 0, "accumulation": accumulation}
-    check(ranks2.run(measured_step, "llama_untied", options, False, fields))
-
-
-def freeze_the_first(model):
-    model.embed.requires_grad_(False)
-    model.blocks[0].requires_grad_(False)
-
-
-@pytest.mark.slow
-def test_frozen_units_are_gathered_ahead_in_vain(ranks2):
-    for accumulation in (1, 2):
-        options = {"stage": 3, "threshold": 0, "accumulation": accumulation}
-        answers = ranks2.run(measured_step, "llama_untied", options, False, {}, None, freeze_the_first)
-        check(answers)
-
-
-@pytest.mark.slow
-def test_hybrid_sharding_and_a_secondary_partition(ranks4):
-    check(ranks4.run(measured_step, "llama_untied", {"stage": 3, "threshold": 0}, False, {}, (2, 2)))
-    check(ranks4.run(measured_step, "llama_untied", {"stage": 2}, False, {}, (2, 2)))
-    check(ranks4.run(measured_step, "llama_untied", {"stage": 3, "threshold": 0}, False, {"hpz_partition_size": 2}))
 
 
 def test_an_accelerator_holds_the_receive_buffers_of_all_groups_during_the_whole_step():

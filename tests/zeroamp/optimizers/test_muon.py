@@ -80,7 +80,7 @@ def test_the_bits_are_those_of_one_process(ranks2, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", ["plain", "tensor"])
 def test_so_they_are_with_other_options(ranks2, options):
     _check(ranks2, 3, options=options)
 
@@ -88,14 +88,6 @@ def test_so_they_are_with_other_options(ranks2, options):
 @pytest.mark.slow
 def test_so_they_are_on_replicas_of_shards(ranks4):
     _check(ranks4, 3, mesh_shape=(2, 2))
-
-
-@pytest.mark.slow
-def test_so_they_are_with_fewer_rows_than_ranks(ranks4):
-    norms, *_ = zip(*ranks4.run(_trained, 3), strict=True)
-    assert all(each == norms[0] for each in norms)
-    found = ranks4.run(_trained, 1)[0][1]  # stages add over ranks alike
-    assert same_bits(found, ranks4.run(_trained, 3)[0][1]) == []
 
 
 def _matrices():

@@ -13,7 +13,7 @@ from tests.processes.training import config, wrapped
 from zeroamp import ConfigError, scheduler_from_config
 from zeroamp.optimizers.scheduler_params import SCHEDULER_PARAMS
 
-NUM_STEPS = 300
+NUM_STEPS = 1000
 LRS = (0.5, 0.03)
 
 
@@ -35,41 +35,75 @@ def seen(optimizer, scheduler, num_steps=NUM_STEPS):
     return [list(group) for group in zip(*values, strict=True)]
 
 
-CASES = [
+ORACLES = {
+    "WarmupLR": oracle.warmup_lr,
+    "WarmupDecayLR": oracle.warmup_decay_lr,
+    "WarmupCosineLR": oracle.warmup_cosine_lr,
+}
+# Our keys, and what the oracle calls them; of each param group if they differ.
+CURVES = [
+    ("WarmupLR", {}, {}),
     (
-        cfg("WarmupLR", warmup_min_lr=[1e-4, 0.0], warmup_num_steps=100),
-        [oracle.warmup_lr(0.5, lo=1e-4, steps=100), oracle.warmup_lr(0.03, steps=100)],
+        "WarmupLR",
+        {"warmup_min_lr": 1e-4, "warmup_max_lr": 0.02, "warmup_num_steps": 137, "warmup_type": "linear"},
+        {"lo": 1e-4, "hi": 0.02, "steps": 137, "kind": "linear"},
+    ),
+    ("WarmupLR", {"warmup_num_steps": 1}, {"steps": 1}),
+    (
+        "WarmupLR",
+        {"warmup_min_lr": [1e-4, 0.5], "warmup_max_lr": [0.3, 0.1], "warmup_num_steps": 300},
+        ({"lo": 1e-4, "hi": 0.3, "steps": 300}, {"lo": 0.5, "hi": 0.1, "steps": 300}),
+    ),
+    ("WarmupDecayLR", {"total_num_steps": 1500}, {"total": 1500}),
+    (
+        "WarmupDecayLR",
+        {"total_num_steps": 250, "warmup_min_lr": 1e-3, "warmup_max_lr": [0.1, 0.2], "warmup_num_steps": 50},
+        ({"total": 250, "lo": 1e-3, "hi": 0.1, "steps": 50}, {"total": 250, "lo": 1e-3, "hi": 0.2, "steps": 50}),
     ),
     (
-        cfg("WarmupDecayLR", total_num_steps=250, warmup_max_lr=[0.1, 0.2], warmup_num_steps=50),
-        [
-            oracle.warmup_decay_lr(0.5, 250, hi=0.1, steps=50),
-            oracle.warmup_decay_lr(0.03, 250, hi=0.2, steps=50),
-        ],
+        "WarmupDecayLR",
+        {"total_num_steps": 700, "warmup_num_steps": 77, "warmup_type": "linear"},
+        {"total": 700, "steps": 77, "kind": "linear"},
+    ),
+    ("WarmupDecayLR", {"total_num_steps": 50, "warmup_num_steps": 77}, {"total": 50, "steps": 77}),
+    (
+        "WarmupCosineLR",
+        {"total_num_steps": 800, "warmup_min_ratio": 0.1, "warmup_num_steps": 60, "cos_min_ratio": 0.02},
+        {"total": 800, "lo": 0.1, "steps": 60, "end": 0.02},
     ),
     (
-        cfg("WarmupCosineLR", total_num_steps=250, warmup_num_steps=50),
-        [oracle.warmup_cosine_lr(lr, 250, steps=50) for lr in LRS],
+        "WarmupCosineLR",
+        {"total_num_steps": 400, "warmup_num_steps": 33, "warmup_type": "linear"},
+        {"total": 400, "steps": 33, "kind": "linear"},
     ),
+    ("WarmupCosineLR", {"total_num_steps": 30, "warmup_num_steps": 60}, {"total": 30, "steps": 60}),
 ]
-EXPECTED = [(case, [oracle.take(group, NUM_STEPS) for group in groups]) for case, groups in CASES]
-IDS = [case["scheduler"]["type"] for case, _ in CASES]
 
 
-def test_every_scheduler_has_its_curve_and_is_tested_here():
-    assert sorted(IDS) == sorted(SCHEDULER_PARAMS)
+def expected(name, of_groups):
+    """What each param group has at each step."""
+    of_groups = of_groups if isinstance(of_groups, tuple) else 2 * (of_groups,)
+    curves = [ORACLES[name](lr, **each) for lr, each in zip(LRS, of_groups, strict=True)]
+    return [oracle.take(curve, NUM_STEPS) for curve in curves]
 
 
-@pytest.mark.parametrize(("case", "expected"), EXPECTED, ids=IDS)
-def test_each_optimizer_step_of_each_group_has_the_learning_rate_of_deepspeed(case, expected):
+def test_every_scheduler_is_tested_here():
+    assert {name for name, *_ in CURVES} == SCHEDULER_PARAMS.keys()
+
+
+@pytest.mark.parametrize(("name", "params", "of_groups"), CURVES, ids=str)
+def test_each_optimizer_step_of_each_group_has_the_learning_rate_of_deepspeed(name, params, of_groups):
     optimizer = adam()
-    assert seen(optimizer, scheduler_from_config(case, optimizer)) == expected
+    rates = seen(optimizer, scheduler_from_config(cfg(name, **params), optimizer))
+    assert rates == expected(name, of_groups)
+    assert len(set(rates[0])) > (1 if params.get("warmup_num_steps") == 1 else 20), "the curve moves"
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["optimizer first", "scheduler first"])
-@pytest.mark.parametrize(("case", "expected"), EXPECTED, ids=IDS)
-def test_a_saved_state_resumes_the_curve(case, expected, is_late):
+@pytest.mark.parametrize(("name", "params", "of_groups"), [CURVES[3], CURVES[5], CURVES[8]], ids=str)
+def test_a_saved_state_resumes_the_curve(name, params, of_groups, is_late):
     optimizer, resumed = adam(), adam()
+    case = cfg(name, **params)
     scheduler, again = scheduler_from_config(case, optimizer), scheduler_from_config(case, resumed)
     seen(optimizer, scheduler, 77)
     loads = [
@@ -79,7 +113,7 @@ def test_a_saved_state_resumes_the_curve(case, expected, is_late):
     for load in reversed(loads) if is_late else loads:
         load()
     assert again.get_last_lr() == scheduler.get_last_lr()
-    assert seen(resumed, again, NUM_STEPS - 77) == [group[77:] for group in expected]
+    assert seen(resumed, again, NUM_STEPS - 77) == [group[77:] for group in expected(name, of_groups)]
 
 
 def test_the_state_alone_sets_the_learning_rates_and_their_start():
@@ -119,11 +153,7 @@ def test_a_learning_rate_that_is_a_tensor_stays_that_tensor():
 @pytest.mark.parametrize(
     ("case", "optimizer", "words"),
     [
-        (
-            {},
-            adam(),
-            '"scheduler".* Add it, such as {"type": "WarmupLR"',
-        ),
+        ({}, adam(), '"scheduler".* Add it, such as {"type": "WarmupLR"'),
         (
             cfg("WarmupLR", warmup_max_lr=[0.1, 0.2, 0.3]),
             adam(),

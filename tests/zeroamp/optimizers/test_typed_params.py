@@ -1,17 +1,8 @@
-"""The blocks `optimizer` and `scheduler`: defaults, names, each refusal, and the round trip."""
-
-import json
+"""The blocks `optimizer` and `scheduler`: names, and each refusal."""
 
 import pytest
-import torch
 
 from zeroamp import ConfigError, policy_from_config
-from zeroamp.optimizers.optimizer_params import OPTIMIZER_PARAMS
-from zeroamp.optimizers.scheduler_params import SCHEDULER_PARAMS
-from zeroamp.policies.schema import OptimizerBlock, SchedulerBlock
-from zeroamp.policies.schema.keys import Honoured, Unsupported, iter_keys
-
-BLOCKS = [*OPTIMIZER_PARAMS.values(), *SCHEDULER_PARAMS.values()]
 
 
 def test_without_the_blocks_the_policy_has_none():
@@ -22,36 +13,12 @@ def test_without_the_blocks_the_policy_has_none():
 @pytest.mark.parametrize(
     ("block", "given", "name"),
     [
-        ("optimizer", "adam", "Adam"),
         ("optimizer", "ADAMW", "AdamW"),
-        ("optimizer", "sgd", "SGD"),
         ("scheduler", "warmuplr", "WarmupLR"),
     ],
 )
 def test_the_type_is_written_as_deepspeed_writes_it_whatever_the_case(block, given, name):
     assert getattr(policy_from_config({block: {"type": given}}), block).type == name
-
-
-@pytest.mark.parametrize(
-    ("params", "torch_optimizer"),
-    [
-        ({"type": "Adam"}, torch.optim.Adam),
-        ({"type": "AdamW"}, torch.optim.Adam),  # FusedAdam decays nothing by default: as torch's Adam, not its AdamW
-        ({"type": "AdamW", "params": {"torch_adam": True}}, torch.optim.AdamW),
-        ({"type": "Adam", "params": {"torch_adam": True}}, torch.optim.AdamW),
-        ({"type": "Adam", "params": {"torch_adam": True, "adam_w_mode": False}}, torch.optim.Adam),
-        ({"type": "SGD"}, torch.optim.SGD),
-    ],
-    ids=str,
-)
-def test_defaults_are_those_of_the_optimizer_that_deepspeed_builds(params, torch_optimizer):
-    block = policy_from_config({"optimizer": params}).optimizer.params
-    ours = block.model_dump()
-    if "betas" in ours:
-        ours["weight_decay"] = block.weight_decay_or_default
-    theirs = torch_optimizer([torch.nn.Parameter(torch.zeros(1))]).defaults
-    shared = ours.keys() & theirs.keys()
-    assert {key: theirs[key] for key in shared} == {key: ours[key] for key in shared}
 
 
 def _optimizer(name, **params):
@@ -82,7 +49,6 @@ BAD = [
     (_scheduler("WarmupCosLR"), "type", 'is "WarmupCosLR"', "WarmupCosineLR"),
     (_scheduler("OneCycle"), "type", 'is "OneCycle"', "CyclicLR in place of OneCycle"),
     (_scheduler("WarmupDecayLR"), "params.total_num_steps", "is missing", "Add it"),
-    (_scheduler("WarmupCosineLR"), "params.total_num_steps", "is missing", "Add it"),
     (_scheduler("WarmupLR", last_batch_iteration=3), "params.last_batch_iteration", "is 3", "pass the saved state to"),
     (_scheduler("WarmupLR", warmup_type="cosine"), "params.warmup_type", 'is "cosine"', "Change the value"),
     (_scheduler("WarmupLR", warmup_num_steps=0), "params.warmup_num_steps", "is 0", "Change the value"),
@@ -109,31 +75,3 @@ def test_every_bad_key_of_params_has_a_line():
         policy_from_config(_optimizer("Adam", lr=-1, lrr=1, max_grad_norm=1.0, betas=[0.9, 2]))
     places = {line.split()[0] for line in str(caught.value).splitlines()}
     assert places == {f"optimizer.params.{key}" for key in ("lr", "lrr", "max_grad_norm", "betas.1")}
-
-
-@pytest.mark.parametrize(
-    "block",
-    [
-        OptimizerBlock(type="adam", params={"lr": 1, "betas": [0.8, 0.9], "torch_adam": True}),
-        OptimizerBlock(type="SGD", params={"momentum": 0.9, "nesterov": True}, legacy_fusion=True),
-        SchedulerBlock(type="WarmupLR"),
-        SchedulerBlock(type="WarmupDecayLR", params={"total_num_steps": 9, "warmup_max_lr": [1, 2]}),
-    ],
-    ids=str,
-)
-def test_what_is_written_out_reads_back_as_the_same_block(block):
-    again = type(block).model_validate(json.loads(json.dumps(block.model_dump(mode="json", exclude_none=True))))
-    assert again == block
-    assert type(again.params) is type(block.params)
-    assert hash(again) == hash(block)
-
-
-@pytest.mark.parametrize("block", [*BLOCKS, OptimizerBlock, SchedulerBlock])
-def test_every_key_has_a_class_and_a_note_and_what_is_unsupported_is_off_by_default(block):
-    keys = list(iter_keys(block))
-    assert [key.path for key in keys] == list(block.model_fields)
-    assert all(key.key_class.note for key in keys)
-    assert any(isinstance(key.key_class, Honoured) for key in keys)
-    assert [
-        key.path for key in keys if isinstance(key.key_class, Unsupported) and key.default not in key.key_class.off
-    ] == []

@@ -6,17 +6,12 @@ import os
 import random
 
 import pytest
-import torch
 
 import zeroamp
 from tests.processes import cli
-from tests.processes.training import config, wrapped
 from tests.zeroamp.reporting.records import record, write_run
-from tests.zeroamp.reporting.runs import NAME, take_steps
 from zeroamp.reporting.saved_runs import runs_to_dict, table
 from zeroamp.reporting.step_record import StepRecord
-
-OVERFLOWING = config(3, dtype="float16", fp16={"initial_scale_power": 20, "hysteresis": 1})
 
 
 def walk(seed):
@@ -41,32 +36,16 @@ def test_steps_that_were_lost_are_left_out(tmp_path):
         assert zeroamp.read_run(write_run(tmp_path / "run.jsonl", file)).records == path
 
 
-def _started_twice(path):
-    for _ in range(2):
-        model = wrapped(NAME, OVERFLOWING)
-        train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1e-2))
-        with zeroamp.RunReport(train, path):
-            reports = take_steps(train, 6)
-    return [report.skipped for report in reports], train.num_skipped
-
-
-def test_a_run_that_began_again_skipped_its_steps_once(ranks2, tmp_path):
-    path = tmp_path / "run.jsonl"
-    skipped, num_skipped = ranks2.run(_started_twice, str(path))[0]
-    assert skipped[:2] == [True, True]
-    run = zeroamp.read_run(path)
-    assert [each.skipped for each in run.records] == skipped
-    assert run.records[-1].num_skipped == num_skipped
-    assert len(run.headers) == 2
-
-
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("kind", ["fifo", "device"])
-def test_only_a_regular_file_is_read(tmp_path, kind):
+def test_only_a_regular_file_is_read(tmp_path):
     path = tmp_path / "run.jsonl"
-    {"fifo": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero")}[kind](path)
+    os.mkfifo(path)
     with pytest.raises(zeroamp.CheckpointError, match="not a regular file"):
         zeroamp.read_run(path)
+
+
+def step_line(**fields):
+    return json.dumps({**record(2).to_json(), **fields})
 
 
 @pytest.mark.parametrize(
@@ -74,20 +53,31 @@ def test_only_a_regular_file_is_read(tmp_path, kind):
     [
         "[" * 100_000,
         '{"kind":' * 100_000,
-        json.dumps({**record(2).to_json(), "loss": 10**4000}),
-        json.dumps({**record(2).to_json(), "traffic_bytes": {"all-gather": 10**4000}}),
-        json.dumps({**record(2).to_json(), "lr": [[1]]}),
         "x" * 17 * 1024**2,
+        json.dumps({"kind": "header", "world_size": 2, "device": "cpu", "plan": None}),
+        json.dumps({"kind": "warning", "name": None}),
+        step_line(loss=10**4000),
+        step_line(loss=None),
+        step_line(loss="much"),
+        step_line(step_s=[1.0]),
+        step_line(lr=[[1]]),
+        step_line(lr=0.1),
+        step_line(traffic_bytes=3),
+        step_line(traffic_bytes={"all-gather": 10**4000}),
+        step_line(traffic_bytes={"all_gather bf16": "many"}),
     ],
-    ids=["lists", "objects", "loss", "bytes", "lr", "long"],
+    ids=lambda line: line[-40:],
 )
 def test_a_line_that_no_run_wrote_is_left_out(tmp_path, line):
     path = write_run(tmp_path / "run.jsonl", [record(1)])
     path.write_text(f"{path.read_text()}{line}\n{json.dumps(record(2).to_json())}\n")
+    code, stdout, stderr = report(path, "--markdown")
+    assert code == 0
+    assert stderr.startswith(f"{path}, from line 3: ")
+    assert (rows(stdout)["steps (skipped)"], rows(stdout)["starts"]) == (["2 (0)"], ["1"])
     run = zeroamp.read_run(path)
     assert [each.step for each in run.records] == [1, 2]
     assert run.num_unreadable >= 1
-    assert "loss, last" in table([run])
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
@@ -114,15 +104,6 @@ def test_a_record_survives_strict_json():
     assert math.isnan(StepRecord.from_json(json.loads(json.dumps(record(loss=math.nan).to_json()))).loss)
     assert StepRecord.from_json(record().to_json() | {"colour": 3}) == record()
     assert (record().other_s, record().busy_s) == pytest.approx((0.3, 0.9))
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [{"loss": None}, {"step_s": [1.0]}, {"lr": 0.1}, {"traffic_bytes": {"all_gather bf16": "many"}}, {"loss": "much"}],
-)
-def test_what_is_none_of_a_fields_kind_is_refused(broken):
-    with pytest.raises(ValueError, match="validation error"):
-        StepRecord.from_json(record().to_json() | broken)
 
 
 @pytest.fixture
@@ -159,11 +140,6 @@ def test_runs_are_side_by_side(runs):
     assert "allocator flushes" not in shown  # known of none
 
 
-def test_one_run_is_a_table_of_one_column_and_equal_names_are_told_apart(runs):
-    assert rows(report(runs[0], "--markdown")[1])[""] == ["one"]
-    assert rows(report(runs[0], runs[0], "--markdown")[1])[""] == ["one (1)", "one (2)"]
-
-
 @pytest.mark.parametrize("style", [[], ["--markdown"]])
 def test_runs_have_their_own_names_and_parts_of_the_step_are_marked(tmp_path, style):
     path = write_run(tmp_path / "x_nan ms per step.jsonl", [record(1)])
@@ -175,22 +151,11 @@ def test_runs_have_their_own_names_and_parts_of_the_step_are_marked(tmp_path, st
     assert labels[step + 1 : step + 4] == ["- forward", "- backward", "- exposed communication"]
 
 
-def test_lines_that_json_reads_but_no_run_has_are_left_out(tmp_path):
-    path = write_run(tmp_path / "one.jsonl", [record(1)])
-    header, step = map(json.loads, path.read_text().splitlines())
-    broken = [header | {"plan": None}, step | {"traffic_bytes": 3}, {"kind": "warning", "name": None}]
-    path.write_text(path.read_text() + "".join(json.dumps(line) + "\n" for line in broken))
-    code, stdout, stderr = report(path, "--markdown")
-    assert code == 0
-    assert stderr == f"{path}, from line 3: 3 lines are skipped: cut, or not written by RunReport\n"
-    assert (rows(stdout)["steps (skipped)"], rows(stdout)["starts"]) == (["1 (0)"], ["1"])
-    assert zeroamp.read_run(path).num_unreadable == 3
-
-
 def test_a_file_that_is_no_run_is_an_error_without_a_traceback(tmp_path):
     code, stdout, stderr = report(tmp_path / "none.jsonl")
     assert (code, stdout) == (1, "")
     assert stderr.startswith(f"Error: {tmp_path / 'none.jsonl'} cannot be read")
+    assert "No such file" in stderr
 
 
 def test_a_file_of_something_else_has_one_warning_and_not_one_per_line(tmp_path):
@@ -201,3 +166,4 @@ def test_a_file_of_something_else_has_one_warning_and_not_one_per_line(tmp_path)
     warning, error = stderr.splitlines()
     assert warning == f"{path}, from line 1: 1,000 lines are skipped: cut, or not written by RunReport"
     assert error.startswith(f"Error: {path} has no header of a RunReport")
+    assert "on_train_begin" in error

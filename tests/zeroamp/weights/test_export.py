@@ -2,6 +2,8 @@
 
 import json
 import os
+import sys
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -10,29 +12,22 @@ import torch.distributed as dist
 from safetensors.torch import load_file, load_model
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 
 import zeroamp
 from tests.models.architectures import mixtral, seeded_conv_net
 from tests.models.small import Llama, batch, build, hf_llama, loss_of
-from tests.processes.training import check_same_run, config, full_parameters, policy, same_bits, train, wrapped
+from tests.processes.training import check_same_run, config, full_parameters, mesh_of, policy, same_bits, train, wrapped
 from tests.selection import slow_but
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 AUTOCAST_16 = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
 
 
-def _trained(model, stage, mesh_shape=None, fields=None):
-    mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
-    model = zeroamp.wrap_model(model, policy(config(stage), fields), mesh)
+def _export_llama(folder, tied, stage, dtype, mesh_shape=None, fields=None, **options):
+    model = zeroamp.wrap_model(hf_llama(tied), policy(config(stage), fields), mesh_of(mesh_shape))
     step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     step.backward(loss_of(model, batch("hf_llama", 0)))
     step.step()
-    return model
-
-
-def _export_llama(folder, tied, stage, dtype, mesh_shape=None, fields=None, **options):
-    model = _trained(hf_llama(tied), stage, mesh_shape, fields)
     parameters = full_parameters(model)
     loss_of(model, batch("hf_llama", 1))  # leaves what this stage keeps for a backward gathered
     zeroamp.export_hf(model, folder, dtype, **options)
@@ -52,23 +47,25 @@ def check_llama(folder, parameters, tied, dtype):
     assert same_bits(full_parameters(model), {name: p.to(dtype) for name, p in parameters.items()}) == []
 
 
+ON_CPU = {"offload": {"device": "cpu"}}
+
+
 @pytest.mark.parametrize(
-    ("tied", "stage", "dtype"),
-    [(True, 3, "fp32"), (False, 3, "bf16"), (True, 2, "bf16"), (False, 1, "fp16"), (True, 0, torch.float16)],
+    ("tied", "stage", "dtype", "fields"),
+    [(True, 3, "fp32", {}), (False, 3, "bf16", ON_CPU), (False, 1, "fp16", {}), (True, 0, torch.float16, {})],
 )
-def test_a_llama_comes_back_by_from_pretrained(ranks2, tmp_path, tied, stage, dtype):
+def test_a_llama_comes_back_by_from_pretrained(ranks2, tmp_path, tied, stage, dtype, fields):
     pytest.importorskip("transformers", reason="the model is transformers'")
-    parameters = ranks2.run(_export_llama, tmp_path / "out", tied, stage, dtype)[0]
+    parameters = ranks2.run(_export_llama, tmp_path / "out", tied, stage, dtype, None, fields)[0]
     assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "generation_config.json", "model.safetensors"]
     assert os.listdir(tmp_path) == ["out"]
     check_llama(tmp_path / "out", parameters, tied, DTYPES.get(dtype, dtype))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh_shape", [None, (2, 2)])
-def test_several_files_from_four_ranks(ranks4, tmp_path, mesh_shape):
+def test_several_files_from_shards_and_replicas(ranks4, tmp_path):
     pytest.importorskip("transformers", reason="the model is transformers'")
-    parameters = ranks4.run(_export_in_files, tmp_path / "out", mesh_shape)[0]
+    parameters = ranks4.run(_export_llama, tmp_path / "out", True, 3, "bf16", (2, 2), max_shard_bytes=5000)[0]
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 4  # more than one file for a rank
     for name in set(index["weight_map"].values()):
@@ -78,28 +75,14 @@ def test_several_files_from_four_ranks(ranks4, tmp_path, mesh_shape):
     check_llama(tmp_path / "out", parameters, True, torch.bfloat16)
 
 
-def _export_in_files(folder, mesh_shape):
-    return _export_llama(folder, True, 3, "bf16", mesh_shape, max_shard_bytes=5000)
-
-
-def test_shards_on_the_cpu(ranks2, tmp_path):
-    pytest.importorskip("transformers", reason="the model is transformers'")
-    parameters = ranks2.run(_export_llama, tmp_path, False, 3, "bf16", None, {"offload": {"device": "cpu"}})[0]
-    check_llama(tmp_path, parameters, False, torch.bfloat16)
-
-
 def _export_mixtral(folder):
     torch.manual_seed(0)
-    model = zeroamp.wrap_model(mixtral("eager")[0], policy(config(3)))
-    zeroamp.export_hf(model, folder, "bf16")
-    return full_parameters(model)
+    zeroamp.export_hf(zeroamp.wrap_model(mixtral("eager")[0], policy(config(3))), folder, "bf16")
 
 
-def test_a_mixture_of_experts_is_written_as_it_is_published(ranks2, tmp_path):
-    transformers = pytest.importorskip("transformers", reason="the model is transformers'")
-    parameters = ranks2.run(_export_mixtral, tmp_path / "ours")[0]
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.bfloat16)
-    assert same_bits(full_parameters(again), {name: p.to(torch.bfloat16) for name, p in parameters.items()}) == []
+def test_a_mixture_of_experts_is_written_as_save_pretrained_writes_it(ranks2, tmp_path):
+    pytest.importorskip("transformers", reason="the model is transformers'")
+    ranks2.run(_export_mixtral, tmp_path / "ours")
     torch.manual_seed(0)
     mixtral("eager")[0].to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
@@ -252,63 +235,6 @@ def test_old_weights_are_replaced_and_other_files_stay(ranks2, tmp_path):
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640  # who may read the folder may read it
 
 
-def _refused(folder):
-    model = wrapped("llama_untied", config(3))
-    rank = dist.get_rank()
-    (folder / "file").touch()
-    (folder / "checkpoint").mkdir(exist_ok=True)
-    (folder / "checkpoint" / "zeroamp.json").touch()
-    calls = [
-        ((folder / "file",), "file"),
-        ((folder / "checkpoint",), "it is a checkpoint. Pass another folder"),
-        ((folder / "out", "int8"), "the dtype of an export must be .*'int8'"),
-        ((folder / "out", torch.float64), "the dtype of an export must be .*torch.float64"),
-        ((folder / f"out{rank}",), "same folder on all ranks, but got .*out0' and .*out1'"),
-        ((folder / "out", ("bf16", "fp32")[rank]), "same dtype on all ranks, .*torch.bfloat16 and torch.float32"),
-    ]
-    for arguments, text in calls:
-        with pytest.raises(zeroamp.CheckpointError, match=text):
-            zeroamp.export_hf(model, *arguments)
-
-
-def test_what_cannot_be_written_is_refused_on_all_ranks(ranks2, tmp_path):
-    ranks2.run(_refused, tmp_path)
-    assert set(os.listdir(tmp_path)) == {"file", "checkpoint"}
-
-
-def _without_safetensors(folder):
-    import sys
-
-    model = wrapped("llama_untied", config(3))
-    loaded = sys.modules.pop("safetensors.torch")
-    sys.modules["safetensors.torch"] = None
-    try:
-        with pytest.raises(zeroamp.CheckpointError, match=r"pip install 'zeroamp\[hf\]'"):
-            zeroamp.export_hf(model, folder)
-    finally:
-        sys.modules["safetensors.torch"] = loaded
-
-
-def test_without_safetensors_the_error_says_what_to_install(ranks2, tmp_path):
-    ranks2.run(_without_safetensors, tmp_path / "out")
-    assert os.listdir(tmp_path) == []
-
-
-def _train_with_exports(stage, folder):
-    def export(model, name):
-        zeroamp.export_hf(model, folder)
-
-    return train("llama_tied", config(stage, accumulation=3), 2, between=None if folder is None else export)
-
-
-@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
-def test_exports_inside_an_accumulation_window_change_nothing(ranks2, tmp_path, stage):
-    plain = ranks2.run(_train_with_exports, stage, None)
-    exported = ranks2.run(_train_with_exports, stage, tmp_path)
-    for ours, theirs in zip(exported, plain, strict=True):
-        check_same_run(ours, theirs)
-
-
 class WithExtraState(nn.Linear):
     def get_extra_state(self):
         return {"calls": 3}
@@ -317,11 +243,47 @@ class WithExtraState(nn.Linear):
         pass
 
 
-def _export_extra_state(folder):
-    model = zeroamp.wrap_model(nn.Sequential(WithExtraState(4, 4)), policy(config(3)), auto_wrap_policy={"Linear"})
-    with pytest.raises(zeroamp.CheckpointError, match="^0._extra_state .*a dict.*Leave it out"):
+def _refused(folder):
+    model = wrapped("llama_untied", config(3))
+    stateful = zeroamp.wrap_model(nn.Sequential(WithExtraState(4, 4)), policy(config(3)), auto_wrap_policy={"Linear"})
+    rank = dist.get_rank()
+    (folder / "file").touch()
+    (folder / "checkpoint").mkdir(exist_ok=True)
+    (folder / "checkpoint" / "zeroamp.json").touch()
+    for arguments, text in (
+        ((model, folder / "file"), "file"),
+        ((model, folder / "checkpoint"), "it is a checkpoint. Pass another folder"),
+        ((model, folder / "out", "int8"), "the dtype of an export must be .*'int8'"),
+        ((model, folder / "out", torch.float64), "the dtype of an export must be .*torch.float64"),
+        ((model, folder / f"out{rank}"), "same folder on all ranks, but got .*out0' and .*out1'"),
+        (
+            (model, folder / "out", ("bf16", "fp32")[rank]),
+            "same dtype on all ranks, .*torch.bfloat16 and torch.float32",
+        ),
+        ((stateful, folder / "out"), "^0._extra_state .*a dict.*Leave it out"),
+    ):
+        with pytest.raises(zeroamp.CheckpointError, match=text):
+            zeroamp.export_hf(*arguments)
+    with (
+        mock.patch.dict(sys.modules, {"safetensors.torch": None}),
+        pytest.raises(zeroamp.CheckpointError, match=r"pip install 'zeroamp\[hf\]'"),
+    ):
+        zeroamp.export_hf(model, folder / "out")
+
+
+def test_what_cannot_be_written_is_refused_on_all_ranks(ranks2, tmp_path):
+    ranks2.run(_refused, tmp_path)
+    assert set(os.listdir(tmp_path)) == {"file", "checkpoint"}
+
+
+def _train_with_exports(stage, folder):
+    def export(model, name):
         zeroamp.export_hf(model, folder)
 
+    cfg = config(stage, accumulation=3)
+    check_same_run(train("llama_tied", cfg, 2, between=export), train("llama_tied", cfg, 2))
 
-def test_state_that_is_no_tensor_is_refused(ranks2, tmp_path):
-    ranks2.run(_export_extra_state, tmp_path)
+
+@pytest.mark.parametrize("stage", slow_but([1, 3], 3))
+def test_exports_inside_an_accumulation_window_change_nothing(ranks2, tmp_path, stage):
+    ranks2.run(_train_with_exports, stage, tmp_path)

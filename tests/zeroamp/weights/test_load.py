@@ -7,14 +7,12 @@ import re
 import pytest
 import safetensors
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file, save_model
-from torch.distributed.device_mesh import init_device_mesh
 
 import zeroamp
-from tests.models.architectures import mixtral, seeded_conv_net
-from tests.models.small import batch, build, hf_llama, hf_llama_config
-from tests.processes.training import config, full_parameters, policy, same_bits, wrapped
+from tests.models.architectures import seeded_conv_net
+from tests.models.small import batch, build, hf_llama
+from tests.processes.training import config, full_parameters, mesh_of, policy, same_bits, wrapped
 from zeroamp.weights.files import INDEX
 
 
@@ -24,10 +22,9 @@ def _without_values(build_model):
 
 
 def _load_llama(folder, tied, stage, mesh_shape=None):
-    mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
     model = _without_values(lambda: hf_llama(tied))
     torch.manual_seed(7)
-    model = zeroamp.wrap_model(model, policy(config(stage)), mesh)
+    model = zeroamp.wrap_model(model, policy(config(stage)), mesh_of(mesh_shape))
     zeroamp.load_hf(model, folder)
     with torch.no_grad():
         logits = model.eval()(input_ids=batch("hf_llama", 0)).logits
@@ -52,7 +49,6 @@ def check_llama(by_rank, folder):
     [
         (True, 3, torch.float32, "5GB"),
         pytest.param(False, 2, torch.bfloat16, "20KB", marks=pytest.mark.slow),
-        pytest.param(True, 1, torch.bfloat16, "5GB", marks=pytest.mark.slow),
         (False, 0, torch.float16, "20KB"),
     ],
 )
@@ -64,11 +60,10 @@ def test_a_meta_llama_is_filled_as_from_pretrained_fills_one(ranks2, tmp_path, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh_shape", [None, (2, 2)])
-def test_four_ranks_and_hybrid_sharding(ranks4, tmp_path, mesh_shape):
+def test_hybrid_sharding(ranks4, tmp_path):
     pytest.importorskip("transformers", reason="the model is transformers'")
     hf_llama(True).save_pretrained(tmp_path)
-    check_llama(ranks4.run(_load_llama, tmp_path, True, 3, mesh_shape), tmp_path)
+    check_llama(ranks4.run(_load_llama, tmp_path, True, 3, (2, 2)), tmp_path)
 
 
 class _Counts:
@@ -161,29 +156,13 @@ def _load_over_gathered_parameters(folder, stage):
         return model(tokens)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_no_copy_of_the_old_values_survives(ranks2, tmp_path, stage):
     expected = build("llama_untied", seed=3)
     save_model(expected, tmp_path / "model.safetensors")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         loss = expected(batch("llama_untied", 0))
     assert all(torch.equal(ours, loss) for ours in ranks2.run(_load_over_gathered_parameters, tmp_path, stage))
-
-
-def _refusal(folder, name):
-    model = zeroamp.wrap_model({"hf_llama": lambda: hf_llama(True), "moe": lambda: mixtral("eager")[0]}[name](),
-                               policy(config(3)))  # fmt: skip
-    before = full_parameters(model)
-    with pytest.raises(zeroamp.CheckpointError) as raised:
-        zeroamp.load_hf(model, folder)
-    unchanged = same_bits(full_parameters(model), before) == []
-    return str(raised.value), unchanged
-
-
-def refusal(ranks, folder, name="hf_llama"):
-    (text, unchanged), (other, _) = ranks.run(_refusal, folder, name)
-    assert text == other
-    return text, unchanged
 
 
 @pytest.fixture
@@ -193,140 +172,155 @@ def tensors():
     return {name: tensor.clone() for name, tensor in state.items() if name != "lm_head.weight"}
 
 
-def test_names_that_are_not_the_models_are_counted_and_the_first_are_named(ranks2, tmp_path, tensors):
+def _one_file(change=lambda tensors: None):
+    """What writes the changed tensors."""
+
+    def write(folder, tensors):
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return write
+
+
+def _rename(tensors):
     for layer in (0, 1):
         for part in ("q", "k", "v"):
             weight = tensors.pop(f"model.layers.{layer}.self_attn.{part}_proj.weight")
             tensors[f"model.layers.{layer}.attention.{part}.weight"] = weight
-    save_file(tensors, tmp_path / "model.safetensors")
-    text, unchanged = refusal(ranks2, tmp_path)
-    assert unchanged
-    assert "6 are missing (model.layers.0.self_attn.q_proj.weight, " in text
-    assert "and 1 more) and 6 are not in the model (model.layers.0.attention.k.weight" in text
-    assert "from_pretrained before wrap_model" in text
 
 
-def test_other_shapes_are_refused(ranks2, tmp_path, tensors):
+def _reshape(tensors):
     tensors["model.norm.weight"] = torch.ones(33)
     tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].t().contiguous()
-    save_file(tensors, tmp_path / "model.safetensors")
-    text, unchanged = refusal(ranks2, tmp_path)
-    assert unchanged
-    for part in ("2 have another shape", "up_proj.weight is (32, 64) instead of (64, 32)", "norm.weight is (33,)"):
-        assert part in text
 
 
-def _load_with_frequencies(folder):
+def _two_files(folder, tensors):
+    names = {"a": list(tensors)[:3], "b": list(tensors)[3:]}
+    for file, held in names.items():
+        save_file({name: tensors[name] for name in held}, folder / f"{file}.safetensors")
+    weight_map = {name: f"{file}.safetensors" for file, held in names.items() for name in held}
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def _damaged(damage):
+    def write(folder, tensors):
+        _two_files(folder, tensors)
+        damage(folder / "b.safetensors")
+
+    return write
+
+
+def _index_to(file):
+    def write(folder, tensors):
+        outside = folder.parent / "outside.safetensors"
+        save_file(tensors, outside)
+        (folder / INDEX).write_text(
+            json.dumps({"weight_map": dict.fromkeys(tensors, str(outside) if file == "absolute" else file)})
+        )
+
+    return write
+
+
+def _link_out(folder, tensors):
+    save_file(tensors, folder.parent / "ffff")
+    (folder / "model.safetensors").symlink_to(folder.parent / "ffff")
+
+
+ANOTHER_FILE = ["is not the name of a file in its folder"]
+AGAIN = [r"^\S+/in/b\.safetensors .* Get the files? again"]
+REFUSED = {
+    "other names": (
+        _one_file(_rename),
+        [
+            r"6 are missing \(model.layers.0.self_attn.q_proj.weight, ",
+            r"and 1 more\) and 6 are not in the model \(model.layers.0.attention.k.weight",
+            "from_pretrained before wrap_model",
+        ],
+    ),
+    "other shapes": (
+        _one_file(_reshape),
+        [
+            "2 have another shape",
+            r"up_proj.weight is \(32, 64\) instead of \(64, 32\)",
+            r"norm.weight is \(33,\)",
+        ],
+    ),
+    "a pickle": (
+        lambda folder, tensors: torch.save(tensors, folder / "pytorch_model.bin"),
+        [rf"^\S+/in .*model.safetensors.*{INDEX}.*has pytorch_model.bin", "from_pretrained and save_pretrained"],
+    ),
+    "no folder": (lambda folder, tensors: folder.rmdir(), ["in .*is not a folder.*snapshot_download"]),
+    "nothing": (lambda folder, tensors: None, ["has neither.*snapshot_download"]),
+    "a file is gone": (_damaged(lambda path: path.unlink()), AGAIN),
+    "a file is cut": (_damaged(lambda path: path.write_bytes(path.read_bytes()[:-8])), AGAIN),
+    "a file lacks a tensor": (_damaged(lambda path: save_file(dict(list(load_file(path).items())[1:]), path)), AGAIN),
+    "an index to ../": (_index_to("a/../../outside.safetensors"), ANOTHER_FILE),
+    "an index to ..": (_index_to(".."), ANOTHER_FILE),
+    "an index to an absolute path": (_index_to("absolute"), ANOTHER_FILE),
+    "a link out": (_link_out, ["model.safetensors .*is a link to .*ffff. Copy the file"]),
+    "a FIFO": (lambda folder, tensors: os.mkfifo(folder / "model.safetensors"), ["not a regular file"]),
+    "a FIFO as index": (lambda folder, tensors: os.mkfifo(folder / INDEX), ["not a regular file"]),
+}
+
+
+def _refusal(folder):
     model = zeroamp.wrap_model(hf_llama(True), policy(config(3)))
+    before = full_parameters(model)
+    with pytest.raises(zeroamp.CheckpointError) as raised:
+        zeroamp.load_hf(model, folder)
+    assert same_bits(full_parameters(model), before) == []
+    return str(raised.value)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(ranks2, tmp_path, tensors, name):
+    write, patterns = REFUSED[name]
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write(folder, tensors)
+    text, other = ranks2.run(_refusal, folder)
+    assert text == other
+    assert [pattern for pattern in patterns if not re.search(pattern, text)] == []
+
+
+def _load_over_values(folder):
+    model = zeroamp.wrap_model(hf_llama(True), policy(config(3)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
     zeroamp.load_hf(model, folder)
     return full_parameters(model), dict(model.named_buffers())
 
 
-def test_stored_rotary_frequencies_are_passed_over(ranks2, tmp_path, tensors):
+def _with_frequencies(folder, tensors):
     for layer in (0, 1):
         tensors[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    save_file(tensors, tmp_path / "model.safetensors")
-    parameters, buffers = ranks2.run(_load_with_frequencies, tmp_path)[0]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _beside_other_files(folder, tensors):
+    _two_files(folder, tensors)
+    save_file({"model.norm.weight": torch.zeros(5), "layers.0": torch.zeros(1)}, folder / "consolidated.safetensors")
+
+
+def _in_the_hubs_cache(folder, tensors):
+    (folder / "models--a--b" / "snapshots" / "0a1b").mkdir(parents=True)
+    (folder / "models--a--b" / "blobs").mkdir()
+    save_file(tensors, folder / "models--a--b" / "blobs" / "ffff")
+    (folder / "models--a--b" / "snapshots" / "0a1b" / "model.safetensors").symlink_to("../../blobs/ffff")
+
+
+@pytest.mark.parametrize(
+    ("write", "inside"),
+    [
+        (_with_frequencies, ""),
+        (_beside_other_files, ""),
+        (_in_the_hubs_cache, "models--a--b/snapshots/0a1b"),
+    ],
+)
+def test_what_is_passed_over_or_linked_in_the_hubs_cache_changes_nothing(ranks2, tmp_path, tensors, write, inside):
+    write(tmp_path, tensors)
+    parameters, buffers = ranks2.run(_load_over_values, tmp_path / inside)[0]
     assert same_bits(parameters, full_parameters(hf_llama(True))) == []
     assert same_bits(buffers, dict(hf_llama(True).named_buffers())) == []
-
-
-def test_a_pickle_is_refused(ranks2, tmp_path, tensors):
-    torch.save(tensors, tmp_path / "pytorch_model.bin")
-    text, _ = refusal(ranks2, tmp_path)
-    assert text.startswith(str(tmp_path))
-    assert re.search(f"model.safetensors.*{INDEX}.*has pytorch_model.bin", text)
-    assert "from_pretrained and save_pretrained" in text
-
-
-def test_a_folder_that_is_not_there_is_refused(ranks2, tmp_path):
-    pytest.importorskip("transformers", reason="the model is transformers'")
-    assert re.search("none .*is not a folder.*snapshot_download", refusal(ranks2, tmp_path / "none")[0])
-    assert re.search("has neither.*snapshot_download", refusal(ranks2, tmp_path)[0])
-
-
-def _index(folder, tensors, **files):
-    for file, names in files.items():
-        save_file({name: tensors[name] for name in names}, folder / f"{file}.safetensors")
-    weight_map = {name: f"{file}.safetensors" for file, names in files.items() for name in names}
-    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-
-
-def test_files_that_the_index_does_not_name_are_left_alone(ranks2, tmp_path, tensors):
-    _index(tmp_path, tensors, a=list(tensors)[:3], b=list(tensors)[3:])
-    save_file({"model.norm.weight": torch.zeros(5), "layers.0": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
-    parameters, _ = ranks2.run(_load_with_frequencies, tmp_path)[0]
-    assert same_bits(parameters, full_parameters(hf_llama(True))) == []
-
-
-@pytest.mark.parametrize("damage", ["gone", "cut short", "other tensors"])
-def test_a_damaged_file_is_named(ranks2, tmp_path, tensors, damage):
-    _index(tmp_path, tensors, a=list(tensors)[:3], b=list(tensors)[3:])
-    path = tmp_path / "b.safetensors"
-    if damage == "gone":
-        path.unlink()
-    elif damage == "cut short":
-        path.write_bytes(path.read_bytes()[:-8])
-    else:
-        save_file(dict(list(load_file(path).items())[1:]), path)
-    text, unchanged = refusal(ranks2, tmp_path)
-    assert unchanged
-    assert re.search(rf"^{re.escape(str(path))} .* Get the files? again", text)
-
-
-def _trains_after_loading(folder):
-    model = zeroamp.wrap_model(hf_llama(True), policy(config(1)))
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    zeroamp.load_hf(model, folder)  # after the optimizer was built
-    step.backward(model(input_ids=batch("hf_llama", dist.get_rank()), labels=batch("hf_llama", 0)).loss)
-    return step.step().grad_norm
-
-
-def test_a_model_trains_after_it_was_loaded_as_one_that_was_built_so(ranks2, tmp_path):
-    transformers = pytest.importorskip("transformers", reason="the model is transformers'")
-    torch.manual_seed(9)
-    other = transformers.LlamaForCausalLM(hf_llama_config())
-    other.save_pretrained(tmp_path)
-    norms = ranks2.run(_trains_after_loading, tmp_path)
-    hf_llama(True).save_pretrained(tmp_path)
-    assert norms[0] != ranks2.run(_trains_after_loading, tmp_path)[0]
-
-
-def _index_of(folder, tensors, file):
-    folder.mkdir(exist_ok=True)
-    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, str(file))}))
-
-
-@pytest.mark.parametrize("file", ["../outside.safetensors", "absolute", "a/../../outside.safetensors", ".."])
-def test_an_index_that_leads_out_of_its_folder_is_refused(ranks2, tmp_path, tensors, file):
-    save_file(tensors, tmp_path / "outside.safetensors")
-    _index_of(tmp_path / "in", tensors, tmp_path / "outside.safetensors" if file == "absolute" else file)
-    text, unchanged = refusal(ranks2, tmp_path / "in")
-    assert unchanged
-    assert "is not the name of a file in its folder" in text
-
-
-def test_a_link_out_of_the_folder_is_refused_unless_it_leads_into_the_hubs_cache(ranks2, tmp_path, tensors):
-    snapshot = tmp_path / "models--a--b" / "snapshots" / "0a1b"
-    snapshot.mkdir(parents=True)
-    blobs = tmp_path / "models--a--b" / "blobs"
-    blobs.mkdir()
-    save_file(tensors, blobs / "ffff")
-    (snapshot / "model.safetensors").symlink_to("../../blobs/ffff")
-    expected = full_parameters(hf_llama(True))
-    by_rank = ranks2.run(_load_llama, snapshot, True, 3)
-    assert all(same_bits(parameters, expected) == [] for parameters, _, _ in by_rank)
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "model.safetensors").symlink_to(blobs / "ffff")
-    text, unchanged = refusal(ranks2, tmp_path / "in")
-    assert unchanged
-    assert re.search("model.safetensors .*is a link to .*ffff. Copy the file", text)
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", ["model.safetensors", INDEX])
-def test_a_fifo_among_the_files_is_refused(ranks2, tmp_path, tensors, name):
-    os.mkfifo(tmp_path / name)
-    text, unchanged = refusal(ranks2, tmp_path)
-    assert unchanged
-    assert "not a regular file" in text

@@ -42,7 +42,7 @@ CONFIG = {
     "fp32 modules": _key("data_types.keep_in_fp32_modules", ["head"]),
     "accumulation dtype": _key("data_types.grad_accum_dtype", "bf16"),
     "buffer dtype": _key("data_types.buffer_dtype", "bf16"),
-    "offload": _key("zero_optimization.offload_optimizer.device", "cpu", names="offload_optimizer"),
+    "offload": _key("zero_optimization.offload_param.device", "cpu", names="offload_param"),
     "replicas": _key("zeroamp.dp_replicate_size", 2),
     "leaf modules": _key("zero_optimization.leaf_module.classes", ["Sequential"], names="leaf_module"),
     "micro-batch size": _key("train_micro_batch_size_per_gpu", 4, names="batch_size"),

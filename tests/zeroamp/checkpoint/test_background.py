@@ -127,6 +127,7 @@ class _Talkative(torch.nn.Linear):
 
 
 def _state_of_its_own(folder):
+    torch.manual_seed(0)
     model = zeroamp.wrap_model(torch.nn.Sequential(_Talkative(4, 4)), zeroamp.policy_from_config(config(2)))
     train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     with pytest.raises(zeroamp.CheckpointError, match="^0.seen .*state_dict.*get_extra_state"):

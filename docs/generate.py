@@ -30,16 +30,9 @@ from zeroamp.planning.safe_parameters import Precision
 from zeroamp.policies.accumulation import ACCUMULATE, COMPUTE, refusal
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.policy import Mode, Policy, policy_from_config
-from zeroamp.policies.schema import (
-    SAME,
-    Config,
-    Honoured,
-    Key,
-    Native,
-    OverrideBlock,
-    Unsupported,
-    iter_keys,
-)
+from zeroamp.policies.schema.config import Config
+from zeroamp.policies.schema.keys import SAME, Honoured, Key, Native, Unsupported, iter_keys
+from zeroamp.policies.schema.precision import OverrideBlock
 
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- generated: {name} -->\n", "<!-- end: {name} -->\n"

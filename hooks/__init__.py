@@ -4,7 +4,6 @@
 |---|---|
 | `collectives` | the all-gather and the reduction of one parameter group, accumulation, traffic counters |
 | `precision` | autocast around the root's forward, modules kept in fp32 |
-| `tracing` | runs on fake tensors: which ops use which parameters |
 | `observers` | labels in traces, exposed communication, the dtypes that occur |
 | `unit_hooks` | the order of all hooks on a module, and where they are registered |
 | `root_forward` | the context managers around the root's forward, in order |

@@ -95,10 +95,6 @@ class GroupGradients:
             return []
         return [self.group.parameters[index].sharded for index in self._completed - self._used]
 
-    def use(self, parameter: nn.Parameter) -> None:
-        """Count a sharded parameter of the group as used, after its gradient was set by hand."""
-        self._used.update(index for index, each in enumerate(self.group.parameters) if each.sharded is parameter)
-
     def reduce_once(self) -> None:
         """Reduce the group once per backward, however often its module runs: see [Note: Reducing once]. Call once."""
         self._reduces_once = True

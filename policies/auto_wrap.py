@@ -63,7 +63,7 @@ def _units_of_policy(model: nn.Module, auto_wrap_policy: AutoWrapPolicy) -> list
             f"{', '.join(names) or 'none below the root'}, or leave auto_wrap_policy out for the default."
         )
     for fqn in units:
-        if _is_never_called(module := model.get_submodule(fqn)):
+        if not has_forward(module := model.get_submodule(fqn)):
             raise WrapError(
                 f"auto_wrap_policy chose {fqn}, a {type(module).__name__}, which has no forward. Name the class of its "
                 "children."
@@ -73,8 +73,9 @@ def _units_of_policy(model: nn.Module, auto_wrap_policy: AutoWrapPolicy) -> list
     return [fqn for fqn in units if fqn and model.get_submodule(fqn) not in uncalled]
 
 
-def _is_never_called(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module has a forward. Containers such as ModuleList have none."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def _class_list(asked: object) -> list[type[nn.Module] | str]:
@@ -161,7 +162,7 @@ def _is_leaf(key: str, wanted: str, fqn: str, module: nn.Module) -> bool:
 def _refuse_leaf_modules(model: nn.Module, key: str, wanted: str, found: Mapping[nn.Module, str]) -> None:
     where = f"zero_optimization.leaf_module.{key} {wanted!r}"
     for module, fqn in found.items():
-        if _is_never_called(module):
+        if not has_forward(module):
             raise ConfigError(
                 f"{where} matches {fqn}, a {type(module).__name__}, which has no forward. Name the module that calls "
                 "its children."
@@ -231,9 +232,9 @@ def find_own_units(
     for module in model.modules():
         if module in inside_units:
             last = None
-        elif module not in of_transformers and (embedding := _named_by(module, "get_input_embeddings")) is not None:
+        elif module not in of_transformers and (embedding := named_by(module, "get_input_embeddings")) is not None:
             of_transformers.update(module.modules())
-            head = _named_by(module, "get_output_embeddings")
+            head = named_by(module, "get_output_embeddings")
             for found, cls in ((embedding, nn.Embedding), (head, nn.Linear)):
                 # peft wraps a module that it adapts.
                 chosen += [each for each in found.modules() if isinstance(each, cls)] if found is not None else []
@@ -265,7 +266,7 @@ def _is_lookup(module: nn.Module) -> bool:
     return not (has_own_forward or module._forward_hooks or module._forward_pre_hooks)
 
 
-def _named_by(module: nn.Module, method: str) -> nn.Module | None:
+def named_by(module: nn.Module, method: str) -> nn.Module | None:
     """Return the result of `module`'s getter `method`, if `module` has the method and contains the result."""
     try:
         found = getattr(module, method, lambda: None)()

@@ -8,7 +8,7 @@ from zeroamp.policies.accumulation import refusal
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import ConfigError, shown
 from zeroamp.policies.extensions import extensions_of
-from zeroamp.policies.schema import OverrideBlock
+from zeroamp.policies.schema.precision import OverrideBlock
 
 if TYPE_CHECKING:
     from zeroamp.policies.policy import Policy

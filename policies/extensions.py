@@ -12,7 +12,6 @@ moments, in this order:
 | `precisions` | `build_plan` | each parameter has a precision |
 | `check_model` | `wrap_model` | the plan is made, and nothing was communicated |
 | `check_mesh` | `wrap_model` | the plan and the mesh are the same on all ranks |
-| `before_sharding` | `wrap_model` | before the parameters are compared and sharded |
 | `attach` | `wrap_model` | the model is sharded and has its hooks |
 | `attach_micro_batches` | `MicroBatches` | a `TrainStep` or an observed step is made |
 | `check_optimizer` | `TrainStep` | for each optimizer |
@@ -91,9 +90,6 @@ class Extension:
 
     def check_mesh(self, model: "nn.Module", plan: "Plan", axes: "MeshAxes") -> None:
         """Raise ConfigError or WrapError if the key does not fit the ranks. `axes`: those of the mesh."""
-
-    def before_sharding(self, model: "nn.Module", plan: "Plan") -> None:
-        """Change the model before it is sharded."""
 
     def attach(self, model: "nn.Module", state: "WrapState") -> None:
         """Change the hooks of the sharded model."""

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from zeroamp.policies.errors import ConfigError, shown, some_of
-from zeroamp.policies.schema import Config, Honoured, Native, iter_keys
-from zeroamp.policies.schema.keys import nearest
+from zeroamp.policies.schema.config import Config
+from zeroamp.policies.schema.keys import Honoured, Native, iter_keys, nearest
 
 OTHER_NAMES = {
     f"{key.path.rpartition('.')[0]}.{key.key_class.other_name}": key.path

@@ -13,18 +13,13 @@ from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import ConfigError, shown
 from zeroamp.policies.json_values import flatten, nest
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES
-from zeroamp.policies.schema import (
-    Block,
-    Config,
-    Honoured,
+from zeroamp.policies.schema.config import Config, validate
+from zeroamp.policies.schema.keys import Block, Honoured, Native, iter_keys, own_class
+from zeroamp.policies.schema.zero import (
     LeafModuleBlock,
-    Native,
     OffloadOptimizerBlock,
     OffloadParamBlock,
     ZeroOptimizationBlock,
-    iter_keys,
-    own_class,
-    validate,
 )
 
 if TYPE_CHECKING:

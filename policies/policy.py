@@ -27,7 +27,7 @@ from zeroamp.policies.key_names import path_of_key, rename_keys
 from zeroamp.policies.loss_scale_rule import NO_LOSS_SCALE, LossScale
 from zeroamp.policies.normalise import HELD_BY, low_dtype_of, mode_of, normalised, short_config, to_config
 from zeroamp.policies.normalise import Mode as Mode
-from zeroamp.policies.schema import Config, validate
+from zeroamp.policies.schema.config import Config, validate
 from zeroamp.policies.schema.zero import LeafModuleBlock
 from zeroamp.policies.schema.zero import Stage as Stage
 

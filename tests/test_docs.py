@@ -13,7 +13,8 @@ import torch.distributed as dist
 import zeroamp
 from tests.processes.launch import ROOT
 from tests.processes.other_device import model_on_another_device
-from zeroamp.policies.schema import Config, iter_keys
+from zeroamp.policies.schema.config import Config
+from zeroamp.policies.schema.keys import iter_keys
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")] + PAGES

@@ -15,10 +15,8 @@ from zeroamp.hooks._torch.process_groups import group_of_parts, of_default_group
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.policies.errors import CheckpointError, error_text
 from zeroamp.wrapping.run_alike import Outcome, attempt, raise_failure
-from zeroamp.wrapping.state import WrapState
 
 T = TypeVar("T")
-R = TypeVar("R")
 Use = Literal["saving", "signals"]
 """What a group is for: saves and loads, or reports (RunReport) and signals of the main thread."""
 _shared: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], RankGroup]]" = WeakKeyDictionary()
@@ -68,11 +66,6 @@ class RankGroup:
             wait([ranks.background])
         return ranks
 
-    @classmethod
-    def for_signals(cls, mesh: DeviceMesh) -> "RankGroup":
-        """Return the shared group for flags and reports of the main thread. Background saves do not use it."""
-        return cls.shared(mesh, "signals")
-
     def run(self, action: Callable[[], T]) -> list[T]:
         """Call `action` on every rank and return the results of all, in rank order.
 
@@ -90,14 +83,6 @@ class RankGroup:
     def on_first(self, action: Callable[[], T]) -> T:
         """Call `action` on the first rank only, and return its result on all. Raises as `run` does."""
         return self.run(lambda: action() if self.rank == 0 else None)[0]  # type: ignore[return-value]
-
-    def reduce(self, action: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
-        """Call `action` on every rank, and `combine` with all results on the first. Return its result on all ranks.
-
-        Raises as `run` does.
-        """
-        results = self.run(action)
-        return self.on_first(lambda: combine(results))
 
     def refuse_different(self, call: str, arguments: Callable[[], dict[str, Any]]) -> None:
         """Raise CheckpointError on all ranks if they made a call with different arguments. Also raises as `run`."""
@@ -141,8 +126,3 @@ class RankGroup:
         outcomes: list[Any] = [None] * self.num_ranks
         self.communicate(lambda group: dist.all_gather_object(outcomes, outcome, group=group), error)
         return outcomes
-
-
-def signals_of(state: WrapState) -> RankGroup:
-    """Return the `RankGroup` for flags and reports of the main thread."""
-    return RankGroup.for_signals(state.axes.whole)

@@ -6,35 +6,11 @@ from typing import Any
 import torch
 
 # Widely used, but in private modules.
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable, profiler
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = [
-    "FakeTensorMode",
-    "StorageWeakRef",
-    "TorchDispatchMode",
-    "accumulates_in",
-    "at_end_of_backward",
-    "backward_id",
-    "is_in_backward",
-    "is_part_of_parameter",
-    "is_profiling",
-    "is_view_op",
-    "needs_values",
-    "run_op",
-    "runs_autograd_node",
-    "storage_key",
-    "storage_of",
-    "untraced",
-    "without_base",
-]
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 untraced = torch._disable_dynamo  # type: ignore[attr-defined]
 """Keeps `torch.compile` out of a function. `torch.compiler.disable` would import torch._dynamo when it decorates."""

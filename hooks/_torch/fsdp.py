@@ -15,36 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-__all__ = [
-    "COMMUNICATION",
-    "END_OF_BACKWARD",
-    "FORWARD_HOOKS",
-    "PostForward",
-    "PreForward",
-    "all_gather",
-    "can_be_sharded",
-    "can_shard_integers",
-    "communication_methods",
-    "discard_unsharded_gradients",
-    "divide_factor",
-    "divide_factors",
-    "forget_forwards",
-    "forward_hooks",
-    "gather_in_background",
-    "groups_of",
-    "init_unsharded",
-    "leave_replicas_alone",
-    "parameter_pairs",
-    "recorded_forwards",
-    "reduce_scatter",
-    "release",
-    "set_accumulation_dtype",
-    "timeout_of",
-    "units_of",
-    "unsharded_sums",
-]
-
-
 FORWARD_HOOKS = ("_pre_forward", "_post_forward")
 """Methods of `FSDPState` that unshard a group before a forward and reshard it after."""
 

@@ -12,7 +12,8 @@ from zeroamp.optimizers.optimizer_params import OPTIMIZER_PARAMS
 from zeroamp.optimizers.scheduler_params import SCHEDULER_PARAMS
 from zeroamp.policies.dtypes import DTYPE_BY_NAME
 from zeroamp.policies.json_values import flatten, nest
-from zeroamp.policies.schema import Config, Unsupported, iter_keys
+from zeroamp.policies.schema.config import Config
+from zeroamp.policies.schema.keys import Unsupported, iter_keys
 from zeroamp.reporting.key_report import report_rows
 
 POOL = [

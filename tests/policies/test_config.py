@@ -15,7 +15,8 @@ from zeroamp import ConfigError, policy_from_config
 from zeroamp.policies.json_values import flatten, nest
 from zeroamp.policies.policy import NO_OFFLOAD, Offload
 from zeroamp.policies.safe_modules import resolve_safe_classes
-from zeroamp.policies.schema import Config, Honoured, iter_keys
+from zeroamp.policies.schema.config import Config
+from zeroamp.policies.schema.keys import Honoured, iter_keys
 
 AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
 

@@ -4,7 +4,8 @@ import pytest
 
 from zeroamp import ConfigError, policy_from_config
 from zeroamp.policies.json_values import nest
-from zeroamp.policies.schema import Config, Native, Unsupported, iter_keys
+from zeroamp.policies.schema.config import Config
+from zeroamp.policies.schema.keys import Native, Unsupported, iter_keys
 from zeroamp.reporting.key_report import report_rows
 
 KEYS = {key.path: key for key in iter_keys(Config)}

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from zeroamp.planning.mesh import sharded_like
 from zeroamp.policies.accumulation import sharded_accumulation
 from zeroamp.wrapping.state import WrapState
 
@@ -127,15 +128,7 @@ class ShardAccumulator:
     def flush(self) -> None:
         """Move the sums into `parameter.grad`, as DTensors of the parameter's dtype."""
         for parameter, total in self._sums.items():
-            sharded = cast(DTensor, parameter)
-            parameter.grad = DTensor.from_local(
-                total.total().to(parameter.dtype),
-                sharded.device_mesh,
-                sharded.placements,
-                run_check=False,
-                shape=sharded.shape,
-                stride=sharded.stride(),
-            )
+            parameter.grad = sharded_like(total.total().to(parameter.dtype), cast(DTensor, parameter))
         self._sums.clear()
 
 

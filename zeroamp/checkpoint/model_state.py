@@ -1,7 +1,7 @@
 """The state of a model in a checkpoint: its tensors by name, and the extra states of its modules.
 
-Names are `model.<fqn>`, without the parts that torch.compile puts in. A parameter or buffer that several modules share
-is saved once, under its first name.
+Names are `model.<fqn>`, without the parts that torch.compile and checkpoint_wrapper put in. A parameter or buffer that
+several modules share is saved once, under its first name.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from zeroamp.policies.errors import CheckpointError, some_of
-from zeroamp.weights.model_weights import live_state
+from zeroamp.weights.model_weights import file_name, live_state
 
 MODEL = "model."
-_COMPILED, _EXTRA_STATE = "_orig_mod", "_extra_state"
+_EXTRA_STATE = "_extra_state"
 _NUM_NAMED = 5  # names of one kind in an error
 
 
@@ -27,12 +27,8 @@ def state_by_name(root: nn.Module) -> dict[str, Any]:
         if _is_tensor(key, value) and id(value) in seen:
             continue
         seen.add(id(value))
-        named[_plain_name(key)] = value
+        named[file_name(key)] = value
     return named
-
-
-def _plain_name(key: str) -> str:
-    return ".".join(part for part in key.split(".") if part != _COMPILED)
 
 
 def _is_tensor(key: str, value: object) -> bool:
@@ -70,7 +66,7 @@ def extra_states(root: nn.Module) -> dict[str, Any]:
 
 def load_extra_states(root: nn.Module, saved: dict[str, Any]) -> None:
     """Pass each saved extra state to its module's `set_extra_state`."""
-    keys = {_plain_name(key): key for key in root.state_dict()}
+    keys = {file_name(key): key for key in root.state_dict()}
     root.load_state_dict({keys[name]: value for name, value in saved.items()}, strict=False)
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.checkpoint.model_state import MODEL, state_by_name
 from zeroamp.host_memory.storages import bring_state_back
-from zeroamp.planning.mesh import local_part, num_shards_of
+from zeroamp.planning.mesh import local_part, num_shards_of, sharded_like
 from zeroamp.policies.errors import CheckpointError, describe, some_of
 from zeroamp.wrapping.state import wrap_state
 
@@ -206,9 +206,7 @@ def _as_sharded(value: Any, parameter: torch.Tensor) -> Any:
     """Return this rank's shard in a tensor subclass as a DTensor like its parameter, and other values as they are."""
     if not (isinstance(value, torch.Tensor) and _is_subclass(value) and isinstance(parameter, DTensor)):
         return value
-    mesh, placements, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
-    local = value.to(parameter.device)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return sharded_like(value.to(parameter.device), parameter)
 
 
 def _numbered_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:

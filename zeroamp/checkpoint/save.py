@@ -277,7 +277,8 @@ class _Save:
             self.ranks.run(self._write_files)
             self._refuse_destroyed()
             shards = save_tensors(self.tensors, self.path, self.ranks)
-            self.ranks.reduce(lambda: self._records(shards), self._publish)
+            records = self.ranks.run(lambda: self._records(shards))
+            self.ranks.on_first(lambda: self._publish(records))
 
     def _refuse_destroyed(self) -> None:
         """Raise CheckpointError if the program has destroyed the process group before the save ended."""

@@ -29,7 +29,7 @@ from zeroamp.policies.accumulation import STAGES
 from zeroamp.policies.errors import ConfigError, ZeroAmpError, some_of
 from zeroamp.policies.policy import Policy
 from zeroamp.reporting import saved_runs
-from zeroamp.reporting.page import PageKind, check_page, html_page, write_page
+from zeroamp.reporting.page import PageKind, check_page, html_page
 from zeroamp.reporting.profiling import Profile
 from zeroamp.reporting.tables import paragraph
 
@@ -243,7 +243,8 @@ def _check_page(options: Namespace) -> None:
 
 def _write_page(options: Namespace, kind: PageKind, name: str, subtitle: str, data: dict[str, Any]) -> None:
     if options.html is not None:
-        write_page(options.html, html_page(kind, name, subtitle, data))
+        options.html.parent.mkdir(parents=True, exist_ok=True)
+        options.html.write_text(html_page(kind, name, subtitle, data), encoding="utf-8")
         sys.stderr.write(f"wrote {options.html}\n")
 
 

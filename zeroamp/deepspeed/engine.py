@@ -402,12 +402,8 @@ class DeepSpeedEngine(nn.Module):
 
         The other ranks get an empty dict. At stages 1 to 3 call it instead of `engine.module.state_dict()`.
         """
-        return engine_checkpoint.whole_weights(
-            self.module,
-            self.policy.low_dtype or torch.float32,
-            without_frozen=exclude_frozen_parameters,
-            on_first=self._ranks().rank == 0,
-        )
+        dtype = self.policy.low_dtype or torch.float32
+        return engine_checkpoint.whole_weights(self.module, dtype, without_frozen=exclude_frozen_parameters)
 
     _zero3_consolidated_16bit_state_dict = module_state_dict  # accelerate and many scripts call it
 

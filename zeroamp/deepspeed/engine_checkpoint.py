@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from zeroamp.checkpoint.drafts import replace_durably
 from zeroamp.planning.mesh import local_part
 from zeroamp.policies.errors import CheckpointError, StepError, describe, some_of
-from zeroamp.weights.full_tensors import full_parameter
+from zeroamp.weights.export import gather_weights
+from zeroamp.weights.model_weights import find_weights
 from zeroamp.weights.untrusted_files import read_regular
 from zeroamp.wrapping.refused_calls import replace_method
 from zeroamp.wrapping.state import wrap_state
@@ -64,29 +65,22 @@ def find(folder: Path, tag: str | None) -> str | None:
     return tag
 
 
-def whole_weights(
-    module: nn.Module, dtype: torch.dtype, *, without_frozen: bool, on_first: bool
-) -> dict[str, torch.Tensor]:
-    """Return whole weights and buffers of a wrapped model on the CPU, under all their names. All ranks call it.
+def whole_weights(module: nn.Module, dtype: torch.dtype, *, without_frozen: bool) -> dict[str, torch.Tensor]:
+    """Return whole weights and buffers on the CPU of the first rank, under all their names. All ranks call it.
 
     Args:
         module: the wrapped model.
-        dtype: fp32 parameters are cast to it.
+        dtype: floating-point parameters are cast to it.
         without_frozen: whether to leave out frozen parameters.
-        on_first: whether this is the first rank. The others get an empty dict.
     """
-    names: dict[torch.Tensor, list[str]] = {}  # a tied parameter has several names, and one copy
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if tensor.requires_grad or not (without_frozen and isinstance(tensor, nn.Parameter)):
-            names.setdefault(tensor, []).append(name)
-    found: dict[str, torch.Tensor] = {}
-    for tensor, of_tensor in names.items():
-        whole, written = tensor.detach(), tensor.dtype
-        if isinstance(tensor, nn.Parameter):
-            whole, written = full_parameter(tensor), dtype if written == torch.float32 else written
-        if on_first:
-            found |= dict.fromkeys(of_tensor, whole.to("cpu", written, copy=True))
-    return found
+    weights = [
+        weight
+        for weight in find_weights(module)
+        if not (without_frozen and weight.is_parameter and not weight.tensor.requires_grad)
+    ]
+    whole = gather_weights({weight.names[0]: weight for weight in weights}, wrap_state(module).axes.whole, dtype)
+    # A tied parameter has several names, and one copy. Other ranks get nothing.
+    return {name: whole[weight.names[0]] for weight in weights for name in weight.names if whole}
 
 
 def write_weights(path: Path, state_dict: dict[str, torch.Tensor]) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.hooks._torch.dispatch import FakeTensorMode
 from zeroamp.hooks._torch.dtensor import without_wrapper
 from zeroamp.hooks.random_state import preserved_random_state
+from zeroamp.planning.mesh import sharded_like
 from zeroamp.policies.errors import ConfigError, describe
 
 _DICTS = (dict, OrderedDict, defaultdict)
@@ -88,10 +89,7 @@ def fake_run(
 def _fake(tensor: torch.Tensor, dtype: torch.dtype, device_type: str) -> torch.Tensor:
     """Return an empty tensor of the shape and strides of `tensor`. Of a DTensor, the local part is replaced."""
     if isinstance(tensor, DTensor):
-        part = _fake(without_wrapper(tensor.detach()), dtype, device_type)
-        own, placements = tensor.device_mesh, tensor.placements
-        shape, stride = tensor.size(), tensor.stride()
-        fake: torch.Tensor = DTensor.from_local(part, own, placements, run_check=False, shape=shape, stride=stride)
+        fake: torch.Tensor = sharded_like(_fake(without_wrapper(tensor.detach()), dtype, device_type), tensor)
     else:
         fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device_type)
     if not isinstance(tensor, nn.Parameter):

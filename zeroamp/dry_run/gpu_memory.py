@@ -98,11 +98,8 @@ def largest_batch(peak_bytes: Callable[[int], int], limit: int) -> int:
             fails = guess
         # Interpolate between a batch that fits and one that fails, else extrapolate from the two largest that fit.
         known = [batch for batch in (before, fits, fails) if batch in peaks][-2:]
-        solved = fits + 1 if len(known) < 2 else _solve(known[0], known[1], peaks, limit)
-        guess = min(max(solved, fits + 1), fails - 1)
+        low, high = known[0], known[-1]
+        rise = peaks[high] - peaks[low]
+        solved = low + (limit - peaks[low]) * (high - low) // rise if rise > 0 else MAX_BATCH
+        guess = min(max(solved if low < high else fits + 1, fits + 1), fails - 1)
     return fits
-
-
-def _solve(low: int, high: int, peaks: dict[int, int], limit: int) -> int:
-    rise = peaks[high] - peaks[low]
-    return MAX_BATCH if rise <= 0 else low + (limit - peaks[low]) * (high - low) // rise

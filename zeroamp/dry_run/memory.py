@@ -27,12 +27,12 @@ until the stream that used it is done with it.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from zeroamp.dry_run.fsdp_replay import Replay
-from zeroamp.dry_run.optimizer_step import OptimizerCosts
+from zeroamp.dry_run.optimizer_step import PartCosts
 from zeroamp.dry_run.timeline import HOST_KINDS, Timeline, TimelineWriter
 from zeroamp.dry_run.traced_micro_batch import Change, Event, GradientReady, Mark, MicroBatch
 from zeroamp.hooks.collectives.tree_sum import BLOCK
@@ -49,7 +49,7 @@ MAX_MICRO_BATCHES = 3
 
 
 def memory_timeline(
-    plan: Plan, ranks: Ranks, micro_batch: MicroBatch, optimizer: OptimizerCosts, *, on_cpu: bool = False
+    plan: Plan, ranks: Ranks, micro_batch: MicroBatch, optimizer: Sequence[PartCosts], *, on_cpu: bool = False
 ) -> Timeline:
     """Return the bytes of the first rank, which holds the most, over a step after the first one.
 
@@ -59,7 +59,7 @@ def memory_timeline(
     writer.add("inputs and buffers", micro_batch.constant_bytes)
     groups = _GroupMemory(plan, ranks, writer, on_cpu=on_cpu)
     is_offloaded = bool(plan.policy.offload_between_steps)
-    writer.add("optimizer state", optimizer.state_bytes * (not is_offloaded))
+    writer.add("optimizer state", sum(part.state_bytes for part in optimizer) * (not is_offloaded))
     num_micro_batches = min(plan.policy.gradient_accumulation_steps, MAX_MICRO_BATCHES)
     # A Linear copies its float8 weight, divided by the scale, into the dtype of its group, one Linear at a time.
     copied = max((p.numel * p.group_key.param.itemsize for p in plan.params if p.has_own_gather_dtype), default=0)
@@ -70,7 +70,7 @@ def memory_timeline(
     writer.phase = "optimizer"
     groups.end_step()
     writer.add_row()
-    for part in optimizer.parts:
+    for part in optimizer:
         writer.add("optimizer state", part.state_bytes * is_offloaded)
         for change in part.changes:
             writer.add("workspace", change)

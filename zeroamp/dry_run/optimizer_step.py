@@ -22,31 +22,21 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerCosts:
-    """Bytes that the optimizer takes on the first rank, which holds the most."""
-
-    parts: tuple["PartCosts", ...]
-    """Of each part that the update has: see [Note: An update in parts] in `host_memory/between_steps.py`."""
-
-    @property
-    def state_bytes(self) -> int:
-        """State between steps, step counters included."""
-        return sum(part.state_bytes for part in self.parts)
-
-
-@dataclass(frozen=True, slots=True)
 class PartCosts:
-    """Bytes of the parameters that are updated together."""
+    """Bytes of the parameters that are updated together: see [Note: An update in parts] in `between_steps.py`."""
 
     state_bytes: int
+    """State between steps, step counters included."""
     changes: tuple[int, ...]
     """Bytes that the update allocates (above 0) and frees (below 0), in order."""
 
 
 def optimizer_costs(
     plan: Plan, ranks: Ranks, factory: OptimizerFactory | None, *, foreach: bool | None = None
-) -> OptimizerCosts:
-    """Return the costs of the optimizer's second step on fake shards. The first step creates its state.
+) -> list[PartCosts]:
+    """Return the costs of each part of the optimizer's second step on fake shards, on the first rank.
+
+    The first rank holds the most. The first step creates the state.
 
     Args:
         plan: of the model.
@@ -62,7 +52,7 @@ def optimizer_costs(
             if param.is_trainable
         ]
         if not shards:
-            return OptimizerCosts(())
+            return []
         if factory is None and plan.policy.optimizer is not None:
             optimizer = optimizer_from_config(plan.policy, shards)
         else:
@@ -82,7 +72,7 @@ def optimizer_costs(
             state = tensors_in([optimizer.state[each] for each in part])
             changes = (event.num_bytes for event in recorder.events if isinstance(event, Change))
             costs.append(PartCosts(sum(tensor.nbytes for tensor in state), tuple(changes)))
-    return OptimizerCosts(tuple(costs))
+    return costs
 
 
 def _shards(param: ParamPlan, plan: Plan, ranks: Ranks) -> int:

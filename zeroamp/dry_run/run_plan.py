@@ -12,13 +12,13 @@ from zeroamp.discovery.extension import needs_run
 from zeroamp.dry_run.gpu_memory import Remedy, find_remedies, largest_batch, memory_of, usable_bytes
 from zeroamp.dry_run.inputs import Arguments, InputFactory, arguments_for
 from zeroamp.dry_run.memory import memory_timeline
-from zeroamp.dry_run.optimizer_step import OptimizerCosts, OptimizerFactory, optimizer_costs
+from zeroamp.dry_run.optimizer_step import OptimizerFactory, PartCosts, optimizer_costs
 from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.dry_run.render import render_run, run_to_dict, title
 from zeroamp.dry_run.timeline import Timeline
 from zeroamp.dry_run.traced_micro_batch import MicroBatch, trace_micro_batch
 from zeroamp.hooks.collectives.traffic import Traffic
-from zeroamp.planning.mesh import Ranks, current_device_type, mesh_shape
+from zeroamp.planning.mesh import Ranks, current_device_type, mesh_shape, refuse_partition
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies.accumulation import STAGES
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
@@ -188,7 +188,7 @@ class _Run:
     """Bytes that a step may take on the GPU."""
     device_type: str = field(default_factory=current_device_type)
     traced: dict[tuple[object, ...], MicroBatch] = field(default_factory=dict)
-    costs: dict[int | None, OptimizerCosts] = field(default_factory=dict)
+    costs: dict[int | None, list[PartCosts]] = field(default_factory=dict)
     """Number of shards -> costs of the optimizer. They do not depend on the stage."""
 
     def possible_stages(
@@ -302,9 +302,6 @@ def _ranks_at(policy: Policy, world_size: int) -> Ranks:
         ConfigError: the replicas do not divide the ranks, or the secondary partition does not divide the shards.
     """
     *replicas, num_shards = mesh_shape(policy.stage, world_size, policy.dp_replicate_size)
-    if policy.stage == 3 and num_shards % policy.hpz_partition_size:
-        raise ConfigError(
-            f"zero_optimization.zero_hpz_partition_size must divide the {num_shards} shards, but is "
-            f"{policy.hpz_partition_size}. Change the key or the number of ranks."
-        )
+    if policy.stage == 3:
+        refuse_partition(policy, num_shards)
     return Ranks(num_shards=num_shards, num_replicas=replicas[0] if replicas else None)

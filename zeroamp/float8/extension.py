@@ -1,19 +1,22 @@
-"""Lets FSDP2 all-gather the planned weights in float8, by torchao's tensors: `zeroamp.param_gather_dtype`.
+"""Lets FSDP2 all-gather some weights in float8, by torchao's tensors: `zeroamp.param_gather_dtype`.
 
-torchao is an extra (`zeroamp[float8]`). It is imported only if a plan has such weights.
+These are the weights of Linears that would be all-gathered in the mode's low precision, if an `nn.Linear` is all that
+reads them: not where a class computes with the weight itself, or an override names a dtype for it. torchao is an extra
+(`zeroamp[float8]`). It is imported only if a plan has such weights.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from typing import cast
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from zeroamp.float8.chosen_weights import with_float8
 from zeroamp.float8.conflicts import KEY, SCALES, check_float8
 from zeroamp.hooks._torch.all_gather_extension import shards_of
 from zeroamp.hooks.collectives.traffic import Traffic, TrafficKey
@@ -24,7 +27,7 @@ from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.parameter_uses import ParameterUses
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.safe_parameters import Precision
-from zeroamp.policies.dtypes import FLOAT8_BY_NAME
+from zeroamp.policies.dtypes import FLOAT8_BY_NAME, short_name, stored_dtype
 from zeroamp.policies.errors import ConfigError, WrapError
 from zeroamp.policies.extensions import Extension
 from zeroamp.policies.policy import Policy
@@ -45,8 +48,26 @@ class Float8(Extension):
     def precisions(
         self, model: nn.Module, policy: Policy, uses: Sequence[ParameterUses], precisions: Iterable[Precision]
     ) -> Iterator[Precision]:
-        """Yield the precisions, with those of the parameters that are all-gathered in float8 changed."""
-        return with_float8(model, policy, uses, precisions)
+        """Yield the precisions, with those of the parameters that are all-gathered in float8 changed.
+
+        Raises:
+            ConfigError: no parameter can be all-gathered in float8.
+        """
+        if policy.param_gather_dtype is None:
+            raise AssertionError("expected a policy with param_gather_dtype")
+        found = False
+        for use, precision in zip(uses, precisions, strict=True):
+            if not _is_chosen(use, precision):
+                yield precision
+                continue
+            found = True
+            reason = f"{precision.reason}; Linear weight: {KEY}"
+            yield replace(precision, param=policy.param_gather_dtype, reason=reason)
+        if not found:
+            raise ConfigError(
+                f'{KEY} is "{short_name(policy.param_gather_dtype)}", but {type(model).__name__} has no Linear whose '
+                "fp32 weight would be all-gathered in bf16. Remove the key."
+            )
 
     def check_model(self, model: nn.Module, plan: Plan) -> None:
         """Raise if torchao is missing, or the model has adapters."""
@@ -54,8 +75,26 @@ class Float8(Extension):
         check_float8_model(model)
 
     def attach(self, model: nn.Module, state: WrapState) -> None:
-        """Extend the all-gathers of the weights."""
-        attach_float8(model, state)
+        """Extend the all-gathers of the planned weights, and let their Linears divide by the scales."""
+        from zeroamp.float8.scaled_weights import Float8Scales, Float8Weight, float8_forward  # they need torchao
+
+        params = float8_params(state.plan)
+        shards = list(shards_of(model, [param.fqn for param in params]))
+        process_group = state.mesh.get_group(state.mesh.ndim - 1)
+        runs_forward = partial(lambda forward: forward.depth > 0, state.root_forward)
+        scales = Float8Scales(shards, process_group, state.listeners, runs_forward)
+        for index, shard in enumerate(shards):
+            shard.extend(Float8Weight(shard=shard, scale=partial(scales.of, index)))
+
+        def before_forward(call: ForwardCall) -> AbstractContextManager[None] | None:
+            if call.is_outermost:
+                scales.prepare(may_differ=not state.step.is_open)
+            return None
+
+        state.root_forward.add("before unshard", before_forward)
+        for fqn in dict.fromkeys(fqn for param in params for fqn in param.owner_fqns):
+            linear = model.get_submodule(fqn)
+            wrap_forward(linear, float8_forward(cast(nn.Linear, linear), state.mesh.device_type))
 
     def add_traffic(self, plan: Plan, ranks: Ranks, traffic: Traffic) -> None:
         """Add the all-reduce of the scales, one fp32 number per weight."""
@@ -63,6 +102,24 @@ class Float8(Extension):
         key = TrafficKey("all_reduce", torch.float32, SCALES)
         traffic.calls[key] += 1
         traffic.num_bytes[key] += len(float8_params(plan)) * torch.float32.itemsize
+
+
+def _is_chosen(use: ParameterUses, precision: Precision) -> bool:
+    is_low = precision.is_low and stored_dtype(use.parameter) == torch.float32 and not precision.is_overridden
+    return is_low and all(name == "weight" and _computes_as_linear(owner) for owner, name in use.named_owners())
+
+
+def _computes_as_linear(module: nn.Module) -> bool:
+    """Return whether a module reads its weight by `nn.Linear.forward` alone.
+
+    `nn.MultiheadAttention` reads the weight of its output projection itself, and does not call that Linear.
+    """
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and "forward" not in vars(module)  # the caller's own: an adapter, a kernel, a hook of accelerate
+        and not isinstance(module, NonDynamicallyQuantizableLinear)
+    )
 
 
 def float8_params(plan: Plan) -> list[ParamPlan]:
@@ -94,26 +151,3 @@ def _check_torchao() -> None:
         raise ConfigError(f"{KEY} needs torchao {least} or newer, which is not installed. {install}") from None
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < LEAST_TORCHAO:
         raise ConfigError(f"{KEY} needs torchao {least} or newer, but {version} is installed. {install}")
-
-
-def attach_float8(model: nn.Module, state: WrapState) -> None:
-    """Extend the all-gathers of the planned weights of a sharded model, and let their Linears divide by the scales."""
-    from zeroamp.float8.scaled_weights import Float8Scales, Float8Weight, float8_forward  # they need torchao
-
-    params = float8_params(state.plan)
-    shards = list(shards_of(model, [param.fqn for param in params]))
-    process_group = state.mesh.get_group(state.mesh.ndim - 1)
-    runs_forward = partial(lambda forward: forward.depth > 0, state.root_forward)
-    scales = Float8Scales(shards, process_group, state.listeners, runs_forward)
-    for index, shard in enumerate(shards):
-        shard.extend(Float8Weight(shard=shard, scale=partial(scales.of, index)))
-
-    def before_forward(call: ForwardCall) -> AbstractContextManager[None] | None:
-        if call.is_outermost:
-            scales.prepare(may_differ=not state.step.is_open)
-        return None
-
-    state.root_forward.add("before unshard", before_forward)
-    for fqn in dict.fromkeys(fqn for param in params for fqn in param.owner_fqns):
-        linear = model.get_submodule(fqn)
-        wrap_forward(linear, float8_forward(cast(nn.Linear, linear), state.mesh.device_type))

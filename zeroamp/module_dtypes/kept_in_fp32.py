@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from zeroamp.module_dtypes.overrides import Overrides
-from zeroamp.module_dtypes.patterns import find_matches, has_forward
+from zeroamp.module_dtypes.patterns import find_matches
 from zeroamp.planning.fp32_regions import Fp32Regions
 from zeroamp.planning.parameter_uses import modules_around
+from zeroamp.policies.auto_wrap import has_forward
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Policy
 

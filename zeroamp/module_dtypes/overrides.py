@@ -7,12 +7,13 @@ from itertools import chain
 import torch
 from torch import nn
 
-from zeroamp.module_dtypes.patterns import Matches, classes_of, find_matches, has_forward
+from zeroamp.module_dtypes.patterns import Matches, classes_of, find_matches
 from zeroamp.planning.parameter_uses import modules_around
+from zeroamp.policies.auto_wrap import has_forward
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Policy
-from zeroamp.policies.schema import OverrideBlock
 from zeroamp.policies.schema.keys import nearest
+from zeroamp.policies.schema.precision import OverrideBlock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -57,11 +57,6 @@ def classes_of(model: nn.Module) -> set[type[nn.Module]]:
     return {base for base in bases if issubclass(base, nn.Module) and base is not nn.Module}
 
 
-def has_forward(module: nn.Module) -> bool:
-    """Return whether a module has a forward. Containers such as ModuleList have none."""
-    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
-
-
 def _is_class(cls: type[nn.Module], pattern: str) -> bool:
     module_name, _, last = pattern.rpartition(".")
     if getattr(sys.modules.get(module_name), last, None) is cls:  # a public name, such as torch.nn.Linear

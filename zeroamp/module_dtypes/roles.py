@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from zeroamp.policies.auto_wrap import named_by
 from zeroamp.policies.errors import ConfigError, some_of
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -34,14 +35,8 @@ def modules_of_role(model: nn.Module, pattern: str) -> set[nn.Module]:
 
 
 def _heads(model: nn.Module) -> Iterator[nn.Module]:
-    inside = set(model.modules())
-    for module in model.modules():
-        try:
-            head = getattr(module, "get_output_embeddings", lambda: None)()
-        except (AttributeError, NotImplementedError):  # raised by transformers models without a head
-            continue
-        if head in inside:
-            yield head
+    heads = (named_by(module, "get_output_embeddings") for module in model.modules())
+    yield from (head for head in heads if head is not None)
     yield from (module for name, module in model.named_modules() if name.rpartition(".")[2] == "lm_head")
 
 

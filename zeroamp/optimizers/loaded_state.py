@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zeroamp.optimizers.bf16_states import Bf16StatesAdamW
+from zeroamp.planning.mesh import sharded_like
 from zeroamp.policies.errors import StepError
 from zeroamp.tensor_shards import local_slices
 from zeroamp.training.optimizer_kinds import ELEMENTWISE
@@ -57,16 +58,6 @@ def _sharded_state(
                 f"{tuple(parameter.shape)}. Load whole tensors in the order of model.parameters(), or a checkpoint by "
                 "zeroamp.load_checkpoint."
             )
-        result[key] = _shard_like(parameter, value)
+        # Not a view, which would retain the whole.
+        result[key] = sharded_like(value[local_slices(parameter)].to(parameter.device, copy=True), parameter)
     return result
-
-
-def _shard_like(parameter: DTensor, whole: torch.Tensor) -> DTensor:
-    return DTensor.from_local(
-        whole[local_slices(parameter)].to(parameter.device, copy=True),  # not a view, which would retain the whole
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -51,10 +51,8 @@ class ParamPlan:
     """Whether another dimension than 0 may be sharded: see `zeroamp.planning.shard_sizes`."""
     is_inside_inner_units: bool
     """Whether all owners are inside units that are nested in `unit`. FSDP2's walk from `unit` does not reach them."""
-    axis: str = ""
-    """The name of the mesh axis over which it is distributed before FSDP2 shards it; "" if it is not a DTensor."""
     is_expert: bool = False
-    """Whether `axis` is an axis of expert parallelism."""
+    """Whether it is distributed over an axis of expert parallelism before FSDP2 shards it."""
     reason: str
     """The reason for the dtypes: the class that matched, or the owner that prevents low precision."""
 

@@ -224,12 +224,12 @@ def parts_of_axis(mesh: DeviceMesh, axis: int) -> list[list[int]]:
     return parts
 
 
-def refuse_partition(policy: Policy, mesh: DeviceMesh) -> None:
-    """Raise ConfigError if `policy.hpz_partition_size` does not divide the ranks of the shard axis.
+def refuse_partition(policy: Policy, num_shards: int) -> None:
+    """Raise ConfigError if `policy.hpz_partition_size` does not divide the number of ranks that shard.
 
     All ranks of the shard axis are a valid size, with the effect of 1: FSDP2's `reshard_after_forward=True`.
     """
-    size, num_shards = policy.hpz_partition_size, shard_size(mesh)
+    size = policy.hpz_partition_size
     if num_shards % size == 0:
         return
     divisors = [str(number) for number in range(1, num_shards + 1) if num_shards % number == 0]
@@ -287,6 +287,13 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     With gradients enabled this is an autograd function. Under `torch.no_grad` it only reads an attribute.
     """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """Return a DTensor with this rank's shard `local`, of the shape, mesh and placements of `like`."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def num_shards_of(tensor: torch.Tensor) -> int:

@@ -103,20 +103,10 @@ def plain_axes(mesh: DeviceMesh) -> MeshAxes:
     return MeshAxes(fsdp=mesh, whole=mesh)
 
 
-def axis_of(parameter: torch.Tensor) -> str | None:
-    """Return the name of the mesh axis over which a parameter is distributed before FSDP2 shards it.
-
-    None for a plain tensor, and for a DTensor of a mesh of several axes or without names.
-    """
-    if not isinstance(parameter, DTensor):
-        return None
-    names = parameter.device_mesh.mesh_dim_names or ()
-    return names[0] if len(names) == 1 else None
-
-
 def is_expert(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is distributed over an axis of expert parallelism."""
-    return ROLES.get(axis_of(parameter) or "") == "expert"
+    """Return whether a parameter is distributed over an axis of expert parallelism, before FSDP2 shards it."""
+    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
+    return names is not None and len(names) == 1 and ROLES.get(names[0]) == "expert"
 
 
 def find_axes(model: nn.Module, mesh: DeviceMesh | None) -> MeshAxes | None:

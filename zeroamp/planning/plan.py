@@ -16,7 +16,7 @@ from zeroamp.planning.fp32_regions import Fp32Regions
 from zeroamp.planning.group_dtypes import GroupKey, ParamDtypes, ignored_dtypes, param_dtypes
 from zeroamp.planning.groups import IGNORED, REPLICATED, GroupPlan, ParamPlan, group_params
 from zeroamp.planning.mesh import local_part
-from zeroamp.planning.mesh_axes import axis_of, is_expert
+from zeroamp.planning.mesh_axes import is_expert
 from zeroamp.planning.parameter_uses import (
     ParameterUses,
     find_uses,
@@ -259,7 +259,6 @@ def _param_plan(use: ParameterUses, policy: Policy, dtypes: ParamDtypes, key: Gr
         owner_fqns=tuple(use.owners.values()),
         owner_classes=tuple(dict.fromkeys(type(owner).__name__ for owner in use.owners)),
         shape=tuple(local_part(use.parameter.detach()).shape),
-        axis=axis_of(use.parameter) or "",
         is_expert=is_expert(use.parameter),
         any_dim=not key.is_ignored and may_shard_any_dim(use.parameter, policy),
         unit=unit,

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from zeroamp.policies.json_values import flatten
 from zeroamp.policies.normalise import to_config, unread
-from zeroamp.policies.schema import Config, Honoured, Key, Native, Unsupported, iter_keys
+from zeroamp.policies.schema.config import Config
+from zeroamp.policies.schema.keys import Honoured, Key, Native, Unsupported, iter_keys
 from zeroamp.reporting.tables import terminal_width
 
 if TYPE_CHECKING:

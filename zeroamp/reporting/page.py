@@ -68,12 +68,6 @@ def html_page(kind: PageKind, title: str, subtitle: str, data: Mapping[str, Any]
     )
 
 
-def write_page(path: Path, page: str) -> None:
-    """Write a page to a file, and create the file's folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
-
-
 def check_page(path: Path) -> None:
     """Check that a page can be written, before computing what it shows.
 

@@ -28,7 +28,7 @@ from zeroamp.hooks.tensors import tensors_in
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import ConfigError, StepError
-from zeroamp.rank_group import signals_of
+from zeroamp.rank_group import RankGroup
 from zeroamp.reporting.slow_rank import SlowRankCheck
 from zeroamp.reporting.step_clock import StepClock, time_communication
 from zeroamp.reporting.step_record import StepRecord
@@ -94,7 +94,7 @@ class RunReport(Callback):
         self._state = state = wrap_state(train.model)
         self._device = device_of(state.mesh)
         self._file: TextIO | None = None  # the first rank's, until a write fails
-        ranks = signals_of(state)
+        ranks = RankGroup.shared(state.axes.whole, "signals")
         ranks.run(lambda: _check_is_possible(train, state))
         ranks.on_first(lambda: self._open(Path(path)))
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zeroamp.planning.mesh import local_part, num_shards_of
+from zeroamp.planning.mesh import local_part, num_shards_of, sharded_like
 from zeroamp.policies.extensions import load
 from zeroamp.training.optimizer_kinds import has_own_step, has_step_hooks, kind_of
 from zeroamp.wrapping.optimizer_hooks import OwnedOptimizers
@@ -176,9 +176,7 @@ class _Shard:
             return value
         if self._is_empty:
             value = value.new_empty(self._shape)
-        return DTensor.from_local(
-            value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
+        return sharded_like(value, like)
 
 
 def works_on_shards(optimizer: torch.optim.Optimizer, *, on_shards: bool = False) -> bool:

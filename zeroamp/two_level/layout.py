@@ -16,13 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks._torch.fsdp import timeout_of
 from zeroamp.hooks._torch.process_groups import group_of_parts
-from zeroamp.hooks.collectives.collective_calls import issue
-from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.planning.mesh import device_of, parts_of_axis
 from zeroamp.policies.errors import some_of
 from zeroamp.policies.policy import Policy
 from zeroamp.two_level.nodes import Nodes
 from zeroamp.wrapping.model_checks import ranks_per_node
+from zeroamp.wrapping.run_alike import is_equal
 from zeroamp.wrapping.state import MeshNodes
 
 logger = logging.getLogger("zeroamp")
@@ -90,7 +89,7 @@ def _nodes_of_mesh(policy: Policy, mesh: DeviceMesh, world: dist.ProcessGroup | 
         if len(set(blocks)) > 1:
             return MeshNodes(why_flat="nodes have different numbers of ranks")
         per_node = blocks[0]
-    if not _is_equal(per_node, mesh, world):
+    if not is_equal(per_node, "zeroamp.ranks_per_node", world, device_of(mesh)):
         return MeshNodes(why_flat="nodes have different numbers of ranks")
     found: dict[int, AxisNodes] = {}
     why_flat = None
@@ -118,13 +117,6 @@ def _ranks_by_host(world: dist.ProcessGroup | None) -> list[int] | None:
     dist.all_gather_object(hosts, socket.gethostname(), group=world)
     blocks = [len(list(block)) for _, block in groupby(hosts)]
     return blocks if len(blocks) == len(set(hosts)) else None
-
-
-def _is_equal(per_node: int, mesh: DeviceMesh, world: dist.ProcessGroup | None) -> bool:
-    bounds = torch.tensor([per_node, -per_node], dtype=torch.int64, device=device_of(mesh))
-    issued = IssuedCollective("all_reduce", bounds, "zeroamp.ranks_per_node", world, dist.ReduceOp.MAX)
-    issue(lambda: dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=world), issued, ())
-    return int(bounds[0]) == -int(bounds[1])
 
 
 def _made(axis: int, layout: AxisNodes, mesh: DeviceMesh, policy: Policy) -> Nodes:

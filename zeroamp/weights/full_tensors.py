@@ -43,11 +43,18 @@ def full_parameter(parameter: nn.Parameter) -> torch.Tensor:
     return _whole(sharded, state)
 
 
+@torch.no_grad()
 def set_full_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Set the whole parameter. Call it between two optimizer steps; between their micro-batches it is a StepError."""
     state, sharded = _owner_of(parameter)
     _refuse_open_step(state, "set_full_parameter")
-    _fill(sharded, value, state)
+    if value.shape != sharded.shape:
+        found, valid = f"of shape {tuple(value.shape)}", f"of the whole shape, {tuple(sharded.shape)}"
+        raise StepError(describe("The value to set", found, valid, "Pass the whole tensor, on every rank."))
+    whole = value.detach().to(device_of(state.mesh), sharded.dtype).contiguous()
+    for group in axis_groups(state.axes.whole):
+        dist.broadcast(whole, group=group, group_src=0)
+    local_part(sharded).copy_(whole[local_slices(sharded)] if isinstance(sharded, DTensor) else whole)
     reshard(state.root.modules())  # unsharded copies hold the old value
 
 
@@ -62,8 +69,10 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
         StepError: the parameter is not one of a wrapped model, or the last micro-batch has not run.
     """
     state, sharded = _owner_of(parameter)
-    gradient = _gradient(sharded, state, "full_gradient")
-    return None if gradient is None else _whole(gradient, state).div_(state.step.gradient_scale)
+    _refuse_open_step(state, "full_gradient")
+    if state.step.shard_accumulator is not None:
+        state.step.shard_accumulator.flush()
+    return None if sharded.grad is None else _whole(sharded.grad, state).div_(state.step.gradient_scale)
 
 
 def _refuse_open_step(state: WrapState, method: str) -> None:
@@ -74,28 +83,8 @@ def _refuse_open_step(state: WrapState, method: str) -> None:
         )
 
 
-def _gradient(sharded: nn.Parameter, state: WrapState, method: str) -> torch.Tensor | None:
-    """Return the sharded gradient, multiplied by the loss scale."""
-    _refuse_open_step(state, method)
-    if state.step.shard_accumulator is not None:
-        state.step.shard_accumulator.flush()
-    return sharded.grad
-
-
 @torch.no_grad()
 def _whole(tensor: torch.Tensor, state: WrapState) -> torch.Tensor:
     """Return a copy of the whole tensor, on the device of the mesh."""
     on_device = tensor.detach().to(device_of(state.mesh))  # an offloaded shard is on the CPU
     return (on_device.full_tensor() if isinstance(on_device, DTensor) else on_device).clone()
-
-
-@torch.no_grad()
-def _fill(tensor: torch.Tensor, value: torch.Tensor, state: WrapState) -> None:
-    """Copy the first rank's `value` into `tensor`, of which each rank holds a shard."""
-    if value.shape != tensor.shape:
-        found, valid = f"of shape {tuple(value.shape)}", f"of the whole shape, {tuple(tensor.shape)}"
-        raise StepError(describe("The value to set", found, valid, "Pass the whole tensor, on every rank."))
-    whole = value.detach().to(device_of(state.mesh), tensor.dtype).contiguous()
-    for group in axis_groups(state.axes.whole):
-        dist.broadcast(whole, group=group, group_src=0)
-    local_part(tensor).copy_(whole[local_slices(tensor)] if isinstance(tensor, DTensor) else whole)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from zeroamp.planning.mesh import device_of, is_first_rank
+from zeroamp.planning.mesh import device_of, is_first_rank, sharded_like
 from zeroamp.policies.errors import CheckpointError, StepError
 from zeroamp.policies.numbers import is_integer
 from zeroamp.weights.layouts import joins_tensors, outline_of_model, publish
@@ -134,10 +134,8 @@ def _start(weight: Weight, mesh: DeviceMesh, dtype: torch.dtype) -> torch.Tensor
     local = weight.local.to(device_of(mesh), dtype)
     if not isinstance(weight.tensor, DTensor):
         return local
-    own, placements = weight.tensor.device_mesh, weight.tensor.placements
-    shape, stride = weight.tensor.shape, weight.tensor.stride()
-    sharded = DTensor.from_local(local, own, placements, run_check=False, shape=shape, stride=stride)
-    return sharded.redistribute(placements=[Replicate()] * own.ndim, async_op=True).to_local()
+    sharded = sharded_like(local, weight.tensor)
+    return sharded.redistribute(placements=[Replicate()] * sharded.device_mesh.ndim, async_op=True).to_local()
 
 
 def _wait(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,8 @@ from zeroamp.policies.errors import ConfigError, WrapError
 from zeroamp.policies.json_values import flatten
 from zeroamp.policies.numbers import LOCAL_WORLD_SIZE, size_from_launcher
 from zeroamp.policies.policy import Policy
-from zeroamp.policies.schema import Config, Honoured, iter_keys
+from zeroamp.policies.schema.config import Config
+from zeroamp.policies.schema.keys import Honoured, iter_keys
 from zeroamp.version import __version__
 from zeroamp.wrapping.run_alike import Description
 

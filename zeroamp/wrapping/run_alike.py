@@ -136,10 +136,14 @@ def raise_failure(
 
 
 def _is_equal(description: Description, what: str, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    return is_equal(_digest(repr(list(description.items())).encode()), what, group, device)
+
+
+def is_equal(number: int, what: str, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Return whether all ranks of a group have the same number, of 62 bits. `what`: who asks, in lists of calls."""
     if dist.get_world_size(group) == 1:
         return True
-    digest = _digest(repr(list(description.items())).encode())
-    bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    bounds = torch.tensor([number, -number], dtype=torch.int64, device=device)
     issued = IssuedCollective("all_reduce", bounds, what, group, dist.ReduceOp.MAX)
     # The maximum of -x is minus the minimum of x.
     issue(lambda: dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group), issued, ())

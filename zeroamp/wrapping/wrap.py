@@ -24,6 +24,7 @@ from zeroamp.planning.mesh import (
     process_group,
     refuse_partition,
     shard_device,
+    shard_size,
     start_process_group,
 )
 from zeroamp.planning.mesh_axes import MeshAxes, find_axes, plain_axes, ranks_of_axes
@@ -149,8 +150,6 @@ def wrap_model(
     _check_fits(policy, axes)
     for extension in plan.extensions:
         extension.check_mesh(model, plan, axes)
-    for extension in plan.extensions:
-        extension.before_sharding(model, plan)
     check_integers(model, mesh, plan.ignored_fqns)
     if policy.sync_module_states:
         broadcast_module_states(model, axes, plan.ignored_fqns)
@@ -203,7 +202,7 @@ def _log_summary(state: WrapState, name: str, seconds: float) -> None:
 
 
 def _check_fits(policy: Policy, axes: MeshAxes) -> None:
-    refuse_partition(policy, axes.fsdp)
+    refuse_partition(policy, shard_size(axes.fsdp))
     total, micro = policy.train_batch_size, policy.train_micro_batch_size_per_gpu
     check_batch_sizes(total, micro, policy.gradient_accumulation_steps, axes.num_data)
 

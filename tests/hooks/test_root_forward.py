@@ -102,31 +102,6 @@ def test_what_was_entered_is_left_when_a_later_one_refuses():
     assert forward.depth == 0
 
 
-def test_a_context_sees_the_exception_of_the_forward_and_not_one_that_was_being_handled_before():
-    seen = []
-
-    @contextmanager
-    def context():
-        try:
-            yield
-        except BaseException as error:
-            seen.append(str(error))
-            raise
-
-    forward = RootForward()
-    forward.add("random state", lambda _call: context())
-    fine, raising = Calls([]), Calls([], raises_at=0)
-    attach(forward, fine)
-    attach(forward, raising)
-    try:
-        raise KeyError("around")
-    except KeyError:
-        fine()
-        with pytest.raises(ValueError, match="in the forward"):
-            raising()
-    assert seen == ["in the forward"]
-
-
 def test_a_forward_after_a_keyboard_interrupt_is_outermost_again():
     log = []
     forward = _all_places(log)
@@ -157,17 +132,3 @@ def test_a_model_may_call_itself_in_its_forward():
     assert [root(call_again=True), root(call_again=False)] == ["inner", "inner"]
     assert depths == [(True, 1), (False, 2), (True, 1)]
     assert forward.depth == 0
-
-
-def test_outputs_are_shown_unchanged_and_a_removed_context_is_not_entered():
-    log, outputs = [], []
-    root = Calls(log)
-    forward = RootForward()
-    around = _around(log, "report")
-    forward.add("report", around)
-    forward.on_output(outputs.append)
-    attach(forward, root)
-    forward.remove("report", around)
-    assert root(1) == 1
-    assert outputs == [1]
-    assert log == ["forward"]

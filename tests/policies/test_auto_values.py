@@ -23,13 +23,6 @@ def test_hidden_size_fills_the_three_sizes_that_transformers_derives_from_it():
     assert (policy.prefetch_bucket_size, policy.param_persistence_threshold) == (int(0.9 * 64 * 64), 640)
 
 
-def test_an_explicit_argument_wins_over_a_derived_one():
-    cfg = {ZERO: {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}}
-    own = {"stage3_prefetch_bucket_size": 5}
-    for arguments in ({"hidden_size": 8, **own}, {**own, "hidden_size": 8}):
-        assert policy_from_config(cfg, **arguments).prefetch_bucket_size == 5
-
-
 def test_every_auto_that_is_left_is_named():
     with pytest.raises(ConfigError) as caught:
         policy_from_config({"bf16": {"enabled": "auto"}, "gradient_clipping": "auto"})

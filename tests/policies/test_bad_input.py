@@ -6,7 +6,6 @@ What DeepSpeed 0.19.8 accepts silently or answers with a cryptic text, and more.
 import logging
 
 import pytest
-import torch
 
 from zeroamp import CheckpointError, ConfigError, policy_from_config
 from zeroamp.policies.json_values import nest
@@ -14,14 +13,11 @@ from zeroamp.policies.json_values import nest
 AUTOCAST = {"torch_autocast.enabled": True, "torch_autocast.dtype": "bf16"}
 BAD_VALUES = [
     ({"zero_optimisation": {}}, "is a key of neither", "zero_optimization"),
-    ({"stage": 3}, "is a key of neither", "zero_optimization.stage"),
     ({"zero_optimization.overlap_com": True, "zero_optimization.stage": 3}, "is a key of neither", "overlap_comm"),
     ({"torch_autocast.enabled": "false"}, 'is the string "false"', "Remove the quotes"),
-    ({"torch_autocast.enabled": 1}, "is 1", "Change the value"),
     ({"torch_autocast": True}, "is true", 'Write {"enabled": true, "dtype": "bfloat16"}.'),
     ({"clip": 1}, "is a key of neither", "Did you mean 'gradient_clipping'?"),
     ({"bf16.param_dtype": "bf16"}, "is a key of neither", "Remove it: torch_autocast, bf16 or"),
-    ({"foo": 1}, "is a key of neither", "listed by `zeroamp check --all`"),
     ({"optimizer.type": "OneBitAdam"}, 'is "OneBitAdam"', "Build the optimizer yourself"),
     ({"torch_autocast.dtype": "int8", "torch_autocast.enabled": True}, 'is "int8"', "Change the value"),
     ({"torch_autocast.dtype": "fp32", "torch_autocast.enabled": True}, 'is "fp32"', "Write one of them"),
@@ -32,7 +28,6 @@ BAD_VALUES = [
     ),
     ({"fp16.initial_scale_power": 128, "fp16.enabled": True}, "is 128", "Change the value"),
     ({"fp16.min_loss_scale": 32, "fp16.enabled": True, "fp16.initial_scale_power": 4}, "is 32", "Lower it, or raise"),
-    ({"fp16.hysteresis": 0, "fp16.enabled": True}, "is 0", "Change the value"),
     ({"data_types.grad_accum_dtype": "fp16"}, 'is "fp16"', "float16 gradients over- and underflow without"),
     ({"gradient_accumulation_dtype": "fp32"}, "neither", "data_types.grad_accum_dtype"),
     ({"data_types.param_dtype": "bf16"}, 'is "bf16"', "Remove it: only an enabled bf16"),
@@ -43,7 +38,6 @@ BAD_VALUES = [
         "is 5",
         "is 6. Remove one of them",
     ),
-    ({"torch_autocast.dtype": torch.int8, "torch_autocast.enabled": True}, 'is "int8"', "Change the"),
     ({"bf16.enabled": "auto"}, 'is "auto"', "Pass a value: policy_from_config(cfg,"),
     ({"communication_data_type": "bf16"}, 'is "bf16"', "Stage 0 runs an all-reduce"),
     (
@@ -56,7 +50,6 @@ BAD_VALUES = [
         'is "native"',
         "Change it, or set communication_data_type",
     ),
-    ({"zero_optimization.stage": 4}, "is 4", "Change the value"),
     ({"zero_optimization.stage": True}, "is true", "Change the value"),
     ({"zero_optimization.zero_hpz_partition_size": 2, "zero_optimization.stage": 2}, "is 2", "Remove it: only stage 3"),
     ({"zero_optimization.offload_param.device": "nvme", "zero_optimization.stage": 3}, 'is "nvme"', 'Write "cpu"'),
@@ -70,12 +63,8 @@ BAD_VALUES = [
         "Remove it: all of the optimizer state",
     ),
     ({"zero_optimization.cpu_offload": True}, "is true", 'Write "offload_optimizer"'),
-    ({"zero_optimization.stage3_prefetch_bucket_size": "5e8"}, 'is the string "5e8"', "Remove the quotes"),
     ({"zero_optimization.stage3_prefetch_bucket_size": 0.5}, "is 0.5", "Change the value"),
-    ({"zero_optimization.stage": "7"}, 'is the string "7"', "Change the value"),
-    ({"zeroamp.shard_dim": "0"}, 'is the string "0"', "Remove the quotes"),
     ({"zeroamp.shard_dim": "1"}, 'must be "auto" or 0, but is the string "1"', "Change the"),
-    ({"gradient_clipping": float("inf")}, "is Infinity", "Change the value"),
     ({"gradient_clipping": -1}, "is -1", "Change the value"),
     ({"gradient_allreduce_op": "sum"}, 'is "sum"', 'Write "zeroamp": {"reduce": "sum"}'),
     ({"fp32_allreduce": True}, "is true", 'Write "communication_data_type"'),
@@ -84,12 +73,6 @@ BAD_VALUES = [
 """Keys and values, of which the first one is refused; what is found, and what to do."""
 BAD = [
     ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype", "is left out", "Write one of them"),
-    (
-        {"torch_autocast": {"lower_precision_safe_modules": [1]}},
-        "torch_autocast.lower_precision_safe_modules.0",
-        "is 1",
-        "Change the value",
-    ),
     (
         {"torch_autocast": {"enabled": True, "dtype": "bf16"}, "bf16": {"enabled": True}},
         "torch_autocast.enabled and bf16.enabled",

@@ -28,12 +28,6 @@ def test_a_file_and_a_mapping_give_the_same_policy(tmp_path):
     assert policy_from_config(path) == policy_from_config(str(path)) == policy_from_config(cfg)
 
 
-def test_a_check_of_a_mode_that_is_off_has_no_effect():
-    policy = policy_from_config({"torch_autocast": AUTOCAST, "bf16": {"enabled": False, "check_grad_overflow": True}})
-    assert not policy.check_grad_overflow
-    assert "bf16 is not enabled" in policy.report()
-
-
 def test_16_bit_weights_on_save_are_the_low_dtype_of_the_mode():
     zero = {"stage": 2, "stage3_gather_16bit_weights_on_model_save": True}
     policy = policy_from_config({"torch_autocast": AUTOCAST, "zero_optimization": zero})
@@ -129,15 +123,6 @@ def test_values_that_json_does_not_have_are_refused_wherever_they_are(value, fou
         assert f"is {found}. Write a plain Python value" in str(caught.value)
 
 
-def test_an_error_lists_the_first_twenty_keys_and_counts_the_others():
-    cfg = {f"key_{number}": 1 for number in range(5000)}
-    with pytest.raises(ConfigError) as caught:
-        policy_from_config(cfg | {"torch_autocast": {"lower_precision_safe_modules": [1] * 50}})
-    *lines, last = str(caught.value).splitlines()
-    assert len(lines) == 20
-    assert last == "5,030 more keys have errors."
-
-
 @pytest.mark.parametrize(
     ("cfg", "changes", "key", "value"),
     [
@@ -188,15 +173,6 @@ def test_equal_policies_hash_alike_and_survive_a_pickle_and_a_copy():
     assert eval(repr(policy)) == policy
     if sys.version_info >= (3, 13):
         assert copy.replace(policy, stage=2).stage == 2
-
-
-def test_a_report_lists_the_keys_of_the_config_and_the_defaults_if_asked():
-    policy = policy_from_config({"bf16": {"enabled": True}})
-    lines = policy.report().splitlines()
-    assert lines[:2] == ["Honoured: 1 key", "  bf16.enabled = true"]
-    assert lines[-1].endswith("keys not in the config have their default.")
-    assert "  zero_optimization.stage = 0" in policy.report(defaults=True).splitlines()
-    assert "zero_optimization.stage" not in policy.report()
 
 
 SET = {"zero_optimization.stage": 3, "gradient_accumulation_steps": 2, "fp16.enabled": True}

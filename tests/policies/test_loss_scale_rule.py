@@ -101,7 +101,3 @@ FIELDS = {"initial_scale_power": 8, "loss_scale_window": 5, "hysteresis": 3, "mi
 )
 def test_the_fields_of_the_fp16_block_make_the_scale(cfg, expected):
     assert policy_from_config(cfg).loss_scale == expected
-
-
-def test_other_modes_do_not_scale():
-    assert not policy_from_config({"bf16": {"enabled": True}, "fp16": FIELDS}).loss_scale.dynamic

@@ -52,19 +52,6 @@ def test_what_contradicts_itself_or_the_mode_is_refused_by_name(override, option
         policy_of(override, **options)
 
 
-@pytest.mark.parametrize(
-    ("override", "options"),
-    [
-        ({"modules": "head", "compute": "fp32"}, {"mode": "fp32"}),
-        ({"modules": "head", "compute": "fp16", "communication": "fp16"}, {"mode": "fp16"}),
-        ({"modules": "head", "communication": "bf16"}, {"stage": 0, "reduce_accumulate_dtype": "native"}),
-        ({"modules": "head", "compute": "bf16", "param": "bf16"}, {}),
-    ],
-)
-def test_what_can_be_done_is_taken(override, options):
-    assert len(policy_of(override, **options).overrides) == 1
-
-
 def test_a_list_of_overrides_is_no_object():
     with pytest.raises(ConfigError, match="zeroamp.overrides must be a list, but is .*Put it in a list"):
         policy_from_config({"zeroamp": {"overrides": {"modules": "head", "compute": "fp32"}}})

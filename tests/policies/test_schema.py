@@ -44,8 +44,3 @@ def test_a_native_key_is_accepted_and_reported(path):
     assert {row["status"] for row in report_rows(policy) if row["key"].startswith(path)} == {"native"}
     assert f"  {path} = " in policy.report().partition("Accepted, changes nothing: 1 key\n")[2]
     assert policy == policy_from_config(required)
-
-
-def test_a_block_that_is_off_is_accepted_whatever_else_it_says():
-    policy = policy_from_config({"autotuning": {"enabled": False, "fast": True}, "amp": {}})
-    assert "autotuning.fast" in policy.report()

@@ -29,8 +29,8 @@ ERRORS = {
 }
 
 
-def _each(group):
-    found = {}
+def _on_all():
+    group, found = RankGroup(init_device_mesh("cpu", (2,))), {}
     for name, errors in ERRORS.items():
         make = errors[group.rank % 2]
 
@@ -43,10 +43,6 @@ def _each(group):
         except Exception as error:
             found[name] = (type(error), str(error), type(error.__cause__))
     return found, group.run(lambda: group.rank), group.on_first(lambda: [group.rank])
-
-
-def _on_all():
-    return _each(RankGroup(init_device_mesh("cpu", (2,))))
 
 
 _of_earlier_calls = []
@@ -81,67 +77,24 @@ def test_errors_of_one_rank_are_raised_on_all_and_results_are_of_all(ranks2):
         assert causes["a foreign one"] is (OSError if rank == 0 else type(None))
 
 
-def _halves_and_uneven_groups():
-    """Of a part of the ranks, and where this process is in other numbers of groups than others."""
-    half = 2 * (dist.get_rank() // 2)
-    group = dist.new_group([half, half + 1], use_local_synchronization=True)
-    found = _each(RankGroup(DeviceMesh.from_group(group, "cpu")))
-    first_alone = dist.new_group([0])
-    whole = RankGroup(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-    ranks = whole.run(lambda: whole.rank)
-    if dist.get_rank() == 0:
-        dist.destroy_process_group(first_alone)
-    return found, ranks
-
-
-def test_a_part_of_the_ranks_and_ranks_in_other_numbers_of_groups(ranks4):
-    for rank, ((found, ranks, first), all_ranks) in enumerate(ranks4.run(_halves_and_uneven_groups)):
-        assert found["one of the tree"][:2] == (StepError, f"rank {2 * (rank // 2) + 1}: a: found 1")
-        assert (ranks, first) == ([0, 1], [0])
-        assert all_ranks == [0, 1, 2, 3]
-
-
 def _error_of(action):
     with pytest.raises(zeroamp.CheckpointError) as raised:
         action()
     return str(raised.value)
 
 
-def _combined():
-    ranks = RankGroup(init_device_mesh("cpu", (2,)))
-    errors = [
-        _error_of(lambda: ranks.reduce(_raises_on_second, sum)),
-        _error_of(lambda: ranks.reduce(dist.get_rank, _raises)),
-    ]
-    return ranks.reduce(dist.get_rank, sum), errors
-
-
-def _raises_on_second():
-    if dist.get_rank() == 1:
-        raise OSError("full")
-
-
-def _raises(_values):
-    raise ValueError("no sum")
-
-
-def test_the_first_rank_combines_the_results_and_an_error_of_any_rank_is_raised_on_all(ranks2):
-    errors = ["rank 1: OSError: full", "rank 0: ValueError: no sum"]
-    assert ranks2.run(_combined) == [(1, errors)] * 2
-
-
 GRACE_S = 10
 """Within which the ranks that are left must have answered."""
 
 
-def _lost(folder, which):
+def _lost(folder):
     """One rank is killed after the ranks have connected, while another raises. The others note their errors."""
     group = dist.new_group(timeout=timedelta(seconds=6 * GRACE_S))
     ranks, rank = RankGroup(DeviceMesh.from_group(group, "cpu"), "signals"), dist.get_rank()
     ranks.run(dist.get_rank)
 
     def act():
-        if rank == which:
+        if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0:
             raise OSError(28, "No space left on device")
@@ -152,13 +105,12 @@ def _lost(folder, which):
 
 
 def test_all_ranks_learn_of_a_lost_one_at_once_and_what_the_exchange_was_for(tmp_path, monkeypatch):
-    which = 1
     monkeypatch.setattr(rank_processes, "GRACE_S", GRACE_S)
     ranks = Ranks(4)
     with pytest.raises(AssertionError):
-        ranks.run(_lost, tmp_path, which)
+        ranks.run(_lost, tmp_path)
     ranks.stop()
-    for rank in set(range(4)) - {which}:
+    for rank in (0, 2, 3):
         text = (tmp_path / str(rank)).read_text()
         assert f"An exchange between the 4 ranks for signals failed on rank {rank}: " in text
         assert "A rank is lost, or did not answer" in text

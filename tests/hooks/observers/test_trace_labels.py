@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import zeroamp
 from tests.measuring.traces import crossing, end, is_inside, names, ours, recorded
@@ -19,61 +18,6 @@ from zeroamp.wrapping.state import wrap_state
 
 NAME = "llama_tied"
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
-UNITS = ("", "inner", "inner.0", "inner.1", "last")
-
-
-class Chain(nn.Module):
-    """Units inside a unit: `inner` returns what its last layer returns. A layer raises what it is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(Layer(), Layer())
-        self.last = Layer()
-
-    def forward(self, x):
-        return self.last(self.inner(x))
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.raises = None
-
-    def forward(self, x):
-        if self.raises is not None:
-            raise self.raises
-        return self.linear(x)
-
-
-def test_a_forward_that_raises_ends_its_labels_at_once():
-    model = Chain()
-    handles = [handle for fqn in UNITS for handle in label_forwards(model.get_submodule(fqn), fqn)]
-
-    def body():
-        model.inner[1].raises = ValueError("asked to")
-        with pytest.raises(ValueError, match="asked to"):
-            model(torch.ones(2, 4))
-        model.inner[1].raises = None
-        with label("clip"):
-            model(torch.ones(2, 4))
-
-    events = recorded(body)
-    *raised, clip = ours(events)[: len(UNITS)]
-    assert [forward["name"] for forward in raised] == [f"forward ({fqn or 'root'})" for fqn in UNITS[:-1]]
-    assert all(end(forward) <= clip["ts"] for forward in raised)
-    assert crossing(events) == []
-    assert names(events)[len(UNITS) :] == [f"forward ({fqn or 'root'})" for fqn in UNITS]
-    earlier = model.inner.register_forward_pre_hook(_raise, prepend=True)
-    with pytest.raises(ValueError, match="asked to"):
-        recorded(model, torch.ones(2, 4))
-    for handle in (earlier, *handles):
-        handle.remove()
-    assert names(recorded(model, torch.ones(2, 4))) == []
-
-
-def _raise(_module, _args):
-    raise ValueError("asked to")
 
 
 def test_a_label_holds_the_dtype_and_costs_no_name_without_a_profiler():

@@ -70,9 +70,7 @@ CASES = {
     "parameters that only a rank's last micro-batch uses": ((2,), "chosen", "bf16", 2, 8),
     "adapters": ((1, 2, 4), "lora", "autocast", 2, 8),
     "dropout": ((1, 2, 4, 8), "dropout", "autocast", 3, 8),
-    "dropout, overflows": ((1, 2, 4), "dropout", "fp16", 2, 8),
     "experts": ((1, 2, 4), "moe", "bf16", 2, 8),
-    "convolutions": ((1, 2, 4, 8), "conv", "autocast", 3, 8),
     # 12 is no power of two, but its tree has the subtrees that 1, 2 and 4 ranks add.
     "12 micro-batches": ((1, 2, 4), "dropout", "autocast", 3, 12),
 }

@@ -6,7 +6,7 @@ import torch
 import zeroamp
 from tests.measuring.accumulation import NAME, all_cells, relative_errors
 from tests.models.small import batch, build, loss_of
-from tests.processes.training import SmallTraining, config
+from tests.processes.training import config
 from zeroamp.policies.accumulation import COMPUTE
 from zeroamp.policies.dtypes import short_name
 
@@ -56,12 +56,3 @@ def test_all_gradients_are_bf16_between_micro_batches_also_of_parameters_that_ar
     assert held == []
     assert dtypes == [torch.bfloat16] * len(list(build(NAME).parameters()))
     assert norm > 0
-
-
-def _one_micro_batch(accumulate):
-    cfg = config(1, dtype="float16", fp16={"loss_scale": 2}, data_types={"grad_accum_dtype": accumulate})
-    return SmallTraining(cfg, name=NAME).step(factor=5e-4).grad_norm  # gradients among fp16's subnormals
-
-
-def test_with_one_micro_batch_the_key_has_no_effect(ranks2):
-    assert len({ranks2.run(_one_micro_batch, accumulate)[0] for accumulate in ("fp32", "bf16", "fp16")}) == 1

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import zeroamp
 from tests.oracles import one_process
 from tests.processes.ranks import RankError
 from tests.processes.training import (
@@ -129,26 +128,9 @@ def _overflow_in_a_window(stage, accumulate, bad):
     ("stage", "accumulate", "bad"),
     [
         (0, "fp32", 1e30),
-        pytest.param(1, "fp16", math.nan, marks=pytest.mark.slow),
-        pytest.param(2, "bf16", math.nan, marks=pytest.mark.slow),
-        (3, "fp16", 1e30),
+        (3, "fp16", math.nan),
     ],
 )
 def test_one_bad_micro_batch_of_one_rank_skips_the_window(ranks2, stage, accumulate, bad):
     for reports in ranks2.run(_overflow_in_a_window, stage, accumulate, bad):
         assert reports == [(True, 1024.0), (False, 512.0)]
-
-
-def _two_models():
-    """A float16 autocast model first, then another one that must know nothing of it."""
-    SmallTraining(dynamic(2), name="llama_untied").step()
-    training = SmallTraining(config(2, dtype=None, bf16={"enabled": True}, comm="fp32"), name="llama_untied")
-    zeroamp.traffic(training.model).reset()
-    report = training.step()
-    calls = zeroamp.traffic(training.model).calls
-    dtypes = {key.dtype for key in calls if key.collective == "all_to_all"}
-    return report.loss_scale, report.grad_norm < 10, dtypes, torch.is_autocast_enabled("cpu")
-
-
-def test_no_state_leaks_from_one_model_to_the_next(ranks2):
-    assert ranks2.run(_two_models) == [(1.0, True, {torch.float32}, False)] * 2

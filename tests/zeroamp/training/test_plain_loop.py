@@ -22,9 +22,7 @@ OPTIMIZERS = {
     "SGD": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9, weight_decay=0.1),
 }
 CASES = {
-    "Llama": (("Llama", 1, "AdamW"), {}),
     "GNN, 4 micro-batches": (("GNN", 4, "SGD"), {}),
-    "ViT, 4 micro-batches": (("ViT", 4, "AdamW"), {}),
     # Communication in bf16 would round the sums.
     "GNN, 4 micro-batches that are reduced once": (
         ("GNN", 4, "AdamW"),
@@ -206,7 +204,7 @@ def _differing(stage):
     return found
 
 
-@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
+@pytest.mark.parametrize("stage", [0, 3])
 def test_other_loops_have_the_bits_of_one_process(ranks2, stage):
     for found in ranks2.run(_differing, stage):
         assert found == {loop.__name__: [] for loop in LOOPS}

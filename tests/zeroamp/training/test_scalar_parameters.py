@@ -193,20 +193,8 @@ def test_the_ledger_lists_and_verifies_it(ranks2):
     ledger, verification, num_bytes = ranks2.run(_ledger)[0]
     rows = {row["parameter"]: row for row in ledger["parameters"] if row["group"] == "replicated"}
     assert list(rows) == ["scale", "temperature", "unused", "stages.0.gain"]
-    expected = {
-        "shape": [],
-        "stored": "fp32",
-        "param": "fp32",
-        "compute": "per op",
-        "gradient": "fp32",
-        "communication": "fp64",
-        "accumulate": "fp32",
-        "optimizer": "fp32",
-        "stored_bytes_per_rank": 4,
-        "unsharded_bytes_per_rank": 0,
-        "gradient_bytes_per_rank": 4,
-    }
-    assert {name: rows["scale"][name] for name in expected} == expected
+    dtypes = [rows["scale"][name] for name in ("compute", "gradient", "communication", "optimizer")]
+    assert dtypes == ["per op", "fp32", "fp64", "fp32"]
     assert rows["temperature"]["gradient"] is None
     assert rows["stages.0.gain"]["aliases"] == ["stages.1.gain"]
     assert "replicated" in verification
@@ -214,19 +202,3 @@ def test_the_ledger_lists_and_verifies_it(ranks2):
     # Loss, norm, a hash, one number for three sharded parameters, and two for each 0-D one.
     num_sharded = len(list(build("conv").parameters()))
     assert planned == num_bytes == [(3 + -(-num_sharded // 3) + 2 * 4) * 8]
-
-
-def test_the_dry_run_counts_it():
-    def peak_of(prepare):
-        model = build("conv")
-        prepare(model)
-        run = zeroamp.plan_run(
-            model, policy(config(3)), world_size=2, batch=2, stages=(3,), auto_wrap_policy={"Sequential"},
-            inputs=lambda size, seq: (torch.zeros(size, 3, 6, 6),),
-        )  # fmt: skip
-        return run.to_dict()["stages"][0]["memory"]["peak"]
-
-    with_scalars, without = peak_of(scalar), peak_of(lambda model: None)
-    # scale (4 bytes) instead of 13 elements over 2 ranks (7 of them, 28 bytes), and three more
-    assert with_scalars["parameters"] - without["parameters"] == 4 * 4 - 28
-    assert with_scalars["optimizer state"] != without["optimizer state"]

@@ -10,7 +10,6 @@ import torch
 
 import zeroamp
 from tests.models.small import batch, build, loss_of
-from tests.oracles import one_process
 from tests.processes.ranks import RankError
 from tests.processes.training import (
     SmallTraining,
@@ -103,7 +102,6 @@ def _of_another_model(_parameters):
     return torch.optim.SGD(build(NAME).parameters(), lr=0.1)
 
 
-MAX_NORM = "max_norm must be a number >= 0, or None, but is "
 MISUSES = {
     "no gradient": (_without_gradient, "TrainStep.step .*no gradient on any parameter"),
     "detached loss": (_detached, "TrainStep.backward .*needs no gradient"),
@@ -118,10 +116,8 @@ MISUSES = {
     "a replaced parameter": (_replaced, r"norm\.weight .*before wrap_model"),
     "a save of a parameter that is no shard": (_added_after_a_step, r"adapter\.weight .*before wrap_model"),
     "a scheduler with a metric": (_plateau, "ReduceLROnPlateau, whose step needs a metric.*evaluation"),
-    "norm as text": (_max_norm("1"), MAX_NORM + "'1'"),
-    "norm nan": (_max_norm(float("nan")), MAX_NORM + "nan"),
-    "norm in a list": (_max_norm([1.0]), MAX_NORM + r"\[1.0\]"),
-    "negative norm": (_max_norm(-1), MAX_NORM + "-1"),
+    "norm as text": (_max_norm("1"), "max_norm must be a number >= 0, or None, but is '1'"),
+    "norm nan": (_max_norm(float("nan")), "max_norm must be a number >= 0, or None, but is nan"),
     "callbacks set": (_callbacks, r"TrainStep.callbacks was set.* train.callbacks.append\(callback\)"),
 }
 """Name -> what is called on a training, and the text of its error."""
@@ -206,26 +202,6 @@ def test_training_goes_on_after_a_refused_backward(ranks2):
     assert same_bits(refused[1], plain[1]) == []
 
 
-def _compiled_whole():
-    model = wrapped(NAME, config(3))
-    compiled = torch.compile(model, backend="aot_eager")
-    step = zeroamp.TrainStep(compiled, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1))
-    losses = []
-    for index in range(3):
-        loss = compiled(batch(NAME, 2 * index + torch.distributed.get_rank()))
-        losses.append([float(loss.detach())])
-        step.backward(loss)
-        step.step()
-    return losses
-
-
-@pytest.mark.slow
-def test_a_model_that_is_compiled_as_a_whole_trains(ranks2):
-    losses, _, _ = one_process.train(NAME, world_size=2, num_steps=3)
-    for rank, found in enumerate(ranks2.run(_compiled_whole)):
-        assert found == [ranks[rank] for ranks in losses]
-
-
 class FailsOnce(torch.optim.SGD):
     failed = False
 
@@ -262,10 +238,8 @@ def _after_a_failure(where, then):
     ("where", "then"),
     [
         ("optimizer.step", "backward"),
-        ("optimizer.step", "step"),
         ("optimizer.step", "zero_grad"),
         ("backward", "step"),
-        ("backward", "backward"),
     ],
 )
 def test_training_does_not_go_on_after_a_failure(ranks2, where, then):

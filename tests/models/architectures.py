@@ -25,12 +25,6 @@ def llama():
     return _model("LlamaForCausalLM", config), (), {"input_ids": IDS}
 
 
-def llama_checkpointed():
-    model, args, kwargs = llama()
-    model.activation_checkpointing_enable()
-    return model, args, kwargs
-
-
 def gpt2():
     config = _config(
         "GPT2Config", vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32, embd_pdrop=0, attn_pdrop=0,
@@ -155,7 +149,7 @@ def _noise(*shape):
 
 
 TRANSFORMERS = {f.__name__: f for f in (
-    llama, llama_checkpointed, gpt2, t5, vit, mixtral, mixtral_batched, mamba
+    llama, gpt2, t5, vit, mixtral, mixtral_batched, mamba
 )}  # fmt: skip
 PLAIN = {f.__name__: f for f in (conv_net, recurrent, attention, encoder, encoder_eval)}
 ARCHITECTURES = {**TRANSFORMERS, **PLAIN}

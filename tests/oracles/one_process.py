@@ -72,10 +72,10 @@ def train(
             if fqn in native:
                 parameter.grad = ((table[0][0].bfloat16() + table[1][0].bfloat16()) / 2).float()
                 continue
-            parameter.grad = _combine(table, reduce_each, num_replicas, (sent_as or {}).get(fqn))
+            parameter.grad = combine(table, reduce_each, num_replicas, (sent_as or {}).get(fqn))
             if parameter.grad is not None:
                 parameter.grad /= loss_scale
-        norms.append(_clip(model, clip))
+        norms.append(clip_norm(model, clip))
         if loss_scale == 1 or math.isfinite(norms[-1]):
             for optimizer in optimizers:
                 optimizer.step()
@@ -107,7 +107,7 @@ def _gradients_of_low_model(model, inputs, accumulation, dtype, loss_fn):
     return float(loss.detach()), gradients
 
 
-def _combine(table, reduce_each, num_replicas, dtype=None):
+def combine(table, reduce_each, num_replicas=1, dtype=None):
     """table[rank][micro] -> the averaged, accumulated fp32 gradient. None, of an unused parameter, counts as zeros.
 
     None if all are None, as autograd leaves it.
@@ -144,7 +144,8 @@ def _sum(tensors):
     return total
 
 
-def _clip(model, clip):
+def clip_norm(model, clip):
+    """Return the norm of the gradients, which are clipped to `clip`, unless it is 0."""
     with_gradient = [p for p in _trainable(model).values() if p.grad is not None]
     squares = torch.stack([p.grad.double().pow(2).sum() for p in with_gradient])
     norm = squares.sum().sqrt().float()

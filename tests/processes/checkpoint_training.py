@@ -10,11 +10,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import zeroamp
+from tests.processes import training
 from tests.processes.training import config, full_parameters, policy
 
 VOCAB, WIDTH, INNER = 13, 6, 10
@@ -79,13 +80,11 @@ OPTIMIZERS = {
     "two groups": _two_groups,
     "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2)),
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "averaged": lambda p: torch.optim.ASGD(p, lr=1e-2),
     "trainable only": lambda p: torch.optim.AdamW([q for q in p if q.requires_grad], lr=1e-2),
     "some only": lambda p: torch.optim.AdamW(p[3:5], lr=1e-2),
 }
 SCHEDULERS = {
     "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 15),
-    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
     "sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
         o,
         [torch.optim.lr_scheduler.LinearLR(o, 0.1, 1.0, 2), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
@@ -126,9 +125,7 @@ def mesh_of(case):
         ranks = list(range(first, first + case.group_size))
         group = dist.new_group(ranks, use_local_synchronization=True)
         return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
-    if case.mesh_shape is None:
-        return None
-    return init_device_mesh("cpu", case.mesh_shape, mesh_dim_names=("replicate", "shard"))
+    return training.mesh_of(case.mesh_shape)
 
 
 class Training:
@@ -241,19 +238,19 @@ class Resumed:
     """Of the one that was saved."""
 
 
-def resume(folder, case, *, training=Training, uninterrupted=False):
+def resume(folder, case, *, uninterrupted=False):
     """Save a training and let it go on; let another start load it and go on; return the `Resumed`.
 
-    training: a subclass of `Training`. uninterrupted: also compare with a training that is never saved.
+    uninterrupted: also compare with a training that is never saved.
     """
     first, last = case.steps[0], sum(case.steps)
     folder = f"{folder}/{group_of(case)}"
-    saved = training(case).run(0, first)
+    saved = Training(case).run(0, first)
     saved.save(folder, extra={"at": first}, async_=case.async_)
     saved.run(first, last)
     zeroamp.wait_for_save(saved.model)
     after = saved.state()
-    resumed = training(case, seed=7).run(0, 1)  # other weights, states and random numbers: all must be replaced
+    resumed = Training(case, seed=7).run(0, 1)  # other weights, states and random numbers: all must be replaced
     resumed.log.clear()
     extra = resumed.load(folder)
     resumed.run(first, last)
@@ -261,7 +258,7 @@ def resume(folder, case, *, training=Training, uninterrupted=False):
     if extra != {"at": first} or repr(resumed.log) != repr(saved.log[-len(resumed.log) :]):
         found.append("the log")
     if uninterrupted:
-        never_saved = training(case).run(0, last)
+        never_saved = Training(case).run(0, last)
         if repr(never_saved.log) != repr(saved.log):  # repr, for a norm may be nan
             found.append("the log of the uninterrupted run")
         found += differences(never_saved.state(), after)

@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.staging import StagingOptions
 
 import zeroamp
 from tests.processes.checkpoint_training import Case, Training, differences
-from tests.processes.training import config
 from zeroamp.checkpoint import save as save_module
 
 
@@ -119,24 +118,6 @@ def _saves_after_a_failure(folder):
 
 def test_a_save_after_something_raised_is_refused(ranks2, tmp_path):
     assert ranks2.run(_saves_after_a_failure, tmp_path / "checkpoints") == [False] * 2
-
-
-class _Talkative(torch.nn.Linear):
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "seen"] = torch.tensor(7)
-
-
-def _state_of_its_own(folder):
-    torch.manual_seed(0)
-    model = zeroamp.wrap_model(torch.nn.Sequential(_Talkative(4, 4)), zeroamp.policy_from_config(config(2)))
-    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    with pytest.raises(zeroamp.CheckpointError, match="^0.seen .*state_dict.*get_extra_state"):
-        zeroamp.save_checkpoint(folder, model, train)
-
-
-def test_state_that_could_not_be_loaded_is_refused(ranks2, tmp_path):
-    ranks2.run(_state_of_its_own, tmp_path)
 
 
 def _is_in_a_thread():

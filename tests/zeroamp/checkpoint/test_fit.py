@@ -98,6 +98,11 @@ def _at_the_wrong_time(folder):
         (partial(save, folder, step=rank), "save_checkpoint .*same step .*0 and 1"),
         (partial(save, folder, extra=Code()), "extra .*cannot be saved: .*Convert it"),
         (partial(save, folder, extra=Code() if rank else None), "rank 1: extra .*cannot be saved: "),
+        (partial(load, f"{folder}/nothing" if rank else folder), "load_checkpoint needs the same folder on all ranks"),
+        (
+            partial(load, folder, load_optimizer_states=rank == 0),
+            "load_checkpoint needs the same load_optimizer_states on all ranks",
+        ),
         (partial(load, f"{folder}/nothing"), f"{where}/nothing holds no checkpoint"),
         (partial(load, f"{folder}/latest"), f"rank 0: {where}/latest .*a file.*Check the path"),
         (

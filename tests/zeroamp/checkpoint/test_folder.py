@@ -95,20 +95,6 @@ def test_a_writer_that_is_killed_while_it_publishes_leaves_the_checkpoint_before
     assert not draft.path.exists()
 
 
-def test_a_save_that_fails_after_the_rename_leaves_no_checkpoint(tmp_path, monkeypatch):
-    publish(tmp_path, 1)
-    draft = open_draft(tmp_path, 2)
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(folder_module, "replace_durably", full)
-    with pytest.raises(OSError, match="No space"):
-        draft.publish(manifest(step=2), None)
-    draft.discard()
-    assert names(tmp_path) == {name(1), "latest"}
-
-
 WRITER = """
 import sys
 from pathlib import Path

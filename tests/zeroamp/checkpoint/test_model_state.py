@@ -87,6 +87,12 @@ class Unsaveable(Counting):
         self.counted.get_extra_state = object
 
 
+class Talkative(Counting):
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "seen"] = torch.tensor(7)
+
+
 class TwoCounters(Counting):
     def __init__(self):
         super().__init__()
@@ -110,8 +116,11 @@ def _extra_states(folder):
         (TwoCounters, r"another._extra_state \(checkpoint: none, model: an extra state\)\. "),
     ):
         assert re.search(words, error_of(Training(Case(build=build)).load, folder))
-    error = error_of(Training(Case(build=Unsaveable)).save, f"{folder}/none")
-    assert re.search(r"get_extra_state\(\).*cannot be saved", error)
+    for build, words in (
+        (Unsaveable, r"get_extra_state\(\).*cannot be saved"),
+        (Talkative, "seen .*state_dict.*get_extra_state"),
+    ):
+        assert re.search(words, error_of(Training(Case(build=build)).save, f"{folder}/none"))
 
 
 def test_extra_states_of_modules_go_on_each_rank_with_its_own(ranks2, tmp_path):

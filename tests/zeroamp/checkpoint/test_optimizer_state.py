@@ -44,11 +44,6 @@ class LocalMomentum(Momentum):
         super().__init__(parameters, lambda p: torch.zeros_like(p.to_local(), dtype=torch.float64))
 
 
-class LowMomentum(Momentum):
-    def __init__(self, parameters):
-        super().__init__(parameters, lambda p: torch.zeros_like(p, dtype=torch.bfloat16))
-
-
 class Signs(torch.optim.SGD):
     """SGD that also keeps the sign of every gradient as an integer, and a flag."""
 
@@ -87,19 +82,10 @@ def _named(parameters, step=1):
 STATES = {
     "local": Case(optimizer=LocalMomentum),
     "local at stage 0": Case(stage=0, optimizer=LocalMomentum),
-    "local at stage 2": Case(stage=2, optimizer=LocalMomentum),
-    "bf16": Case(optimizer=LowMomentum),
     "integers": Case(optimizer=lambda p: Signs(p, lr=1e-2, momentum=0.9)),
-    "an empty group": Case(
-        optimizer=lambda p: torch.optim.AdamW([{"params": p}, {"params": [], "lr": 0.5}]), scheduler="cosine"
-    ),
-    "named": Case(optimizer=_named),
     "forwarding": Case(optimizer=Forwarding),
-    "none": Case(optimizer="sgd"),
     "two groups": Case(optimizer="two groups", async_=True),
-    "tensor lr": Case(optimizer="tensor lr"),
     "fused": Case(optimizer="fused", async_=True),
-    "averaged": Case(optimizer="averaged"),
     "some only": Case(optimizer="some only", async_=True),
 }
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import zeroamp
 from tests.processes.checkpoint_training import Case, Small, Training, WithoutFrozen, differences, error_of, full
@@ -34,7 +33,6 @@ def _kinds(names):
 
 
 CASES = {
-    "all": ({}, set(), 3),
     "no optimizer": ({"load_optimizer_states": False}, {"optimizer"}, 3),
     "no scheduler": ({"load_lr_scheduler_states": False}, {"scheduler"}, 3),
     "model alone": ({"train": False}, {"optimizer", "scheduler", "groups", "counts"}, 1),
@@ -110,24 +108,3 @@ def test_frozen_parameters_can_be_left_out(ranks2, tmp_path):
         for error in errors:
             assert error.startswith("CheckpointError: ")
             assert "saved with exclude_frozen_parameters, without frozen, but in the model these are trainable" in error
-
-
-OTHER_ARGUMENTS = {
-    "folder": "other", "train": None, "load_optimizer_states": False, "load_lr_scheduler_states": False,
-    "missing_ok": True,
-}  # fmt: skip
-
-
-def _loaded_otherwise(folder):
-    """Load with another argument on rank 1; return the errors."""
-    training = Training(Case())
-    training.save(folder)
-    arguments = {"folder": folder, "model": training.model, "train": training.train}
-    others = [{name: value} if dist.get_rank() == 1 else {} for name, value in OTHER_ARGUMENTS.items()]
-    return [error_of(zeroamp.load_checkpoint, **{**arguments, **other}) for other in others]
-
-
-def test_other_arguments_on_one_rank_are_refused(ranks2, tmp_path):
-    for texts in ranks2.run(_loaded_otherwise, str(tmp_path)):
-        for name, text in zip(OTHER_ARGUMENTS, texts, strict=True):
-            assert f"load_checkpoint needs the same {name} on all ranks" in text

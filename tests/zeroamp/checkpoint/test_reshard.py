@@ -106,13 +106,10 @@ def test_from_two_ranks_to_four_to_three_that_shard_other_dimensions(ranks4, tmp
 
 DIM_0 = {"zeroamp": {"shard_dim": 0}}
 CHANGES = {
-    "stage 3 to 2": (Case(stage=3), Case(stage=2, group_size=2)),
     "stage 0 to 3": (Case(stage=0, group_size=2), Case(stage=3)),
     "stage 3 to 0": (Case(stage=3, optimizer="momentum"), Case(stage=0, group_size=2, optimizer="momentum")),
     "HSDP to 1-D": (Case(mesh_shape=(2, 2), optimizer="two groups"), Case(group_size=2, optimizer="two groups")),
-    "1-D to HSDP": (Case(group_size=2), Case(mesh_shape=(2, 2))),
     "autocast to fp32": (Case(), Case(group_size=1, options={"dtype": None})),
-    "dimension 0 to planned": (Case(group_size=2, build=OddModel, options=DIM_0), Case(build=OddModel)),
     "planned to dimension 0": (Case(group_size=2, build=OddModel), Case(build=OddModel, options=DIM_0)),
 }
 
@@ -155,22 +152,21 @@ class _OwnState(torch.optim.SGD):
                     self.state[parameter]["last"] = parameter.grad.to_local().detach().clone()
 
 
-def _own_state(folder, key):
+def _own_state(folder):
     """Return what differs where the same dimensions are sharded, and the error where others are."""
 
     def case(key):
         return Case(build=OddModel, optimizer=lambda p: _OwnState(p, lr=0.1), options={"zeroamp": {"shard_dim": key}})
 
-    resumed = resume(folder, case(key))
-    other = Training(case(0 if key == "auto" else "auto"), seed=7)
+    resumed = resume(folder, case("auto"))
+    other = Training(case(0), seed=7)
     error = error_of(other.load, f"{folder}/0")
     zeroamp.load_checkpoint(f"{folder}/0", other.model)
     return resumed.differing, error
 
 
-@pytest.mark.parametrize("key", ["auto", 0])
-def test_state_of_each_rank_s_own_shard_is_refused_if_another_dimension_is_sharded(ranks2, tmp_path, key):
-    for differing, error in ranks2.run(_own_state, str(tmp_path), key):
+def test_state_of_each_rank_s_own_shard_is_refused_if_another_dimension_is_sharded(ranks2, tmp_path):
+    for differing, error in ranks2.run(_own_state, str(tmp_path)):
         assert differing == []
         assert re.search(r"CheckpointError: .*cannot be resharded.*was sharded .*Shard\(dim=[01]\).*shard_dim", error)
 

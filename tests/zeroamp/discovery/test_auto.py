@@ -86,28 +86,9 @@ def test_a_sharded_model_is_refused(ranks2):
         ranks2.run(_discover_sharded)
 
 
-class Dummies(nn.Module):
-    """Has inputs of its own, as transformers' models do."""
-
-    main_input_name = "x"
-
-    def __init__(self, dummies):
-        super().__init__()
-        self.lin = nn.Linear(8, 8)
-        self.dummy_inputs = dummies
-
-    def forward(self, x):
-        return self.lin(x)
-
-
-def test_dummy_inputs_are_used_where_there_are_no_others():
-    assert zeroamp.discover_safe_parameters(Dummies({"x": X})).safe == {"lin.weight", "lin.bias"}
-
-
-@pytest.mark.parametrize("model", [Layer(), Dummies({"input_ids": X})], ids=["none", "of another model"])
-def test_no_inputs_are_an_error_that_says_how_to_pass_them(model):
+def test_no_inputs_are_an_error_that_says_how_to_pass_them():
     with pytest.raises(zeroamp.ConfigError, match=r"example_inputs .*Pass a batch, as a tuple"):
-        zeroamp.discover_safe_parameters(model)
+        zeroamp.discover_safe_parameters(Layer())
 
 
 def test_the_key_that_needs_inputs_is_named():

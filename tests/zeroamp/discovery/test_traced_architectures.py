@@ -58,10 +58,9 @@ def test_what_is_safe_changes_no_bit(architecture):
     assert is_unchanged(model, gathered(model, found.safe), args, kwargs)
 
 
-@pytest.mark.parametrize("name", slow_but(["llama", "t5"], "llama"))
-def test_transformers_dummy_inputs_give_the_same_answer(name):
+def test_transformers_dummy_inputs_give_the_same_answer():
     pytest.importorskip("transformers", reason="the model is transformers'")
-    model, args, kwargs = ARCHITECTURES[name]()
+    model, args, kwargs = ARCHITECTURES["llama"]()
     assert zeroamp.discover_safe_parameters(model).safe == zeroamp.discover_safe_parameters(model, args, kwargs).safe
 
 

@@ -12,11 +12,9 @@ from torch.nn import functional as F
 
 import zeroamp
 from tests.models.parameter_uses import USES, Uses
-from tests.models.small import MODELS, batch, build
+from tests.models.small import batch, build
 from tests.oracles.low_precision_gather import gathered, is_unchanged, randomise, rounded
 from tests.selection import slow_but
-from zeroamp.planning.parameter_uses import find_uses
-from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, resolve_safe_classes, unsafe_owner
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(5)).requires_grad_()
 
@@ -49,7 +47,7 @@ ALONE = {"written in place", "locally another dtype"}
 """Uses that change what a later one reads: the values, or the cast that autocast has cached."""
 
 
-@pytest.mark.parametrize("first", slow_but(range(0, 80, 20), 0))
+@pytest.mark.parametrize("first", slow_but([0, 20], 0))
 def test_of_two_ways_at_once_none_is_called_safe_that_changes_a_bit(first):
     num_safe = 0
     for seed in range(first, first + 20):
@@ -68,21 +66,6 @@ def test_of_two_ways_at_once_none_is_called_safe_that_changes_a_bit(first):
 
 def _all_of(forwards, model, x):
     return [forward(model, x) for forward in forwards]
-
-
-def _class_list(model):
-    classes = resolve_safe_classes(DEFAULT_SAFE_MODULES, model)
-    return {use.fqns[0] for use in find_uses(model, []) if unsafe_owner(use.named_owners(), classes) is None}
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "moe"])  # its routing needs values
-def test_the_small_models_agree_with_the_class_list(name):
-    if name == "hf_llama":
-        pytest.importorskip("transformers", reason="the model is transformers'")
-    model = build(name)
-    found = zeroamp.discover_safe_parameters(model, (batch(name, 0),))
-    assert found.safe == _class_list(model)
-    assert set(found.reasons) == {name for name, _ in model.named_parameters()}
 
 
 def test_it_prints_the_parameters_and_the_reasons_and_a_tied_weight_by_its_first_name():

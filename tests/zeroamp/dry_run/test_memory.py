@@ -50,11 +50,11 @@ def test_every_stage_with_and_without_checkpointing(ranks2, stage, checkpointing
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["hf_llama", "encoder", "conv"])
+@pytest.mark.parametrize("name", ["encoder", "conv"])
 def test_other_models(ranks2, name):
-    for stage, checkpointing in FAST:
+    for stage, checkpointing in FAST[2:]:
         answers = ranks2.run(measured_step, name, {"stage": stage, "threshold": 0}, checkpointing)
-        check(answers, is_even=name not in ("encoder", "conv"), more=GROUP_NORMS * (name == "conv"))
+        check(answers, is_even=False, more=GROUP_NORMS * (name == "conv"))
 
 
 def freeze_the_first(model):
@@ -68,13 +68,10 @@ EACH = {"stage": 3, "threshold": 0}
 WAYS = {
     "a window": ("llama_untied", {"stage": 1, "accumulation": 4}, True),
     "units of their own": ("scaled", {"stage": 3, "threshold": 1000, "accumulation": 2}),
-    "units of their own, recomputed": ("llama_untied", {"stage": 3, "threshold": 1000}, True),
     "units that cast their inputs": ("makes_fp32", {**EACH, **BF16}),
     "units that cast their inputs, recomputed": ("makes_fp32", {"stage": 1, "threshold": 0, **BF16}, True),
-    "fp32": ("llama_tied", {"stage": 0, "dtype": None}),
     "fp32 reductions": ("llama_tied", {"stage": 2, "comm": "fp32"}),
     "states in bf16": ("llama_tied", {"stage": 3, "data_types": {"optimizer_states_dtype": "bf16"}}),
-    "bf16": ("llama_tied", {"stage": 3, **BF16}),
     "native sums": ("llama_tied", {"stage": 2, "zeroamp": {"reduce_accumulate_dtype": "native"}}),
     "sums in bf16": (
         "llama_tied", {"stage": 1, **BF16, "data_types": {"grad_accum_dtype": "bf16"}, "accumulation": 2},
@@ -87,7 +84,7 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", slow_but(WAYS, "units of their own", "fp32", "states in bf16", "live"))
+@pytest.mark.parametrize("way", slow_but(WAYS, "units of their own", "states in bf16"))
 def test_every_way_to_train(ranks2, way):
     check(ranks2.run(measured_step, *WAYS[way]))
 

@@ -47,7 +47,7 @@ def check(answers):
         assert len(counted) > 2
 
 
-MODES = [{}, {"dtype": "float16"}, {"comm": "fp32"}, NATIVE, LOW, {**LOW, **NATIVE}, {"dtype": None}]
+MODES = [{}, {"comm": "fp32"}, {**LOW, **NATIVE}]
 
 
 @pytest.mark.parametrize("mode", slow_but(MODES, {}), ids=str)
@@ -57,7 +57,7 @@ def test_every_mode_and_stage(ranks2, mode):
         check(ranks2.run(_of_model, "llama_tied", options, {}))
 
 
-@pytest.mark.parametrize("name", slow_but(["conv", "encoder", "hf_llama", "moe"], "conv", "moe"))
+@pytest.mark.parametrize("name", slow_but(["conv", "encoder", "moe"], "moe"))
 def test_every_model_with_sizes_that_the_ranks_do_not_divide(ranks2, name):
     for stage, accumulation in ((0, 2), (1, 1), (2, 2), (3, 1)):
         options = {"stage": stage, "accumulation": accumulation, "threshold": 0}
@@ -86,21 +86,20 @@ def _store_low(model):
 @pytest.mark.parametrize(
     "prepare", slow_but([_freeze_some, _freeze_the_first, _freeze_the_last, _store_low], _freeze_some)
 )
-@pytest.mark.parametrize("fields", slow_but([{}, {"prefetch_bucket_size": BLOCK}], {}), ids=str)
-def test_frozen_parameters(ranks2, prepare, fields):
-    for stage, accumulation, threshold in ((1, 2, None), (2, 3, 0), (3, 1, None), (3, 3, 0)):
-        options = {"stage": stage, "accumulation": accumulation, "threshold": threshold}
-        check(ranks2.run(_of_model, "llama_untied", options, fields, None, prepare))
+def test_frozen_parameters(ranks2, prepare):
+    for stage, accumulation, bucket in ((1, 2, 0), (3, 1, 0), (3, 3, BLOCK)):
+        options = {"stage": stage, "accumulation": accumulation, "threshold": 0}
+        check(ranks2.run(_of_model, "llama_untied", options, {"prefetch_bucket_size": bucket}, None, prepare))
 
 
 FIELDS = [
-    *({"max_live_parameters": n} for n in (BLOCK - 1, BLOCK, 10**9)),
-    *({"prefetch_bucket_size": n} for n in (BLOCK - 1, BLOCK, 10**9)),
+    *({"max_live_parameters": n} for n in (BLOCK - 1, BLOCK)),
+    *({"prefetch_bucket_size": n} for n in (BLOCK - 1, BLOCK)),
     {"max_live_parameters": BLOCK, "prefetch_bucket_size": 3 * BLOCK},
 ]
 
 
-@pytest.mark.parametrize("fields", slow_but(FIELDS, FIELDS[1], FIELDS[4], FIELDS[-1]), ids=str)
+@pytest.mark.parametrize("fields", slow_but(FIELDS, FIELDS[1], FIELDS[-1]), ids=str)
 def test_sharding_options(ranks2, fields):
     for accumulation, threshold in ((1, None), (3, None), (3, 0)):
         options = {"stage": 3, "threshold": threshold, "accumulation": accumulation}
@@ -111,11 +110,8 @@ def test_sharding_options(ranks2, fields):
     ("options", "fields", "mesh_shape"),
     [
         ({"stage": 3}, {}, (2, 2)),
-        pytest.param({"stage": 1}, {}, (4, 1), marks=pytest.mark.slow),
-        pytest.param({"stage": 2, **NATIVE}, {}, (2, 2), marks=pytest.mark.slow),
         pytest.param({"stage": 2, **FP16, **NATIVE}, {}, (1, 4), marks=pytest.mark.slow),
         ({"stage": 3, "threshold": 0}, {"hpz_partition_size": 2}, None),
-        pytest.param({"stage": 3, "threshold": 0}, {"hpz_partition_size": 4}, (1, 4), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -151,7 +147,7 @@ def _of_class(cls, stage, accumulation, fields, wrap, dtype=None):
 )
 def test_units_in_units_units_that_run_again_and_a_root_without_parameters(ranks2, cls, fields):
     wrap = {"Linear"} if cls is ThreeUnits else {"Sequential"}
-    for stage, accumulation in ((0, 2), (1, 2), (2, 1), (3, 1), (3, 3)):
+    for stage, accumulation in ((0, 2), (2, 1), (3, 1), (3, 3)):
         check(ranks2.run(_of_class, cls, stage, accumulation, fields, wrap))
 
 

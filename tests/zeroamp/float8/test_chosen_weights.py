@@ -1,16 +1,17 @@
-"""Which weights are planned in float8, and what a step moves then. Needs no torchao."""
+"""What `zeroamp.param_gather_dtype` is refused with in a config, and which weights it is planned for. No torchao."""
 
 import sys
 
 import pytest
+import torch
 from torch import nn
 
 import zeroamp
 from tests.models.small import build
 from tests.processes.training import config, policy
 from tests.zeroamp.dry_run.plans import plan as planned_run
-from zeroamp.dry_run.planned_traffic import plan_traffic
-from zeroamp.planning.mesh import Ranks
+from zeroamp import ConfigError, policy_from_config
+from zeroamp.float8.conflicts import CONFLICTS, KEY
 from zeroamp.planning.plan import build_plan
 
 FLOAT8 = {"param_gather_dtype": "float8_e4m3fn"}
@@ -72,22 +73,6 @@ def test_a_model_without_such_a_weight_is_refused():
             plan(model, **options)
 
 
-def test_groups_and_calls_are_those_of_bf16_and_weights_move_half_the_bytes():
-    low, high = plan("llama_untied"), plan("llama_untied", zeroamp={})
-
-    def by_group(planned):
-        traffic = plan_traffic(planned, Ranks(num_shards=4))
-        return {(key.collective, key.group): (calls, traffic.num_bytes[key]) for key, calls in traffic.calls.items()}
-
-    found, expected = by_group(low), by_group(high)
-    assert found.pop(("all_reduce", "float8 scales")) == (1, 4 * len(float8(low)))
-    for group in low.groups:
-        calls, num_bytes = expected["all_gather", group.name]
-        saved = sum(param.numel for param in group.params if param.has_own_gather_dtype)
-        expected["all_gather", group.name] = calls, num_bytes - calls * saved
-    assert found == expected
-
-
 def test_a_planned_run_holds_float8_and_one_bf16_copy(monkeypatch):
     """At stage 2 all parameters are unsharded at once: a byte less per element of a weight, and the copy of one."""
     monkeypatch.setitem(sys.modules, "torchao", None)  # an import would raise
@@ -100,3 +85,36 @@ def test_a_planned_run_holds_float8_and_one_bf16_copy(monkeypatch):
     assert more["unsharded parameters"] - less["unsharded parameters"] == sum(weights)
     assert less["workspace"] - more["workspace"] == 2 * max(weights)
     assert low.to_dict()["stages"][1]["peak_bytes"] < high.to_dict()["stages"][1]["peak_bytes"]
+
+
+PLAIN = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+SET = {
+    "no low precision (mode fp32)": {"bf16": {"enabled": False}},
+    "float16 compute": {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "float16"}},
+    "zero_optimization.stage 0": {"zero_optimization": {"stage": 0}},
+    "zero_optimization.zero_hpz_partition_size": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+    "zero_optimization.offload_param": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+}
+
+
+def _config(cfg):
+    return {**PLAIN, **cfg, "zeroamp": {"param_gather_dtype": "float8_e4m3fn", **cfg.get("zeroamp", {})}}
+
+
+@pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda conflict: conflict.name)
+def test_a_conflict_is_refused_by_its_name(conflict):
+    with pytest.raises(ConfigError) as caught:
+        policy_from_config(_config(SET[conflict.name]))
+    text = str(caught.value)
+    assert text.startswith(f'{KEY} is "float8_e4m3fn", which is not supported with {conflict.name}: ')
+    assert text.endswith(conflict.instead)
+    without = {**PLAIN, **SET[conflict.name]}
+    assert policy_from_config(without).param_gather_dtype is None
+
+
+def test_the_key_takes_one_dtype():
+    assert policy_from_config(_config({})).param_gather_dtype == torch.float8_e4m3fn
+    assert policy_from_config(PLAIN).replace(param_gather_dtype="float8_e4m3fn") == policy_from_config(_config({}))
+    for value in ("float8_e5m2", "fp8", "bf16", 8, True):
+        with pytest.raises(ConfigError, match=KEY):
+            policy_from_config({**PLAIN, "zeroamp": {"param_gather_dtype": value}})

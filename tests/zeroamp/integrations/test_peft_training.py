@@ -45,9 +45,7 @@ TRAININGS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(TRAININGS, "LoRA on bf16", "DoRA on NF4", "a trained copy of a tied embedding")
-)
+@pytest.mark.parametrize("name", slow_but(TRAININGS, "LoRA on bf16", "DoRA on NF4"))
 def test_adapters_train_as_in_one_process(ranks2, name):
     if (base := TRAININGS[name].base) in NF4:
         needs_bitsandbytes(base.partition(" ")[2])

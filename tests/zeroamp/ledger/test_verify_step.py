@@ -43,20 +43,17 @@ CPU = {"device": "cpu"}
     ("name", "options"),
     [
         ("hf_llama", {"stage": 0, "accumulation": 1, **LOW_SUMS}),
-        ("encoder", {"stage": 1, "accumulation": 2}),
-        ("moe", {"stage": 1, **LOW, "accumulation": 2}),
         ("moe", {"stage": 2, "accumulation": 3, **LOW_SUMS}),
         ("conv", {"stage": 2, "zeroamp": {"reduce_accumulate_dtype": "native"}}),
         ("hf_llama", {"stage": 2, "dtype": None, "fp16": {"enabled": True, "initial_scale_power": 4}}),
         ("conv", {"stage": 3, "comm": "fp32"}),
         ("moe", {"stage": 3, "dtype": "float16", "accumulation": 2}),
-        ("encoder", {"stage": 3, "dtype": None}),
         ("moe", {"zero_optimization": {"stage": 3, "offload_param": CPU, "offload_optimizer": CPU}}),
-        ("moe", {"stage": 3, "threshold": 0, **LOW, "accumulation": 2}),
         (
             "moe",
             {
                 **LOW,
+                "accumulation": 2,
                 "data_types": {"keep_in_fp32_modules": ["router", "norm", "blocks.0.experts"], "buffer_dtype": "fp32"},
             },
         ),

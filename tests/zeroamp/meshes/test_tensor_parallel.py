@@ -27,24 +27,6 @@ def test_an_embedding_and_a_head_that_are_units_of_their_own_have_the_same_bits(
     assert same_bits(own.parameters, in_root.parameters) == []
 
 
-def _set_whole():
-    mesh = mesh_of(**AXES)
-    model, _ = parallel_training.start(mesh, config(3))
-    named = dict(model.named_parameters())
-    values = {
-        fqn: torch.randn(p.shape, generator=torch.Generator().manual_seed(dist.get_rank())) for fqn, p in named.items()
-    }
-    for fqn, parameter in named.items():
-        zeroamp.set_full_parameter(parameter, values[fqn])
-    return full_parameters(model), values
-
-
-def test_whole_parameters_can_be_set(ranks4):
-    results = ranks4.run(_set_whole)
-    for found, _ in results:
-        assert same_bits(found, results[0][1]) == []
-
-
 def _overflowed(axes, overflowing_rank):
     """Five steps in float16; in the third, one element of one rank's gradients is infinite."""
     mesh = mesh_of(**axes)

@@ -19,7 +19,7 @@ pytest.importorskip("transformers", reason="the models are transformers'")
 
 FP32 = {"modules": ["@lm_head", "@router"], "compute": "fp32", "communication": "fp32"}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-ROUTERS = {"Mixtral": "mlp.gate", "gpt-oss": "mlp.router", "DeepSeek-V3": "mlp.gate"}
+ROUTERS = {"Mixtral": "mlp.gate", "gpt-oss": "mlp.router"}
 
 
 def _in_fp32(family, suffixes):

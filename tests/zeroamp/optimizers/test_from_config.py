@@ -12,22 +12,16 @@ ADAM = {"lr": 0.1, "betas": [0.8, 0.95], "eps": 1e-3, "weight_decay": 0.3}
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}
 
 CASES = [
-    ({"type": "AdamW"}, torch.optim.AdamW, {"weight_decay": 0.0}),
-    ({"type": "Adam"}, torch.optim.AdamW, {"weight_decay": 0.0}),
-    ({"type": "Adam", "params": {"adam_w_mode": False}}, torch.optim.Adam, {}),
+    ({"type": "ADAM"}, torch.optim.AdamW, {"weight_decay": 0.0}),
     ({"type": "Adam", "params": {"torch_adam": True, "adam_w_mode": False}}, torch.optim.Adam, {}),
-    ({"type": "AdamW", "params": {"torch_adam": True}}, torch.optim.AdamW, {}),
-    ({"type": "AdamW", "params": {**ADAM, "amsgrad": True}}, torch.optim.AdamW, {**ADAM, "amsgrad": True}),
     ({"type": "Adam", "params": {**ADAM, "adam_w_mode": False}}, torch.optim.Adam, ADAM),
     ({"type": "AdamW", "params": {**ADAM, "fused": True}}, torch.optim.AdamW, {**ADAM, "fused": True}),
     (
-        {"type": "AdamW", "params": {**ADAM, "foreach": True, "maximize": True}},
+        {"type": "AdamW", "params": {**ADAM, "amsgrad": True, "foreach": True, "maximize": True}},
         torch.optim.AdamW,
-        {**ADAM, "foreach": True, "maximize": True},
+        {**ADAM, "amsgrad": True, "foreach": True, "maximize": True},
     ),
-    ({"type": "SGD"}, torch.optim.SGD, {}),
     ({"type": "SGD", "params": {**SGD, "dampening": 0.5}}, torch.optim.SGD, {**SGD, "dampening": 0.5}),
-    ({"type": "SGD", "params": {**SGD, "nesterov": True}}, torch.optim.SGD, {**SGD, "nesterov": True}),
 ]
 
 

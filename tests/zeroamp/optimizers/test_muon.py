@@ -74,15 +74,9 @@ def _check(ranks, stage, mesh_shape=None, clip=0.0, options="default"):
     return [each[2:] for each in found]
 
 
-@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
 def test_the_bits_are_those_of_one_process(ranks2, stage):
-    _check(ranks2, stage, clip=0.5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", ["plain", "tensor"])
-def test_so_they_are_with_other_options(ranks2, options):
-    _check(ranks2, 3, options=options)
+    _check(ranks2, stage, clip=0.5, options=("tensor", "default", "default", "plain")[stage])
 
 
 @pytest.mark.slow

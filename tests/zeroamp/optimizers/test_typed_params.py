@@ -5,22 +5,6 @@ import pytest
 from zeroamp import ConfigError, policy_from_config
 
 
-def test_without_the_blocks_the_policy_has_none():
-    policy = policy_from_config({"optimizer": None})
-    assert (policy.optimizer, policy.scheduler) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("block", "given", "name"),
-    [
-        ("optimizer", "ADAMW", "AdamW"),
-        ("scheduler", "warmuplr", "WarmupLR"),
-    ],
-)
-def test_the_type_is_written_as_deepspeed_writes_it_whatever_the_case(block, given, name):
-    assert getattr(policy_from_config({block: {"type": given}}), block).type == name
-
-
 def _optimizer(name, **params):
     return {"optimizer": {"type": name, "params": params}}
 
@@ -31,11 +15,9 @@ def _scheduler(name, **params):
 
 BAD = [
     ({"optimizer": {}}, "type", "is missing", "Add it"),
-    (_optimizer(3), "type", "is 3", "Name one of them"),
     (_optimizer("Lamb"), "type", 'is "Lamb"', "Build the optimizer yourself"),
     (_optimizer("AdmaW"), "type", 'is "AdmaW"', "Did you mean 'AdamW'?"),
     ({"optimizer": {"type": "SGD", "legacy": True}}, "legacy", "is a key of neither", "legacy_fusion"),
-    ({"optimizer": {"type": "SGD", "params": 3}}, "params", "is 3", "Change the value"),
     (_optimizer("AdamW", weight_decy=0.1), "params.weight_decy", "is not supported", "weight_decay"),
     (_optimizer("Adam", momentum=0.1), "params.momentum", "is not supported", "does not ignore unknown keys"),
     (_optimizer("AdamW", max_grad_norm=1.0), "params.max_grad_norm", "is 1.0", 'Write "gradient_clipping" at the top'),
@@ -43,19 +25,13 @@ BAD = [
     (_optimizer("AdamW", adam_w_mode=False), "params.adam_w_mode", "is false", 'Write "type": "Adam"'),
     (_optimizer("SGD", lr="1e-3"), "params.lr", 'is the string "1e-3"', "Remove the quotes"),
     (_optimizer("Adam", betas=[0.9, 1]), "params.betas.1", "is 1", "Change the value"),
-    (_optimizer("Adam", betas=[0.9]), "params.betas.1", "is missing", "Add it"),
-    ({"scheduler": {"params": {"no": 1}}}, "type", "is missing", "Add it"),
-    (_scheduler(None), "type", "is null", "Name one of them"),
     (_scheduler("WarmupCosLR"), "type", 'is "WarmupCosLR"', "WarmupCosineLR"),
     (_scheduler("OneCycle"), "type", 'is "OneCycle"', "CyclicLR in place of OneCycle"),
     (_scheduler("WarmupDecayLR"), "params.total_num_steps", "is missing", "Add it"),
     (_scheduler("WarmupLR", last_batch_iteration=3), "params.last_batch_iteration", "is 3", "pass the saved state to"),
     (_scheduler("WarmupLR", warmup_type="cosine"), "params.warmup_type", 'is "cosine"', "Change the value"),
     (_scheduler("WarmupLR", warmup_num_steps=0), "params.warmup_num_steps", "is 0", "Change the value"),
-    (_scheduler("WarmupLR", warmup_min_lr=[]), "params.warmup_min_lr", "is []", "Change the value"),
-    (_scheduler("WarmupLR", warmup_max_lr=[0.1, True]), "params.warmup_max_lr", "is [0.1, true]", "Change the value"),
     (_scheduler("WarmupLR", warmup_max_lr=float("inf")), "params.warmup_max_lr", "is Infinity", "Change the value"),
-    (_scheduler("WarmupLR", warmup_max_lr=1e16), "params.warmup_max_lr", "is 1e+16", "Change the value"),
 ]
 
 

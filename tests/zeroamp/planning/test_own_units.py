@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 import zeroamp
-from tests.models.small import WIDTH, build, hf_llama
+from tests.models.small import build, hf_llama
 from tests.processes.training import config
 from tests.processes.training import policy as policy_of
 from zeroamp.dry_run.fsdp_replay import step_schedule
@@ -56,30 +56,6 @@ def test_live_units_are_counted_without_them():
         **dict.fromkeys(("embed", "blocks.2", "head"), 1),
         "blocks.1": 2,
     }
-
-
-@pytest.mark.parametrize(
-    ("model", "lookups", "heads"),
-    [
-        ("padded", ("embed",), ("head",)),
-        ("scaled", (), ("embed", "head")),
-        ("times_weight", (), ("embed", "head")),
-        ("positions", ("embed",), ("positions", "head")),
-    ],
-)
-def test_an_embedding_with_a_forward_of_its_own_stays_for_the_backward(model, lookups, heads):
-    assert plan(model).own_units == OwnUnits(lookups=lookups, heads=heads)
-
-
-def _model(**more):
-    embedding = nn.Embedding(80, WIDTH, **more)
-    return nn.ModuleDict({"embed": embedding, "blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(2))})
-
-
-def test_a_forward_hook_on_an_embedding_may_read_it():
-    model = _model()
-    model["embed"].register_forward_hook(lambda module, _args, output: output * module.weight[0])
-    assert plan(model).own_units == OwnUnits(heads=("embed",))
 
 
 def test_only_what_comes_after_the_units_is_a_head():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import zeroamp
-from tests.models.small import Encoder, Llama
+from tests.models.small import Llama
 from tests.processes.training import config
 
 
@@ -52,13 +52,6 @@ def test_a_tied_weight_is_unsafe_where_one_owner_is():
 def test_the_group_of_the_embedding_of_an_untied_head(threshold, expected):
     built = groups(plan(meta(Llama, tied=False), threshold=threshold, zeroamp={"own_units": False}))
     assert {name: fqns for name, fqns in built.items() if not name.startswith("blocks")} == expected
-
-
-def test_attention_weights_that_multihead_attention_owns_are_unsafe_and_subclasses_of_linear_safe():
-    built = plan(meta(Encoder))
-    assert "encoder.layers.0.self_attn.out_proj.weight" in low(built)  # NonDynamicallyQuantizableLinear
-    assert "encoder.layers.0.self_attn.in_proj_weight" not in low(built)
-    assert "position" in groups(built)["root"]
 
 
 def test_fp32_adapters_on_a_frozen_bf16_base_are_groups_apart():

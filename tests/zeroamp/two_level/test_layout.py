@@ -1,4 +1,4 @@
-"""How the ranks of a mesh axis lie on nodes."""
+"""How the ranks of a mesh axis lie on nodes, and the warning where they allow no two levels."""
 
 import os
 import socket
@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
+from benchmarks.fake_ranks import fake_ranks
+from tests.measuring.logs import log_lines
+from tests.processes.training import config
 from zeroamp.two_level.layout import nodes_of_axis
 from zeroamp.wrapping.model_checks import ranks_per_node
 from zeroamp.wrapping.state import wrap_state
@@ -35,11 +38,11 @@ def test_an_axis_has_two_levels_where_nodes_are_equal_blocks_of_a_power_of_two(r
 @pytest.mark.parametrize(("value", "expected"), [(None, 4), ("auto", 4), (2, 2), (1, 1), ("off", None)])
 def test_ranks_per_node_comes_from_the_config_or_the_launcher(monkeypatch, value, expected):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    config = {} if value is None else {"zeroamp": {"ranks_per_node": value}}
-    assert ranks_per_node(zeroamp.policy_from_config(config)) == expected
+    cfg = {} if value is None else {"zeroamp": {"ranks_per_node": value}}
+    assert ranks_per_node(zeroamp.policy_from_config(cfg)) == expected
     for unset in (lambda: monkeypatch.setenv("LOCAL_WORLD_SIZE", ""), lambda: monkeypatch.delenv("LOCAL_WORLD_SIZE")):
         unset()
-        assert ranks_per_node(zeroamp.policy_from_config(config)) == (None if value in (None, "auto") else expected)
+        assert ranks_per_node(zeroamp.policy_from_config(cfg)) == (None if value in (None, "auto") else expected)
 
 
 @pytest.mark.parametrize("value", [0, "on", True])
@@ -76,3 +79,24 @@ def test_without_a_launchers_number_nodes_are_found_by_the_names_of_hosts(ranks4
         assert found == ([] if inside is None else [inside[rank // 2]])
         assert (why is None) == (why_flat is None)
         assert (why_flat or "") in (why or "")
+
+
+def _warnings(num_ranks, **options):
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    with fake_ranks(num_ranks), log_lines() as lines:
+        zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3, **options)), materialize=False)
+    return [line for line in lines if "in one level" in line]
+
+
+def test_a_mesh_over_uneven_nodes_is_warned_of_in_one_line_and_an_even_one_is_not(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
+    (line,) = _warnings(16)
+    assert "do not lie on nodes of 6" in line
+    assert _warnings(6) == []
+    assert _warnings(16, zeroamp={"ranks_per_node": "off"}) == []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert _warnings(16) == []
+    assert _warnings(16, zeroamp={"dp_replicate_size": 2}) == []
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert _warnings(16) == [], "the nodes are not known"

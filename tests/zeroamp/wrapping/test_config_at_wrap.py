@@ -24,22 +24,17 @@ def _error_of(cfg, mesh_shape=None, **changes):
     return str(caught.value)
 
 
-def test_batch_sizes_are_checked_against_the_mesh(ranks2):
+def _total_of_another_world():
     cfg = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
-    assert ranks2.run(_wraps, cfg) == [True, True]
-    words = ranks2.run(_total_of_another_world, cfg)[0]
-    assert re.match("train_batch_size (?=.*18)(?=.*12 = 2 train_micro_batch_size_per_gpu x 3 ).*Change one", words)
-
-
-def _wraps(cfg):
-    return zeroamp.wrap_model(build(NAME), zeroamp.policy_from_config(cfg)) is not None
-
-
-def _total_of_another_world(cfg):
+    zeroamp.wrap_model(build(NAME), cfg)
     policy = zeroamp.policy_from_config({**cfg, "train_batch_size": 18}, world_size=3)
-    with pytest.raises(zeroamp.ConfigError) as caught:
+    words = "train_batch_size (?=.*18)(?=.*12 = 2 train_micro_batch_size_per_gpu x 3 ).*Change one"
+    with pytest.raises(zeroamp.ConfigError, match=f"^{words}"):
         zeroamp.wrap_model(build(NAME), policy)
-    return str(caught.value)
+
+
+def test_batch_sizes_are_checked_against_the_mesh(ranks2):
+    ranks2.run(_total_of_another_world)
 
 
 def _by_config(path):

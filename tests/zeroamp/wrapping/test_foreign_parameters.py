@@ -66,34 +66,3 @@ def test_trained_tables_that_are_written_or_have_sparse_gradients_are_refused(ma
     assert ignored.ignored_fqns == {"0.weight"}
     model[0].requires_grad_(False)
     assert len(build_plan(model, policy(config(3))).params) == 3
-
-
-class Packed(nn.Linear):
-    """Four 8-bit numbers in each fp32 word of its weight, as QLoRA with fp32 storage has them."""
-
-    def __init__(self):
-        super().__init__(16, 8, bias=False)
-        words = torch.arange(8 * 16 * 4, dtype=torch.int32).to(torch.uint8).view(torch.float32).view(8, 16)
-        self.weight = nn.Parameter(words, requires_grad=False)
-        self.weight.quant_state = "of bitsandbytes"
-        self.seen = None
-
-    def forward(self, x):
-        self.seen = self.weight.detach().clone().view(torch.uint8)
-        return x
-
-
-def _packed(options):
-    model = nn.Sequential(Packed(), nn.Linear(16, 16))
-    torch.manual_seed(0)
-    for parameter in model[1].parameters():
-        nn.init.normal_(parameter)
-    expected = model[0].weight.detach().clone().view(torch.uint8)
-    zeroamp.wrap_model(model, policy(config(3, **options)), auto_wrap_policy={"Linear"})
-    model(torch.ones(2, 16)).sum().backward()
-    return torch.equal(model[0].seen, expected)
-
-
-@pytest.mark.parametrize("options", [{}, {"dtype": None, "bf16": {"enabled": True}}], ids=["autocast", "bf16"])
-def test_quantized_words_are_gathered_as_stored(ranks2, options):
-    assert ranks2.run(_packed, options) == [True, True]

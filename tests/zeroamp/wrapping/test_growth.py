@@ -15,22 +15,24 @@ from zeroamp.wrapping.summary import size_summary
 
 FEW, TIMES = 4, 10
 
-ZERO_3 = {
-    "a group more in every unit": {"stage3_param_persistence_threshold": 0},
-    "prefetch": {"stage3_prefetch_bucket_size": 30_000},
-    "live parameters": {"stage3_max_live_parameters": 10**12},
-}
-MORE = {
+OPTIONS = {
     "stage 1 with accumulation": {"stage": 1, "accumulation": 2, "clip": 1.0},
     "stage 3": {"clip": 1.0},
+    "prefetch and live parameters of a group more in every unit": {
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": 30_000,
+            "stage3_max_live_parameters": 10**12,
+        },
+    },
     "modules kept in fp32": {
         "dtype": None,
         "bf16": {"enabled": True},
         "data_types": {"keep_in_fp32_modules": ["RMSNorm", "down.bias"]},
     },
 }
-OPTIONS = MORE | {name: {"zero_optimization": {"stage": 3, **zero}} for name, zero in ZERO_3.items()}
-STEPPED = ["stage 1 with accumulation", "stage 3", "a group more in every unit"]
+STEPPED = ["stage 1 with accumulation", "stage 3"]
 TOKENS = torch.zeros(1, 4, dtype=torch.long)
 
 

@@ -6,8 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 import zeroamp
 from tests.measuring.logs import log_lines
@@ -67,38 +65,6 @@ def test_each_message_is_printed_once_per_job(tmp_path, configure, expected):
     output = torchrun(script)
     found = {name: re.findall(pattern, output, re.MULTILINE) for name, pattern in MESSAGES.items()}
     assert found == dict(zip(MESSAGES, expected, strict=True)), output
-
-
-def _level_after_wrapping(level):
-    logger = logging.getLogger("zeroamp")
-    before = logger.level
-    logger.setLevel(level)
-    torch.manual_seed(0)
-    zeroamp.wrap_model(torch.nn.Linear(4, 8), zeroamp.policy_from_config({}))
-    found = logger.level
-    logger.setLevel(before)
-    return found
-
-
-def test_the_level_of_the_logger_stays_what_the_user_set(ranks2):
-    assert ranks2.run(_level_after_wrapping, logging.ERROR) == [logging.ERROR] * 2
-
-
-def _lines_after_wrapping_on_each_rank_alone():
-    found = []
-    groups = [dist.new_group([rank]) for rank in range(2)]
-    alone = DeviceMesh.from_group(groups[dist.get_rank()], "cpu")
-    for mesh in (alone, None):
-        torch.manual_seed(0)
-        with log_lines(logging.INFO) as lines:
-            zeroamp.wrap_model(torch.nn.Linear(4, 8), zeroamp.policy_from_config({}), mesh=mesh)
-            logging.getLogger("zeroamp").info("after wrapping")
-        found.append(len([line for line in lines if "after wrapping" in line]))
-    return found
-
-
-def test_the_first_rank_of_an_earlier_mesh_prints_nothing_for_a_later_one(ranks2):
-    assert ranks2.run(_lines_after_wrapping_on_each_rank_alone) == [[1, 1], [1, 0]]
 
 
 def _lines_where_triton_fails():

@@ -1,19 +1,15 @@
 """Trainable parameters stored in bf16 or fp16: fp32 shards (master weights), made unit by unit."""
 
-import logging
-
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zeroamp
-from tests.measuring.logs import log_lines
 from tests.measuring.storage_peak import StoragePeak
 from tests.models.small import HfLlama, batch, build, hf_llama, loss_of
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, policy, same_bits
 from zeroamp.planning.plan import build_plan
-from zeroamp.policies.numbers import gib_text
 
 
 def _keeps_frozen_parameters():
@@ -47,29 +43,9 @@ def test_wrapping_holds_the_shards_and_one_group_in_fp32(ranks2):
     ranks2.run(_holds_the_shards_and_one_group)
 
 
-def _logged(in_bf16):
-    with log_lines(logging.INFO) as records:
-        zeroamp.wrap_model(build("llama_tied").to(torch.bfloat16 if in_bf16 else torch.float32), policy(config(3)))
-    return [text for text in records if "master weights" in text]
-
-
-def test_the_first_rank_logs_one_line_with_count_and_bytes(ranks2):
-    numel = sum(p.numel() for p in build("llama_tied").parameters())
-    count = len(list(build("llama_tied").parameters()))
-    first, second = ranks2.run(_logged, True)
-    assert second == []
-    (line,) = first
-    assert line.startswith(f"{count} trainable parameters stored in bf16 ({gib_text(numel * 2)})")
-    assert f"({gib_text(numel * 4)} over all shards)" in line
-    assert ranks2.run(_logged, False)[0] == []
-
-
-AUTO = {"torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": "auto"}}
-
-
-@pytest.mark.parametrize("options", [{}, AUTO], ids=["class list", "auto"])
-def test_the_plan_is_that_of_the_fp32_model(options):
-    cfg = policy(config(3, **options))
+def test_the_plan_of_a_traced_run_is_that_of_the_fp32_model():
+    autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": "auto"}
+    cfg = policy(config(3, torch_autocast=autocast))
     inputs = (batch("llama_tied", 0),)
     plans = [build_plan(build("llama_tied").to(dtype), cfg, None, inputs) for dtype in (torch.float32, torch.bfloat16)]
     assert plans[0] == plans[1]
@@ -114,16 +90,8 @@ def _unfreeze(model):
     model.blocks[1].requires_grad_(True)
 
 
-def _cast(model):
-    model.to(torch.bfloat16)
-
-
 def _cast_back(model):
     model.float()
-
-
-def _cast_a_unit(model):
-    model.blocks[2].half()
 
 
 def _cast_a_module(model):
@@ -134,9 +102,7 @@ def _cast_a_module(model):
     ("change", "text"),
     [
         (_unfreeze, r"StepError: blocks\.1\.norm1\.weight .* in bf16 .* Unfreeze it before wrap_model"),
-        (_cast, r"WrapError: .* is stored in .* and cannot be cast to bf16 after wrap_model"),
         (_cast_back, r"WrapError: .* is stored in bf16 and cannot be cast to fp32 after wrap_model"),
-        (_cast_a_unit, r"WrapError: blocks\.2\..* and cannot be cast to fp16 after wrap_model"),
         (_cast_a_module, r"StepError: blocks\.0\.out\.weight .* in fp16 .* do not cast a wrapped model"),
     ],
 )

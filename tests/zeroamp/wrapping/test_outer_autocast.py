@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor
 import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import config, wrapped
-from tests.selection import slow_but
 
 NAME = "llama_tied"  # its head is an fp32 leaf that autocast casts
 NUM_STEPS = 3
@@ -40,21 +39,16 @@ def _losses(model, outer, *, evaluates=False, each=nullcontext):
     return losses
 
 
-def _of_wrapped(cfg, outer, evaluates, compiled):
+def _of_wrapped(cfg, outer, compiled):
     model = wrapped(NAME, cfg)
     if compiled:
         for block in model.blocks:
             block.compile(backend="eager")
     if outer == "other dtype":  # around forwards only: a backward inside of it would mix fp16 and bf16
-        return _losses(model, "none", evaluates=evaluates, each=OUTER[outer])
-    return _losses(model, outer, evaluates=evaluates)
+        return _losses(model, "none", evaluates=True, each=OUTER[outer])
+    return _losses(model, outer, evaluates=True)
 
 
-def _of_plain(outer, each=nullcontext):
-    return _losses(build(NAME), outer, each=each)
-
-
-@pytest.mark.parametrize("evaluates", slow_but([False, True], True))
 @pytest.mark.parametrize(
     ("outer", "options", "compiled"),
     [
@@ -66,17 +60,11 @@ def _of_plain(outer, each=nullcontext):
     ],
     ids=["same", "other dtype", "disabled", "allowed", "disabled, compiled"],
 )
-def test_the_configs_autocast_wins_and_weights_are_cast_again_after_each_update(
-    ranks2, outer, options, compiled, evaluates
-):
+def test_the_configs_autocast_wins_and_weights_are_cast_again_after_each_update(ranks2, outer, options, compiled):
     # All ranks get the same batches, so that one process is the oracle.
-    for rank in ranks2.run(_of_wrapped, config(3, comm="fp32", **options), outer, evaluates, compiled):
-        assert rank == _of_plain("none", OUTER["same"])
-
-
-def test_plain_torch_reads_old_casts_there():
-    assert _of_plain("same") != _of_plain("none", OUTER["same"])
-    assert _of_plain("same")[0] == _of_plain("none", OUTER["same"])[0]
+    expected = _losses(build(NAME), "none", each=OUTER["same"])
+    for losses in ranks2.run(_of_wrapped, config(3, comm="fp32", **options), outer, compiled):
+        assert losses == expected
 
 
 def _first_norm(mode, inside_before):
@@ -106,15 +94,3 @@ def _evaluated_after_a_refusal():
 
 def test_an_evaluation_after_a_refused_forward_releases_what_it_gathered(ranks2):
     assert ranks2.run(_evaluated_after_a_refusal)[0] == []
-
-
-def _by_another_method():
-    model = wrapped(NAME, config(3, dtype=None))
-    zeroamp.register_forward_method(model, "logits")
-    model.logits(batch(NAME, 0))
-    with OUTER["same"](), pytest.raises(zeroamp.PrecisionError, match="fp32 precision"):
-        model.logits(batch(NAME, 0))
-
-
-def test_a_registered_method_is_checked_too(ranks2):
-    ranks2.run(_by_another_method)

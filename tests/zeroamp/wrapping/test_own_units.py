@@ -4,13 +4,11 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import zeroamp
-from tests.models.embeddings import cross_entropy
-from tests.models.small import batch, build
-from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.models.small import batch
+from tests.processes.training import config, wrapped
 from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.hooks.collectives.collective_calls import peer_lost
 from zeroamp.hooks.collectives.traffic import IssuedCollective
@@ -53,13 +51,11 @@ TWO_GROUPS = [
 @pytest.mark.parametrize(
     ("name", "overrides", "num_groups"),
     [
-        ("llama_untied", [], 2),
         ("checkpointed_chunks", [], 2),
         ("scaled", [], 2),
         ("biased", TWO_GROUPS, 4),
-        ("chunked_calls", TWO_GROUPS[:1], 3),
     ],
-    ids=["used once", "computed again in chunks", "kept for the backward", "four groups", "three groups"],
+    ids=["computed again in chunks", "kept for the backward", "four groups"],
 )
 def test_each_group_is_gathered_and_reduced_once_per_micro_batch(ranks2, name, overrides, num_groups):
     planned, counted = ranks2.run(_calls, name, 2, zeroamp={"overrides": overrides})[0]
@@ -98,28 +94,6 @@ def test_an_embedding_is_sharded_after_its_lookup_and_a_head_until_its_forward_a
     assert ranks2.run(_states)[0] == [both, both, only_embed, both, both]
 
 
-def _calls_outside():
-    """Return {FQN: the errors of calls outside of the forward, before FSDP2 knows its root and after}."""
-    model = wrapped("llama_untied", config(3, threshold=LARGE))
-    inputs = {"embed": batch("llama_untied", 0), "head": torch.ones(2, 32)}
-    texts = {fqn: [] for fqn in inputs}
-    for _ in range(2):
-        for fqn, value in inputs.items():
-            with pytest.raises(zeroamp.WrapError) as error:
-                model.get_submodule(fqn)(value)
-            texts[fqn].append(str(error.value))
-        with torch.no_grad():
-            model(batch("llama_untied", 0))
-    return texts
-
-
-def test_a_call_outside_of_the_forward_is_an_error_by_name(ranks2):
-    for fqn, texts in ranks2.run(_calls_outside)[0].items():
-        for text in texts:
-            assert f"{fqn} was called outside of the model's forward, where {fqn}.weight is sharded" in text
-            assert "register_forward_method" in text
-
-
 def _regularise():
     """Add a term to the loss outside of the forward; return the error's text."""
     model = wrapped("llama_untied", config(3, threshold=LARGE))
@@ -149,41 +123,6 @@ def test_the_error_of_a_lost_peer_names_the_cause_that_only_own_units_have(ranks
     assert "must be in the loss" not in ranks2.run(_error_of_a_lost_peer, "blocks.0")[0]
 
 
-def _train_without_the_head_on_one_rank(own):
-    """Let rank 1 compute its loss of the hidden states; the logits count as zeros."""
-    model = wrapped("chunked_calls", config(3, threshold=LARGE, zeroamp={"own_units": own}))
-
-    def loss(x, tokens):
-        logits = model.head(x)
-        return cross_entropy(logits, tokens) if dist.get_rank() == 0 else x.square().mean() + 0 * logits.sum()
-
-    model.loss = loss
-    _step(model, "chunked_calls")
-    return full_parameters(model)
-
-
-def test_a_head_may_be_in_the_loss_of_one_rank_as_zeros(ranks2):
-    own, with_root = (ranks2.run(_train_without_the_head_on_one_rank, own)[0] for own in (True, False))
-    assert same_bits(own, with_root) == []
-
-
-def _register():
-    model = wrapped("llama_untied", config(3, threshold=LARGE))
-    zeroamp.register_forward_method(model, "logits")
-    with torch.no_grad():
-        logits = model.logits(batch("llama_untied", 0))
-    weight = model.head.weight
-    return logits, isinstance(weight, DTensor)
-
-
-def test_a_registered_method_may_call_both(ranks2):
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        expected = build("llama_untied").logits(batch("llama_untied", 0))
-    logits, is_sharded = ranks2.run(_register)[0]
-    assert torch.equal(logits, expected)
-    assert is_sharded, "reading a parameter outside of a forward unshards nothing"
-
-
 def _read(name):
     """Return the error of a forward and backward that read a weight outside of its module, and its notes."""
     model = wrapped(name, config(3, threshold=LARGE))
@@ -195,7 +134,6 @@ def _read(name):
 @pytest.mark.parametrize(
     ("name", "module"),
     [
-        ("chunked_reads", "head"),
         ("reads_in_forward", "head"),
         ("functional_tie", "embed"),
         ("gathered_weight", "head"),

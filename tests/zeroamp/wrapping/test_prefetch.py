@@ -6,10 +6,8 @@ from torch import nn
 
 import zeroamp
 from tests.measuring.collectives import Collectives, Gathers
-from tests.models.small import Llama, batch
+from tests.models.small import batch
 from tests.processes.training import config, wrapped
-from zeroamp.planning.plan import build_plan
-from zeroamp.planning.schedule import fits
 
 BLOCK = 10_272 + 64  # elements of one of the three blocks: Linear layers and norms
 MODEL = "llama_tied"
@@ -81,17 +79,6 @@ def test_in_another_order_than_the_registered_one_some_units_are_gathered_again(
         *("b1:fp32", "b1", "back 2"),
     ]
     assert num_collectives == ranks2.run(_log, 0, _reverse)[0][1] + 2 * 2  # two units of two groups
-
-
-def test_what_fits_ends_at_the_first_that_does_not():
-    with torch.device("meta"):
-        model = Llama(tied=True)
-    plan = build_plan(model, zeroamp.policy_from_config(config(threshold=0)), {"Block", "Linear"})
-    ahead = fits(plan.run.forward_order(), plan, plan.unit_numels()["blocks.0.qkv"] + 63)
-    assert ahead[""] == ["blocks.0"]
-    assert ahead["blocks.0"] == ["blocks.0.qkv"]
-    assert ahead["blocks.0.qkv"] == ["blocks.0.out"]
-    assert ahead["head"] == []
 
 
 def _gathers_of_a_backward(num_before, num_between):

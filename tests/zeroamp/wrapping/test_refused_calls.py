@@ -146,23 +146,14 @@ def _train_step():
     inputs = batch("hf_llama", dist.get_rank())
     output = model(input_ids=inputs, labels=inputs)
     texts = [_raised(zeroamp.StepError, lambda: train.backward(output))]
-    train.backward(output.loss)
-    texts.append(_raised(zeroamp.StepError, lambda: train.backward(output.loss)))
-    train.step()
-    texts.append(
-        _raised(zeroamp.StepError, lambda: zeroamp.TrainStep(model, torch.optim.LBFGS(list(model.parameters()))))
-    )
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(train.optimizers[0])
-    texts.append(_raised(zeroamp.StepError, lambda: zeroamp.TrainStep(model, train.optimizers[0], plateau)))
-    return texts
+    lbfgs = torch.optim.LBFGS(list(model.parameters()))
+    return [*texts, _raised(zeroamp.StepError, lambda: zeroamp.TrainStep(model, lbfgs))]
 
 
 def test_what_a_train_step_cannot_do_is_refused_with_the_remedy(ranks2):
     for texts in ranks2.run(_train_step):
-        for text, says in zip(
-            texts, ["Pass output.loss", "backward(loss + other_loss)", "docs/recipes.md", "step(metric)"], strict=True
-        ):
-            assert says in text
+        assert "Pass output.loss" in texts[0]
+        assert "docs/recipes.md" in texts[1]
 
 
 class _Lora(nn.Module):

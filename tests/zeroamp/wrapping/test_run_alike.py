@@ -51,16 +51,12 @@ def _compared(case):
     def action():
         if case == "two errors" and rank in (1, 2):
             raise (ConfigError("x") if rank == 1 else OSError("y"))
-        if case == "one class" and rank > 0:
-            raise ConfigError(f"of {rank // 2}")
         if case == "the same error":
             raise OSError("full")
         values = {
             "equal": {"a": "1"},
             "three values": {"a": "1", "b": str(max(rank - 1, 0))},
             "absent on the first": {"a": "1", **({"b": "2"} if rank else {})},
-            "absent on the last": {"a": "1", **({"b": "2"} if rank < 3 else {})},
-            "order": {"a": "1", "b": "2"} if rank != 2 else {"b": "2", "a": "1"},
             "many": {f"key {number}": str(rank == 3) for number in range(9)},
         }
         return rank, values.get(case, {})
@@ -84,11 +80,8 @@ CASES = {
         "This differs between ranks: b is 0 on ranks 0, 1, but 1 on rank 2 and 2 on rank 3. Do",
     ),
     "absent on the first": (WrapError, "b is absent on rank 0, but 2 on ranks 1, 2, 3."),
-    "absent on the last": (WrapError, "b is 2 on ranks 0, 1, 2, but absent on rank 3."),
-    "order": (WrapError, "number 1 in the order is a on ranks 0, 1, 3, but b on rank 2; number 2"),
     "many": (WrapError, "key 3 is False on ranks 0, 1, 2, but True on rank 3; and 5 more. Do that."),
     "two errors": (WrapError, "This failed on rank 1: x; rank 2: OSError: y"),
-    "one class": (ConfigError, "This failed on rank 1: of 0; ranks 2, 3: of 1"),
     "the same error": (OSError, "full"),
 }
 

@@ -53,33 +53,6 @@ def test_reductions_and_sums_in_low_precision_have_the_bits_of_dimension_0(ranks
         check_same_run(planned, dim_0)
 
 
-def _unused(stage, threshold):
-    """Train where the first rank alone uses the experts of block 0, and no rank those of block 1.
-
-    Return what differs in bits between dimensions as planned and dimension 0, and which parameters have no state.
-    """
-    answers = []
-    for key in ("auto", 0):
-        model = wrapped(NAME, config(stage, threshold=threshold, accumulation=2), fields={"shard_dim": key})
-        model.blocks[0].leaves_out_experts = torch.distributed.get_rank() > 0
-        model.blocks[1].leaves_out_experts = True
-        named = dict(model.named_parameters())
-        step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-        for index in range(4):
-            step.backward(loss_of(model, batch(NAME, index)))
-            step.step()
-        without = {name for name, parameter in named.items() if not step.optimizers[0].state.get(parameter)}
-        answers.append((full_parameters(model), without))
-    return same_bits(answers[0][0], answers[1][0]), answers[0][1], answers[1][1]
-
-
-@pytest.mark.slow
-def test_unused_parameters_keep_no_gradient(ranks2):
-    never = {"blocks.1.experts", "blocks.1.mixers"}
-    for stage in (1, 3):
-        assert ranks2.run(_unused, stage, 0) == [([], never, never)] * 2
-
-
 def _planned_and_measured(options, mesh_shape):
     """Return (traffic planned, counted) and, per parameter, (bytes of a shard as planned, as the largest stored)."""
     model = wrapped(NAME, config(**options), mesh_shape=mesh_shape)
@@ -115,22 +88,6 @@ def test_planned_memory_is_that_measured(ranks4, stage):
             assert abs(found["peak"] - predicted["peak"]) <= STATISTICS
 
 
-def _full_tensors():
-    """Return what differs between whole parameters that were set and those read back."""
-    model = wrapped(NAME, config(3))
-    wrong = []
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in model.named_parameters():
-        value = torch.randn(parameter.shape, generator=generator)
-        zeroamp.set_full_parameter(parameter, value)
-        wrong += [name] * (not torch.equal(zeroamp.full_parameter(parameter), value))
-    return wrong
-
-
-def test_full_tensors(ranks2):
-    assert ranks2.run(_full_tensors) == [[], []]
-
-
 def _materialized():
     """Return the parameters of a model that was initialised on the meta device, for dimensions as planned and 0."""
     made = []
@@ -155,14 +112,6 @@ def test_a_meta_model_gets_the_same_values_in_every_dimension(ranks4):
     assert ranks4.run(_materialized) == [[]] * 4
 
 
-def _dims_of_a_secondary_partition():
-    return _sharded_dims(wrapped(NAME, config(3, threshold=0), fields={"hpz_partition_size": 2}))
-
-
-def test_a_secondary_partition_keeps_dimension_0(ranks4):
-    assert ranks4.run(_dims_of_a_secondary_partition) == [{0}] * 4
-
-
 def test_the_ledger_names_the_dimension_where_it_is_not_0():
     plan = zeroamp.build_plan(build(NAME), policy(config(3)))
     book = Ledger(plan=plan, num_shards=4)
@@ -171,10 +120,5 @@ def test_the_ledger_names_the_dimension_where_it_is_not_0():
     assert [row["shard_dims"] for row in book.to_dict()["groups"]] == [[1], [0, 1], [0, 1], [0, 1, 2]]
     text = " ".join(str(book).split())
     assert "Sharded over dimension 2, where dimension 0 would be padded: blocks.0.mixers, blocks.1.mixers." in text
-    assert {row["shard_dim"] for row in book.parameter_rows()} == {0, 1, 2}
-    assert book.group_rows()[1]["shard_dims"] == "0, 1"
     for other in (Ledger(plan=plan), Ledger(plan=plan, num_shards=1)):
         assert "dimension" not in str(other)
-        assert "shard dims" not in str(other)
-        assert not {"shard_dim"} & other.parameter_rows()[0].keys()
-    assert {row["shard_dim"] for row in Ledger(plan=plan).to_dict()["parameters"]} == {None}

@@ -14,21 +14,19 @@ from zeroamp.two_level import nodes
 
 LOW = {"accumulation": 2, "data_types": {"grad_accum_dtype": "bf16"}}
 CASES = {
-    "stage 3": {"stage": 3, "threshold": 0},
     "own units": {"stage": 3, "threshold": 1000},
-    "bf16 accumulation": {"stage": 3, "threshold": 0, **LOW},
-    "HSDP": {"stage": 2, "accumulation": 2, "mesh_shape": (2, 2)},
     "HSDP, bf16 accumulation": {"stage": 3, "threshold": 0, "mesh_shape": (2, 2), **LOW},
     "stage 0": {"stage": 0, "accumulation": 2},
     "two levels": {"stage": 3, "threshold": 0, "zeroamp": {"ranks_per_node": 2}},
     "two levels, pieces": {"stage": 3, "threshold": 0, "zeroamp": {"ranks_per_node": 2}, "piece": 2**10},
-    "two levels, stage 0": {"stage": 0, "zeroamp": {"ranks_per_node": 2}},
     "two levels, background": {"stage": 3, "in_background": True, "zeroamp": {"ranks_per_node": 2}},
     "hpZ": {"stage": 3, "threshold": 0, "fields": {"hpz_partition_size": 2}, "mesh_shape": (1, 4)},
     "reproducible, stage 3": {"stage": 3, "accumulation": 2, "zeroamp": {"reproducible": True}},
-    "prefetch": {"stage": 3, "threshold": 0, "fields": {"prefetch_bucket_size": 20_000}},
-    "live": {"stage": 3, "threshold": 0, "fields": {"max_live_parameters": 20_000}},
-    "background": {"stage": 3, "threshold": 0, "in_background": True},
+    "prefetch, live": {
+        "stage": 3,
+        "threshold": 0,
+        "fields": {"prefetch_bucket_size": 20_000, "max_live_parameters": 20_000},
+    },
     "evaluation, stage 3": {"stage": 3, "before_step": "evaluate"},
     "discarded step, HSDP": {"stage": 2, "accumulation": 2, "before_step": "discard", "mesh_shape": (2, 2)},
     "native fp16, HSDP": {
@@ -73,7 +71,7 @@ def _steps(options, *, hides_waits=False, records=True):
     return streams.races, streams.num_ops
 
 
-@pytest.mark.parametrize("case", slow_but(list(CASES), "own units", "HSDP", "two levels"))
+@pytest.mark.parametrize("case", slow_but(list(CASES), "own units", "HSDP, bf16 accumulation", "two levels"))
 def test_all_uses_of_memory_are_ordered(request, case):
     needs_four = "two levels" in case or "mesh_shape" in CASES[case]
     ranks = request.getfixturevalue("ranks4" if needs_four else "ranks2")
@@ -87,7 +85,7 @@ def test_a_missing_wait_is_found(ranks2):
     assert all(races for races, _ in ranks2.run(_steps, CASES["own units"], hides_waits=True))
 
 
-@pytest.mark.parametrize("case", ["HSDP", "own units"])
+@pytest.mark.parametrize("case", ["HSDP, bf16 accumulation", "own units"])
 def test_sums_hold_the_memory_of_other_streams_that_they_use(ranks4, case):
     """Of replicas, and of own units, whose receive buffers are allocated in the stream of the forward."""
     for races, _ in ranks4.run(_steps, CASES[case], records=False):

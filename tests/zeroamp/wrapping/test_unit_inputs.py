@@ -5,33 +5,23 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
-from tests.models import small
-from tests.models.architectures import vit
-from tests.models.small import MakesFp32, batch
+from tests.models.small import batch, build
 from tests.oracles import plain_fsdp2
 from tests.processes.training import full_parameters, same_bits
+from tests.selection import slow_but
 
 MODES = {
     "bf16": ({"bf16": {"enabled": True}}, torch.bfloat16, 1.0),
     "fp16": ({"fp16": {"enabled": True, "loss_scale": 64}}, torch.float16, 64.0),
 }
+NAME = "makes_fp32"
 NUM_STEPS = 3
-
-
-def build(name):
-    torch.manual_seed(0)
-    return vit()[0] if name == "vit" else small.build(name)
 
 
 def losses_of(model):
     """The losses of this rank, one per optimizer step."""
     for index in range(NUM_STEPS):
-        number = index * 2 + dist.get_rank()
-        if isinstance(model, MakesFp32):
-            yield model(batch("llama", number))
-        else:
-            images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(number))
-            yield model(images, labels=torch.tensor([0, 1])).loss
+        yield model(batch("llama", index * 2 + dist.get_rank()))
 
 
 def config(mode, stage, keep="auto", **more):
@@ -42,14 +32,14 @@ def config(mode, stage, keep="auto", **more):
     }
 
 
-def wrapped(name, mode, stage=3, **options):
-    return zeroamp.wrap_model(build(name), zeroamp.policy_from_config(config(mode, stage, **options)))
+def wrapped(mode, stage=3, **options):
+    return zeroamp.wrap_model(build(NAME), zeroamp.policy_from_config(config(mode, stage, **options)))
 
 
-def _all_stages(name, mode):
+def _all_stages(mode):
     runs = {}
     for stage in (0, 1, 2, 3):
-        model = wrapped(name, mode, stage)
+        model = wrapped(mode, stage)
         step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1))
         losses = []
         for loss in losses_of(model):
@@ -59,14 +49,12 @@ def _all_stages(name, mode):
         runs[stage] = losses, full_parameters(model)
     units = zeroamp.explain(model).plan.units
     _, dtype, scale = MODES[mode]
-    return runs, plain_fsdp2.train(build(name), units, losses_of, world_size=2, param_dtype=dtype, loss_scale=scale)
+    return runs, plain_fsdp2.train(build(NAME), units, losses_of, world_size=2, param_dtype=dtype, loss_scale=scale)
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [("makes_fp32", "bf16"), pytest.param("vit", "fp16", marks=pytest.mark.slow)]
-)
-def test_every_stage_trains_as_fsdp2_alone_does(ranks2, name, mode):
-    for runs, (losses, parameters) in ranks2.run(_all_stages, name, mode):
+@pytest.mark.parametrize("mode", slow_but(MODES, "bf16"))
+def test_every_stage_trains_as_fsdp2_alone_does(ranks2, mode):
+    for runs, (losses, parameters) in ranks2.run(_all_stages, mode):
         for ours, our_parameters in runs.values():
             assert ours == losses
             assert same_bits(our_parameters, parameters) == []
@@ -77,7 +65,7 @@ LOW, FP32 = torch.bfloat16, torch.float32
 
 def _seen(keep):
     """Return the dtypes that each block has seen, those that the plan promises, and what a table loses by bf16."""
-    model = wrapped("makes_fp32", "bf16", keep=keep)
+    model = wrapped("bf16", keep=keep)
     forward = model.blocks[1].forward
 
     def spied(x, *, tables):
@@ -107,13 +95,13 @@ def test_units_take_floating_point_inputs_in_the_modes_dtype_and_regions_take_fp
 
 def test_a_unit_of_parameters_that_are_kept_in_fp32_takes_its_inputs_in_the_modes_dtype():
     cfg = config("bf16", 3, ["blocks.0.*.weight", "blocks.0.*.bias"])
-    plan = zeroamp.build_plan(build("makes_fp32"), cfg)
+    plan = zeroamp.build_plan(build(NAME), cfg)
     assert plan.input_dtype("blocks.0") == LOW
     assert {p.dtypes.param for p in plan.params if p.fqn.startswith("blocks.0")} == {FP32}
 
 
 def _of_registered_method():
-    model = wrapped("makes_fp32", "bf16")
+    model = wrapped("bf16")
     model.embedded = lambda x: x.dtype
     zeroamp.register_forward_method(model, "embedded")
     return model.embedded(torch.ones(2))

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeroamp
 from tests.models.small import HfLlama, Llama, batch, build
 from tests.processes.ranks import RankError
-from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.processes.training import config, full_parameters, same_bits
 
 
 def _keeps_names_and_values(name, stage):
@@ -62,8 +62,6 @@ def _refuse(how):
         zeroamp.wrap_model(model, policy)
     if how == "fully_shard":
         fully_shard(model.blocks[1], mesh=init_device_mesh("cpu", (2,)))
-    if how == "no module":
-        model = model.state_dict()
     if how == "mesh":
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     if how == "half meta":
@@ -81,7 +79,6 @@ def _refuse(how):
     [
         ("twice", "The root is sharded already.*build it anew"),
         ("fully_shard", "blocks.1 is sharded already.*build it anew"),
-        ("no module", "model must be a torch.nn.Module"),
         ("mesh", "mesh .*shape \\(1, 2\\) at stage 0"),
         ("half meta", "head.weight is on the meta device.* such as embed.*to_empty"),
         ("inference", "wrap_model .*torch.inference_mode\\(\\)"),
@@ -168,23 +165,6 @@ def test_meta_buffers_of_every_dtype_and_what_a_parent_sets_in_its_child(ranks2)
     ranks2.run(_initialises_buffers)
 
 
-def _sliced_mesh(stage):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
-    torch.manual_seed(0)
-    model = zeroamp.wrap_model(Llama(tied=True), zeroamp.policy_from_config(config(stage)), mesh)
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    norms = []
-    for index in range(3):
-        step.backward(model(batch("llama_tied", 2 * index + mesh.get_local_rank())))
-        norms.append(step.step().grad_norm)
-    return norms
-
-
-def test_a_slice_of_a_larger_mesh_works_at_every_stage(ranks4):
-    by_stage = {stage: ranks4.run(_sliced_mesh, stage) for stage in (0, 2, 3)}
-    assert len({tuple(norms) for runs in by_stage.values() for norms in runs}) == 1
-
-
 def _holder_called():
     class CallsChildren(nn.Module):
         def __init__(self):
@@ -260,16 +240,3 @@ def _materialises_parameter_by_parameter():
 
 def test_materialising_never_holds_more_than_one_modules_parameters(ranks2):
     ranks2.run(_materialises_parameter_by_parameter)
-
-
-def _generate():
-    model = wrapped("hf_llama", config(3)).eval()
-    prompt = batch("hf_llama", 0)[:, :4]
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    tokens = model.generate(prompt, **options)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(tokens, build("hf_llama").eval().generate(prompt, **options))
-
-
-def test_generate_works_unregistered_because_it_calls_the_model(ranks2):
-    ranks2.run(_generate)

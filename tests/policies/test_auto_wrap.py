@@ -109,3 +109,9 @@ def test_a_module_dict_is_a_list_of_blocks_if_its_keys_are_numbers(keys, units):
     model = nn.Module()
     model.layers = nn.ModuleDict({key: _layer() for key in keys})
     assert find_units(model) == units
+
+
+def test_a_module_without_a_sibling_of_its_class_is_no_block():
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)])
+    assert find_units(model) == []

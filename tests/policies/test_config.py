@@ -274,3 +274,8 @@ def test_a_policy_is_frozen_and_says_what_to_call():
         policy.stage = 1
     with pytest.raises(ConfigError, match="^policy.stage"):
         del policy.stage
+
+
+def test_the_seed_of_a_reproducible_run_is_that_of_the_config():
+    cfg = {"zero_optimization": {"stage": 2}, "zeroamp": {"reproducible": True, "seed": 3}}
+    assert policy_from_config(cfg).seed == 3

@@ -1,6 +1,7 @@
 """`Ledger.verify`: passes for what the config asks for, and names the parameter where one dtype was tampered with."""
 
 import json
+import math
 from functools import partial
 
 import pytest
@@ -16,6 +17,8 @@ from tests.processes.ranks import RankError
 from tests.processes.training import config, wrapped
 from tests.selection import slow_but
 from zeroamp.accumulation.shard_accumulator import RoundedSum
+from zeroamp.ledger.dtype_differences import find_differences
+from zeroamp.planning.mesh import Ranks
 from zeroamp.wrapping.state import wrap_state
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -356,7 +359,7 @@ class CastsToWeightDtype(nn.Module):
         return (self.proj(x.to(dtype)).to(dtype) + self.position.to(dtype)).square().mean()
 
 
-def _casts(sums_outside, zeroamp_keys, safe):
+def _casts(sums_outside, zeroamp_keys, safe, factor=1.0):
     torch.manual_seed(0)
     cfg = config(3, zeroamp=zeroamp_keys)
     cfg["torch_autocast"]["lower_precision_safe_modules"] = safe
@@ -366,7 +369,7 @@ def _casts(sums_outside, zeroamp_keys, safe):
         example_inputs=(torch.ones(2, 8),),
     )
     try:
-        zeroamp.explain(model).verify(model, torch.randn(2, 8))
+        zeroamp.explain(model).verify(model, torch.randn(2, 8) * factor)
     except zeroamp.PrecisionError as error:
         return str(error)
     return "as under autocast"
@@ -384,3 +387,14 @@ def _casts(sums_outside, zeroamp_keys, safe):
 def test_a_weight_whose_dtype_the_model_reads_is_named_if_the_output_differs(ranks2, sums_outside, keys, safe, answer):
     for text in ranks2.run(_casts, sums_outside, keys, safe):
         assert answer in text
+
+
+def test_an_output_of_nan_is_no_difference(ranks2):
+    assert ranks2.run(_casts, False, {}, ["torch.nn.Linear"], math.nan) == ["as under autocast"] * 2
+
+
+def test_a_gradient_of_a_frozen_parameter_is_a_difference():
+    plan = zeroamp.build_plan(nn.Linear(8, 8).requires_grad_(False), zeroamp.policy_from_config(config(3)))
+    observed = {"weight": {"gradient": {"bf16": "backward"}}, "bias": {}}
+    (difference,) = find_differences(plan, Ranks(num_shards=2), observed)
+    assert "weight of Linear (the root): gradient must be none, because it is frozen, but is bf16" in str(difference)

@@ -9,6 +9,7 @@ from tests.oracles import whole_model
 from tests.processes import parallel_training
 from tests.processes.parallel_training import check_close, fp64_norm, reported
 from tests.processes.training import config, same_bits
+from tests.selection import slow_but
 
 BOUND = 2e-6
 """fp32 has 24 bits. A row-wise product is two products of half the length, a rank's gradients sum the tokens of its
@@ -70,7 +71,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", slow_but(CASES, "tensor, tied", "tensor, transformers' plan", "context, Ulysses", "experts")
+)
 def test_it_equals_one_process(ranks4, name):
     case = CASES[name]
     if "transformers" in name:
@@ -97,11 +100,10 @@ def test_it_equals_one_process(ranks4, name):
     ("axes", "options", "stages"),
     [
         (TENSOR, {}, (1, 2)),
-        (EXPERTS, {"experts": True}, (1, 2)),
+        pytest.param(EXPERTS, {"experts": True}, (1, 2), marks=pytest.mark.slow),
         (CONTEXT, {}, (0,)),
-        (CONTEXT, {"ring": True}, (2,)),
     ],
-    ids=["tensor", "experts", "context, Ulysses", "context, ring"],
+    ids=["tensor", "experts", "context"],
 )
 def test_stages_have_the_same_bits(ranks4, axes, options, stages):
     runs = {

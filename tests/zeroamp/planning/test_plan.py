@@ -161,3 +161,9 @@ def test_options_that_leave_little_of_stage_3_are_warned_about(caplog, zero, wor
     cfg = {"torch_autocast": {"enabled": True, "dtype": "bf16"}, "zero_optimization": zero}
     zeroamp.build_plan(Llama(tied=True), zeroamp.policy_from_config(cfg))
     assert [message.startswith(words or "?") for message in caplog.messages] == ([True] if words else [])
+
+
+def test_a_parameter_of_exactly_the_threshold_is_not_small():
+    sizes = {threshold: plan(meta(Llama, tied=False), threshold=threshold) for threshold in (32, 33)}
+    assert groups(sizes[32])["blocks.0:fp32"] == {"blocks.0.norm1.weight", "blocks.0.norm2.weight"}
+    assert {"blocks.0.norm1.weight", "norm.weight"} <= groups(sizes[33])["model-wide:fp32"]

@@ -101,3 +101,9 @@ def _order_in(entrance, local_ranks):
 )
 def test_each_rank_chooses_its_device_before_the_first_collective(ranks2, entrance):
     assert ranks2.run(_order_in, entrance, ("0", "1")) == [[0, "collective"], [1, "collective"]]
+
+
+def test_without_a_local_rank_the_index_is_the_rank_modulo_the_devices(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with mock.patch.multiple(dist, is_initialized=lambda: True, get_backend=lambda: "nccl", get_rank=lambda: 5):
+        assert _choices({}, num_devices=4) == [1]

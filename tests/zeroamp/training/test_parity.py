@@ -210,3 +210,12 @@ def test_all_stages_and_meshes_have_the_bits_of_one_tree(world_size, shapes, num
     for rank, (flat, hybrid) in enumerate(by_rank):
         for run in (*(flat if num_replicas == 1 else ()), *hybrid):
             check_run(run, rank, oracle)
+
+
+def test_padded_shards_of_replicas_are_added_in_their_places(ranks4):
+    cfg = config(2, accumulation=2, clip=CLIP)  # parameters of 9, 13 and 5 rows over 2 shards
+    runs = ranks4.run(train, "conv", cfg, 2, mesh_shape=(2, 2))
+    options = {"world_size": 4, "num_steps": 2, "clip": CLIP, "accumulation": 2, "reduce_each": True}
+    oracle = one_process.train("conv", num_replicas=2, **options)
+    for rank, run in enumerate(runs):
+        check_run(run, rank, oracle)

@@ -13,7 +13,7 @@ from benchmarks.fake_ranks import fake_ranks
 from tests.measuring.logs import log_lines
 from tests.processes.training import config
 from zeroamp.two_level.layout import nodes_of_axis
-from zeroamp.wrapping.model_checks import ranks_per_node
+from zeroamp.wrapping.model_checks import is_one_node, ranks_per_node
 from zeroamp.wrapping.state import wrap_state
 
 
@@ -100,3 +100,10 @@ def test_a_mesh_over_uneven_nodes_is_warned_of_in_one_line_and_an_even_one_is_no
     assert _warnings(16, zeroamp={"dp_replicate_size": 2}) == []
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert _warnings(16) == [], "the nodes are not known"
+
+
+@pytest.mark.parametrize(("per_node", "expected"), [(3, False), (4, True), (5, True)])
+def test_a_node_with_room_for_all_ranks_is_the_only_one(per_node, expected):
+    policy = zeroamp.policy_from_config({"zeroamp": {"ranks_per_node": per_node}})
+    with mock.patch.object(dist, "get_world_size", return_value=4):
+        assert is_one_node(policy) is expected

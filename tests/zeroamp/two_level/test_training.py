@@ -153,3 +153,11 @@ def _refused_because_of_the_environment(value, rank):
 )
 def test_a_malformed_or_different_local_world_size_of_one_rank_is_an_error_on_all_ranks(ranks2, value, text):
     assert [text in found for found in ranks2.run(_refused_because_of_the_environment, value, 1)] == [True, True]
+
+
+def test_a_secondary_partition_is_gathered_in_one_level(ranks4):
+    cfg = config(3, clip=CLIP, **_options(2))
+    by_rank = ranks4.run(train, "encoder", cfg, NUM_STEPS, fields={"hpz_partition_size": 2})
+    oracle = one_process.train("encoder", world_size=4, num_steps=NUM_STEPS, clip=CLIP)
+    for rank, run in enumerate(by_rank):
+        check_run(run, rank, oracle)

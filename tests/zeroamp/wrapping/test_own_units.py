@@ -143,3 +143,13 @@ def test_a_weight_that_is_read_outside_of_its_module_is_an_error_by_name(ranks2,
     text = ranks2.run(_read, name)[0]
     assert re.search(rf"{module}\.weight was read outside of its module", text)
     assert '{"own_units": false}' in text
+
+
+def _rows_before_the_backward():
+    model = wrapped("llama_untied", config(3, threshold=LARGE), fields={"hpz_partition_size": 2})
+    model(batch("llama_untied", 0))
+    return [len(module.weight.to_local()) for module in (model.embed, model.blocks[0].out)]
+
+
+def test_an_embedding_is_not_resharded_over_a_secondary_partition_of_which_no_backward_gathers_it(ranks4):
+    assert ranks4.run(_rows_before_the_backward) == [[80 // 4, 32 // 2]] * 4

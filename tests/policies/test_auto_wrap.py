@@ -27,6 +27,15 @@ def test_every_form_of_policy_finds_the_blocks(policy):
     assert sorted(find_units(model(), policy)) == BLOCKS
 
 
+def test_subclasses_match_by_class_and_by_name():
+    class Special(Block):
+        pass
+
+    nested = nn.Module()
+    nested.block = Special()
+    assert find_units(nested, Block) == find_units(nested, "Block") == ["block"]
+
+
 def test_the_default_is_what_transformers_must_not_split_or_repeated_blocks_in_module_lists():
     assert sorted(find_units(HfLlama())) == ["model.layers.0", "model.layers.1"]
     assert sorted(find_units(ConvNet())) == ["stages.0", "stages.1"]
@@ -56,7 +65,9 @@ def test_a_container_that_is_never_called_is_no_unit():
         find_units(model(), "ModuleList")
 
 
-@pytest.mark.parametrize("policy", [3, [], ModuleWrapPolicy({Block})], ids=["3", "[]", "torch's"])
+@pytest.mark.parametrize(
+    "policy", [3, [], [3], int, ModuleWrapPolicy({Block})], ids=["3", "[]", "[3]", "int", "torch's"]
+)
 def test_other_forms_are_refused(policy):
     with pytest.raises(WrapError, match="auto_wrap_policy must be module classes or class names"):
         find_units(model(), policy)
@@ -81,6 +92,13 @@ def test_no_unit_is_inside_a_leaf_module():
     units = [*BLOCKS, "blocks.1.norm1", "blocks.2.norm1"]
     assert sorted(find_units(model(), leaf_modules=nested)) == sorted(units)
     assert find_units(model(), leaf_modules=LeafModules(classes=("Llama",))) == []
+
+
+def test_a_suffix_ends_at_a_dot_and_a_shared_module_matches_by_any_of_its_names():
+    assert sorted(find_units(model(), leaf_modules=LeafModules(name_suffixes=("norm",)))) == [*BLOCKS, "norm"]
+    shared = model()
+    shared.alias = shared.blocks[0].norm1
+    assert "blocks.0.norm1" in find_units(shared, leaf_modules=LeafModules(names=("alias",)))
 
 
 @pytest.mark.parametrize(

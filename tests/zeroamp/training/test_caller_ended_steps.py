@@ -252,7 +252,9 @@ STEP, CLIP_NORM, UPDATE = call("step"), call("clip_grad_norm"), call("update")
 OTHER = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1)
 MISUSES = {
     "step after is_last=False": ([MORE, STEP], r"TrainStep\.step .*is_last=True"),
+    "clip after is_last=False": ([MORE, CLIP_NORM], r"TrainStep\.clip_grad_norm .*is_last=True"),
     "mixed": ([MORE, COUNTED], "is_last for some micro-batches .* for each of them, or for none"),
+    "mixed the other way": ([COUNTED, STEP, LAST], "is_last for some micro-batches .* for each of them, or for none"),
     "backward after the last": ([LAST, LAST], r"TrainStep\.backward .* Call step\(\)"),
     "update alone": ([LAST, UPDATE], r"TrainStep\.update .*clip_grad_norm\(\)"),
     "update of another optimizer": ([LAST, CLIP_NORM, call("update", [OTHER])], "not one of this TrainStep"),
@@ -266,8 +268,10 @@ MISUSES = {
         [MORE, call("load_state_dict", {})],
         r"TrainStep\.load_state_dict was called after 1 micro-batch",
     ),
+    "no_sync after a counted one": ([COUNTED, STEP, inside_no_sync(COUNTED)], "is_last for some"),
     "the last one inside no_sync": ([inside_no_sync(LAST)], r"is_last=True.* no_sync\(\)"),
     "step inside no_sync": ([inside_no_sync(COUNTED, STEP)], "before the last micro-batch"),
+    "step without a last one": ([inside_no_sync(COUNTED), STEP], "before the last micro-batch"),
 }
 
 
@@ -285,7 +289,7 @@ def test_calls_in_the_wrong_order_are_named(ranks2):
 def _reopened(stage, mesh_shape):
     """The norms and parameters where the last micro-batch is known, and where others are given as the last one, too."""
     found = []
-    for marks in ((False, False, True), (True, True, True), (True, False, True)):
+    for marks in ((False, False, True), (True, True, True), (True, False, True), (False, True, True)):
         training = SmallTraining(config(stage, comm="fp32"), mesh_shape=mesh_shape)
         norms = []
         for step in range(2):
@@ -311,3 +315,14 @@ def test_an_optimizer_step_goes_on_after_reopen(request, stage, mesh_shape):
             assert own_norms == pytest.approx(norms, rel=1e-5)
             for name in known:
                 torch.testing.assert_close(reopened[name], known[name], rtol=1e-5, atol=1e-6)
+
+
+def _reopened_with_low_sums():
+    training = SmallTraining(config(2, data_types={"grad_accum_dtype": "bf16"}))
+    training.backward(is_last=True)
+    with pytest.raises(zeroamp.StepError, match="data_types.grad_accum_dtype is bf16"):
+        reopen(driver_of(training.train))
+
+
+def test_reopen_is_refused_for_low_sums(ranks2):
+    ranks2.run(_reopened_with_low_sums)

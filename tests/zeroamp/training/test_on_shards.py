@@ -1,12 +1,14 @@
 """`TrainStep(on_shards=True)`: optimizers that the caller calls element-wise; and optimizers that are refused."""
 
+import re
 from functools import partial
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.processes.optimizers import CASES, NAME
+import zeroamp
+from tests.processes.optimizers import CASES, NAME, Training
 from tests.processes.training import SmallTraining, check_errors, config, errors_of, same_bits
 
 EIGHT_BITS = "`bitsandbytes.optim.AdamW8bit`"
@@ -104,3 +106,44 @@ def _bitsandbytes():
 def test_bitsandbytes_without_the_statement_is_refused_by_name(ranks2):
     pytest.importorskip("bitsandbytes", reason="the optimizer is bitsandbytes'")
     check_errors(ranks2.run(_bitsandbytes), {"": "bitsandbytes's AdamW8bit.*on_shards=True"})
+
+
+def _with_overrides():
+    """Which states are 8-bit."""
+    from bitsandbytes.optim import GlobalOptimManager
+
+    training = Training(CASES[EIGHT_BITS], 3)
+    manager = GlobalOptimManager.get_instance()
+    manager.register_module_override(training.model.embed, "weight", {"optim_bits": 32})
+    manager.override_config(training.model.head.weight, "optim_bits", 32)
+    try:
+        training.run(0, 1)
+    finally:
+        manager.initialize()
+    return {fqn for (fqn, key), (kind, _, _) in training.state().items() if key == "state1" and kind == "uint8"}
+
+
+def test_settings_of_bitsandbytes_for_single_parameters_are_honoured(ranks2):
+    pytest.importorskip("bitsandbytes", reason="the optimizer is bitsandbytes'")
+    low = ranks2.run(_with_overrides)[0]
+    assert low == {f"blocks.{index}.{part}.weight" for index in range(2) for part in (0, 2)}
+
+
+def _equal_on_all_ranks(folder):
+    """State that is bound to shards, and has the same bytes on all ranks."""
+    training = Training(CASES[EIGHT_BITS], 3).run(0, 1)
+    for entries in training.optimizers[0].state.values():
+        for value in entries.values():
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                value.zero_()
+    zeroamp.save_checkpoint(folder, training.model, training.train)
+    other = Training(CASES[EIGHT_BITS], 0)
+    with pytest.raises(zeroamp.CheckpointError) as error:
+        zeroamp.load_checkpoint(folder, other.model, other.train)
+    return str(error.value)
+
+
+def test_state_of_shards_is_refused_by_another_number_of_shards_even_if_it_is_equal_on_all_ranks(ranks2, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="the optimizer is bitsandbytes'")
+    error = ranks2.run(_equal_on_all_ranks, tmp_path)[0]
+    assert re.search("of embed.weight that cannot be resharded.*was sharded .* 2 ranks, but is not sharded here", error)

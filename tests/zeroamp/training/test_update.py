@@ -4,12 +4,13 @@ import copy
 import functools
 import gc
 import sys
+import types
 import weakref
 from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import zeroamp
@@ -17,7 +18,7 @@ from tests.models.small import batch, build, loss_of
 from tests.processes.training import SmallTraining, config, full_parameters, same_bits, wrapped
 from tests.selection import slow_but
 from zeroamp.training.step import driver_of
-from zeroamp.training.update import works_on_shards
+from zeroamp.training.update import OptimizerUpdate, works_on_shards
 
 NAME = "llama_tied"
 
@@ -26,6 +27,8 @@ OPTIMIZERS = {
     "AdamW of other kernels": (torch.optim.AdamW, {"foreach": True, "amsgrad": True, "maximize": True}),
     "AdamW in one kernel": (torch.optim.AdamW, {"fused": True}),
     "SGD": (torch.optim.SGD, {"weight_decay": 0.1}),
+    "SGD with momentum": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "Adagrad": (torch.optim.Adagrad, {}),
     "ASGD": (torch.optim.ASGD, {}),
 }
 
@@ -183,15 +186,22 @@ def _wrapping(optimizer):
     return optimizer
 
 
+def _of_its_own(optimizer):
+    optimizer.step = types.MethodType(lambda self: None, optimizer)
+    return optimizer
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda: Own(_parameters()),
         lambda: torch.optim.Muon([p for p in _parameters() if p.dim() == 2]),
         lambda: torch.optim.AdamW(_parameters(), differentiable=True),
+        lambda: _of_its_own(torch.optim.AdamW(_parameters())),
+        lambda: _scheduled(_of_its_own(torch.optim.AdamW(_parameters()))),
         lambda: _wrapping(_scheduled(torch.optim.AdamW(_parameters()))),
     ],
-    ids=["subclass", "other optimizer", "differentiable", "scheduled, wrapped"],
+    ids=["subclass", "other optimizer", "differentiable", "own step", "own step, scheduled", "scheduled, wrapped"],
 )
 def test_others_are_called_as_they_are(make):
     assert not works_on_shards(make())
@@ -211,12 +221,54 @@ def test_hooks_on_steps_see_the_optimizer_as_it_is():
         assert works_on_shards(optimizer)
 
 
+def _with_other_values():
+    """For each of some values in the place of the gradient and in that of the state: whether shards are shown."""
+    parameter = next(wrapped(NAME, config(3)).parameters())
+    optimizer = torch.optim.AdamW([parameter])
+    like = torch.zeros_like(parameter)
+    replicated = parameter.detach().redistribute(placements=[Replicate()])
+    found = []
+    for gradient, state in (
+        (like, like),
+        (like, replicated),
+        (like, parameter.detach().full_tensor()),
+        (replicated, like),
+    ):
+        parameter.grad = gradient
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": state}
+        found.append(works_on_shards(optimizer))
+    parameter.grad_dtype = None
+    parameter.grad, optimizer.state[parameter]["exp_avg"] = like.bfloat16(), like
+    return [*found, works_on_shards(optimizer)]
+
+
+def test_what_is_sharded_or_rounded_otherwise_is_left_to_torch(ranks2):
+    assert ranks2.run(_with_other_values)[0] == [True, False, False, False, False]
+
+
+def test_state_of_somebody_else_is_left_alone():
+    parameter, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.5, momentum=0.9)
+    optimizer.state["all"], optimizer.state[other] = 3, {"exp_avg": 4}
+    optimizer.state[parameter]["ema"] = torch.zeros(2)  # beside what the optimizer makes
+    for _ in range(2):
+        parameter.grad = torch.ones(2)
+        OptimizerUpdate(optimizer, None).step()
+    assert (optimizer.state["all"], optimizer.state[other]) == (3, {"exp_avg": 4})
+    assert sorted(optimizer.state[parameter]) == ["ema", "momentum_buffer"]
+
+
 def _load_state(training):
     training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
 
 
 def _replace_parameters(training):
     training.model._apply(lambda tensor: tensor.clone())  # as `model.to` does
+
+
+def _replace_state(training):
+    for values in training.optimizer.state.values():
+        values["exp_avg"] = values["exp_avg"].clone()
 
 
 def _memory_replaced(replace, on_shards):
@@ -239,7 +291,7 @@ def _memory_replaced(replace, on_shards):
 
 @pytest.mark.parametrize(
     ("replace", "on_shards"),
-    [(_load_state, False), (_load_state, True), (_replace_parameters, False)],
+    [(_load_state, False), (_load_state, True), (_replace_parameters, False), (_replace_state, False)],
 )
 def test_memory_that_the_caller_replaces_between_steps_is_released_at_once(ranks2, replace, on_shards):
     for num_old, num_alive in ranks2.run(_memory_replaced, replace, on_shards):

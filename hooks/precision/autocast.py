@@ -3,8 +3,7 @@
 | config | the caller's autocast around the forward | result |
 |---|---|---|
 | torch_autocast | the same dtype | no message |
-| torch_autocast | another dtype | one warning per model; the config's autocast is used |
-| torch_autocast | `enabled=False` | no message; the config's autocast is used |
+| torch_autocast | another dtype, or `enabled=False` | one warning per model; the config's autocast is used |
 | fp32, bf16 or fp16 | on | PrecisionError, unless `zeroamp.external_autocast` is "allow" |
 
 Only autocast of the model's device type is checked. Autocast contexts inside the model's forward are not checked.
@@ -28,6 +27,8 @@ from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import PrecisionError
 
 logger = logging.getLogger("zeroamp")
+
+_OTHER_DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
 
 
 def enter_autocast(device_type: str, dtype: torch.dtype) -> ForwardContext:
@@ -83,12 +84,26 @@ def refuse_autocast(device_type: str, mode: str) -> ForwardContext:
 
 def _warn_if_different(device_type: str, dtype: torch.dtype) -> bool:
     """Log a warning if the caller's autocast differs from the config's; return whether one was logged."""
-    found = torch.get_autocast_dtype(device_type)
-    if not torch.is_autocast_enabled(device_type) or found == dtype:
+    if torch.is_autocast_enabled(device_type):
+        found = torch.get_autocast_dtype(device_type)
+        if found == dtype:
+            return False
+        words = f"torch.autocast({device_type!r}, dtype={found})"
+    elif _is_inside_disabled(device_type):
+        words = f"torch.autocast({device_type!r}, enabled=False)"
+    else:
         return False
     logger.warning(
-        "The model's forward was called inside torch.autocast(%r, dtype=%s), but torch_autocast.dtype is %s in the "
-        "config. The model runs under the config's autocast. Remove the autocast around the forward.",
-        *(device_type, found, short_name(dtype)),
+        "The model's forward was called inside %s, but torch_autocast.dtype is %s in the config. The model runs under "
+        "the config's autocast. Remove the autocast around the forward.",
+        *(words, short_name(dtype)),
     )
     return True
+
+
+def _is_inside_disabled(device_type: str) -> bool:
+    """Return whether an autocast with `enabled=False` is active. Only the nesting depth differs from no autocast."""
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    others = [name for name in _OTHER_DEVICE_TYPES if name != device_type and torch.amp.is_autocast_available(name)]
+    return depth > 0 and not any(torch.is_autocast_enabled(name) for name in others)

@@ -13,7 +13,7 @@ from zeroamp.planning.safe_parameters import Precision, refuse_all_ignored
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.extensions import Extension
 from zeroamp.policies.policy import Policy
-from zeroamp.policies.safe_modules import KEY
+from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, KEY, resolve_safe_classes, unsafe_owner
 
 
 class Discovery(Extension):
@@ -29,7 +29,7 @@ class Discovery(Extension):
         example_inputs: Any,
         device_type: str | None,
     ) -> list[Precision]:
-        """Return the precisions of the parameters by a run of the model.
+        """Return the precisions of the parameters by a run of the model. Reasons name where the class list differs.
 
         Raises:
             ConfigError: there are no example inputs, the model cannot be traced, or no parameter is safe.
@@ -38,10 +38,15 @@ class Discovery(Extension):
             raise AssertionError("expected a policy of mode autocast, which has a low dtype")
         args, kwargs = example_arguments(model, example_inputs, f'{KEY} "auto"')
         found = discover_safe_parameters(model, args, kwargs, policy.low_dtype, device_type or current_device_type())
+        classes = resolve_safe_classes(DEFAULT_SAFE_MODULES, model)
         precisions = []
-        for name in (use.fqns[0] for use in uses):
+        for use in uses:
+            name = use.fqns[0]
             is_low = name in found.safe
-            reason = found.reasons[name]
+            would_be_low = unsafe_owner(use.named_owners(), classes) is None
+            otherwise = "all-gather it in low precision" if would_be_low else "keep it in fp32"
+            wrong = f"; the default class list would {otherwise}" if is_low != would_be_low else ""
+            reason = f"{found.reasons[name]}{wrong}"
             precisions.append(Precision(is_low=is_low, compute="low" if is_low else "per op", reason=reason))
         if not (found.needs_values or any(precision.is_low for precision in precisions)):
             _refuse_none_safe(model, uses, precisions)

@@ -44,6 +44,11 @@ class TreeSum:
             total.add_(left)
         return total
 
+    @property
+    def partial(self) -> list[torch.Tensor]:
+        """The partial sums, in the order of their terms."""
+        return [total for _, total in self._partial]
+
 
 def _height(one: int, other: int) -> int:
     return (one ^ other).bit_length()

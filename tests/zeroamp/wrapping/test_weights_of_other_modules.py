@@ -170,6 +170,9 @@ class Complex(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
 
+    def forward(self, x):
+        return (x @ self.weight).real
+
 
 def test_a_complex_parameter_is_an_error_that_says_what_to_hold_instead(ranks2):
     text = ranks2.run(_error, Complex, {"Complex"}, 3)[0]

@@ -5,7 +5,6 @@ import itertools
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,40 +74,65 @@ def test_json_lines_of_each_kind_are_read_once(tokenizer, tmp_path):
     assert messages.text == "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\nMe.<|im_end|>\n"
 
 
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "but has a JSON list"),
+        ('{"messages": [{"role": "user", "content": "a"}, "b"]}', r"but has keys \['messages'\]"),
+    ],
+)
+def test_a_json_line_of_no_kind_is_refused_by_its_number(tokenizer, tmp_path, line, found):
+    path = write(tmp_path, '{"text": "good"}', line)
+    with pytest.raises(_data.DataError, match=rf"data\.jsonl, line 2(: | must be .*){found}"):
+        _data.read_jsonl(path, tokenizer)
+
+
+def _without_template():
+    tokenizer = _weights.load_model("tiny", seed=0)[1]
+    tokenizer.chat_template = None
+    return tokenizer
+
+
 REFUSED = {
     "too little text for one row": (
-        lambda folder, tokenizer: _data.pack(documents("abc"), tokenizer, seq_len=4, name="held-out"),
+        lambda folder: _data.pack(documents("abc"), _without_template(), seq_len=4, name="held-out"),
         r"the held-out part must have at least 4 tokens, one sequence, but has 3.*--seq-len",
     ),
     "one document, which cannot be split": (
-        lambda *_: _data.split_documents(documents("a"), held_out_fraction=0.1, seed=0),
-        "at least 2 distinct documents, .* but has 1",
+        lambda folder: _data.split_documents(documents("a"), held_out_fraction=0.1, seed=0),
+        r"at least 2 distinct documents, .* but has 1",
     ),
     "fewer rows than ranks": (
-        lambda *_: next(
+        lambda folder: next(
             _data.training_batches(torch.zeros(3, 8), micro_batch_size=1, indices=range(1), world_size=4, seed=0)
         ),
         "at least one training sequence per rank, but has 3 for 4 ranks",
     ),
-    "a line that is not JSON": (
-        lambda folder, tokenizer: _data.read_jsonl(write(folder, '{"text": "good"}', "{"), tokenizer),
-        r"data\.jsonl, line 2: .*not valid JSON",
-    ),
-    "a line of no kind": (
-        lambda folder, tokenizer: _data.read_jsonl(write(folder, '{"messages": ["b"]}'), tokenizer),
-        r"data\.jsonl, line 1 must be .* but has keys \['messages'\]",
+    "a missing file": (
+        lambda folder: _data.read_documents(folder / "none.jsonl", _without_template()), r"none\.jsonl: no such file",
     ),
     "questions without a chat template": (
-        lambda folder, _: _data.read_documents(
-            write(folder, '{"question": "a", "answer": "b"}'), SimpleNamespace(chat_template=None)
-        ),
+        lambda folder: _data.read_documents(write(folder, '{"question": "a", "answer": "b"}'), _without_template()),
         "chat template",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_data_that_cannot_be_used_are_refused(tokenizer, tmp_path, name):
+def test_data_that_cannot_be_used_are_refused(tmp_path, name):
     call, says = REFUSED[name]
     with pytest.raises(_data.DataError, match=says):
-        call(tmp_path, tokenizer)
+        call(tmp_path)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("chatterbot_corpus") is None,
+    reason="needs the package chatterbot-corpus (the demo's text)",
+)
+def test_the_corpus_is_read_without_its_repeats(tokenizer):
+    items = _data.read_documents(None, tokenizer)
+    assert len(items) == len(set(items)) > 800
+    assert all("<|im_start|>assistant\n" in item.text for item in items)
+    # Its most frequent question stands there 121 times, with one answer.
+    assert sum(item.key == "my printer is not printing." for item in items) == 1

@@ -165,7 +165,9 @@ def test_the_job_of_kubernetes_finds_its_first_pod(calls, monkeypatch):
     # A pod of an indexed job is <job>-<index>.<subdomain>, where a headless service has the subdomain's name.
     assert values["HEAD"] == f"{name}-0.{spec['template']['spec']['subdomain']}"
     assert service["metadata"]["name"] == spec["template"]["spec"]["subdomain"]
+    assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == {"job-name": name}
+    assert service["spec"]["publishNotReadyAddresses"]  # torchrun connects before a pod is ready
     done = run(container["command"], calls, **values)
     assert done.returncode == 0, done.stderr
     agent, args = parsed(*lines(calls, "torchrun"), monkeypatch)
@@ -174,7 +176,6 @@ def test_the_job_of_kubernetes_finds_its_first_pod(calls, monkeypatch):
     assert str(args.out.parent) in mounts
 
 
-@pytest.mark.slow
 def test_the_job_of_kubeflow_is_valid_and_starts_finetune_llama(monkeypatch):
     runtime, job = yaml.safe_load_all((LAUNCH / "kubeflow-trainjob.yaml").read_text())
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]

@@ -81,6 +81,14 @@ def data(tmp_path_factory):
     return write_sums(tmp_path_factory.mktemp("data") / "sums.jsonl")
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("uninterrupted")
+    with Run(out, data) as run:
+        assert run.finish() == 0, "".join(run.lines)
+    return _numbers(out)
+
+
 def _numbers(out):
     run = json.loads((out / "losses.json").read_text())
     assert len(run["losses"]) == NUM_STEPS
@@ -88,28 +96,33 @@ def _numbers(out):
 
 
 @pytest.mark.slow
-def test_neither_a_killed_rank_nor_sigterm_changes_the_run(data, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    with Run(whole, data) as run:
-        assert run.finish() == 0, "".join(run.lines)
+def test_killed_ranks_do_not_change_the_run(data, uninterrupted, tmp_path):
     random_ = random.Random(0)
-    with Run(parts, data, "--save-every", "1", "--resume", "auto") as run:
-        assert run.wait_for("step 2/"), "".join(run.lines)
-        threading.Event().wait(random_.uniform(0, 0.2))
-        os.kill(random_.choice(run.ranks()), signal.SIGKILL)
-        assert run.wait_for("resuming after step"), "".join(run.lines)
-        assert run.wait_for("step 6/"), "".join(run.lines)
-        os.kill(random_.choice(run.ranks()), signal.SIGTERM)  # to one rank
+    with Run(tmp_path, data, "--save-every", "1", "--resume", "auto") as run:
+        for step in (2, 9):
+            assert run.wait_for(f"step {step}/"), "".join(run.lines)
+            threading.Event().wait(random_.uniform(0, 0.2))
+            os.kill(random_.choice(run.ranks()), signal.SIGKILL)
+            assert run.wait_for("resuming after step"), "".join(run.lines)
+        assert run.finish() == 0, "".join(run.lines)
+    assert _numbers(tmp_path) == uninterrupted
+
+
+@pytest.mark.slow
+def test_sigterm_saves_at_the_end_of_the_step_and_ends_and_the_run_goes_on(data, uninterrupted, tmp_path):
+    with Run(tmp_path, data, "--resume", "auto") as run:
+        assert run.wait_for("step 3/"), "".join(run.lines)
+        os.kill(random.Random(0).choice(run.ranks()), signal.SIGTERM)  # to one rank
         assert run.finish() == 0, "".join(run.lines)
         assert "preempted: saved" in "".join(run.lines)
-    with Run(parts, data, "--resume", "auto") as run:
-        assert run.wait_for("step 9/"), "".join(run.lines)
+    with Run(tmp_path, data, "--resume", "auto") as run:
+        assert run.wait_for("step 5/"), "".join(run.lines)
         run.process.send_signal(signal.SIGTERM)  # to torchrun, which passes it on
         assert run.wait_for("preempted: saved"), "".join(run.lines)
         run.finish()  # torchrun's own status says that it was asked to end
-    with Run(parts, data, "--resume", "auto") as run:
+    with Run(tmp_path, data, "--resume", "auto") as run:
         assert run.finish() == 0, "".join(run.lines)
-    assert _numbers(parts) == _numbers(whole)
+    assert _numbers(tmp_path) == uninterrupted
 
 
 @pytest.mark.slow

@@ -7,6 +7,15 @@ import pytest
 
 from tests.processes.launch import ROOT, module, script, torchrun
 
+MOST_LINES = {
+    "minimal": 40, "accelerate_llama": 120, "fabric_llama": 120, "sft_lora": 120, "dpo": 120, "grpo": 120, "moe": 120,
+}  # fmt: skip
+
+
+def test_examples_are_short():
+    lines = {name: len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) for name in MOST_LINES}
+    assert {name: number for name, number in lines.items() if number > MOST_LINES[name]} == {}
+
 
 def _losses(output, before="loss"):
     return [float(loss) for loss in re.findall(rf"{before} (\d+\.\d+)", output)]

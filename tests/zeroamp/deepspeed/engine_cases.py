@@ -1,18 +1,22 @@
 """What ranks run in the tests of the engine."""
 
-from contextlib import nullcontext
-
 import torch
 import torch.distributed as dist
 
 import zeroamp.deepspeed as deepspeed
 from tests.models.small import batch, build, loss_of
-from tests.processes import training
 from tests.processes.training import Run, full_parameters
 
 
-def config(stage, **keys):
-    return training.config(stage, train_micro_batch_size_per_gpu=2, **keys)
+def config(stage, *, accumulation=1, clip=0.0, dtype="bfloat16", **more):
+    cfg = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clip,
+        "zero_optimization": {"stage": stage},
+        **more,
+    }
+    return cfg if dtype is None else {**cfg, "torch_autocast": {"enabled": True, "dtype": dtype}}
 
 
 def start(name, cfg, *, lr=1e-2, schedule=None):
@@ -54,13 +58,20 @@ def by_boundary(name, cfg, counts, *, in_no_sync=False):
             is_last = micro + 1 == count
             inputs = batch(name, done * world_size + rank)
             done += 1
-            if not in_no_sync:
-                engine.set_gradient_accumulation_boundary(is_last)
-            with engine.no_sync() if in_no_sync and not is_last else nullcontext():
-                loss = loss_of(engine, inputs)
-                engine.backward(loss.float() / count, scale_wrt_gas=False)
-            losses[-1].append(float(loss.detach()))
+            if in_no_sync and not is_last:
+                with engine.no_sync():
+                    losses[-1].append(_backward(engine, inputs, count))
+            else:
+                if not in_no_sync:
+                    engine.set_gradient_accumulation_boundary(is_last)
+                losses[-1].append(_backward(engine, inputs, count))
         engine.step()
         norms.append(engine.get_global_grad_norm())
     assert engine.global_steps == len(counts)
     return Run(losses=losses, norms=norms, parameters=full_parameters(engine.module), mean_losses=[])
+
+
+def _backward(engine, inputs, count):
+    loss = loss_of(engine, inputs)
+    engine.backward(loss.float() / count, scale_wrt_gas=False)
+    return float(loss.detach())

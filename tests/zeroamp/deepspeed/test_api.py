@@ -4,16 +4,16 @@ import argparse
 import importlib
 import json
 import os
-import types
+from unittest import mock
 
 import pytest
 import torch
 
 import zeroamp.deepspeed as deepspeed
-from zeroamp.deepspeed import accelerator, comm, zero
+from zeroamp.deepspeed import accelerator, comm, utils, zero
 from zeroamp.deepspeed.arguments import config_of
 from zeroamp.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from zeroamp.deepspeed.refused import REFUSED, UnsupportedError
+from zeroamp.deepspeed.refused import REFUSED, Refused, UnsupportedError
 from zeroamp.deepspeed.runtime.utils import see_memory_usage
 from zeroamp.deepspeed.submodules import ALIASES, Submodules
 from zeroamp.policies.errors import ConfigError
@@ -43,21 +43,28 @@ def test_refused_names_are_imported_and_raise_the_reason_when_used():
 
 
 def test_a_refused_class_is_no_base_class_and_has_no_instances():
-    assert not isinstance(torch.nn.Linear(1, 1), deepspeed.PipelineModule)
-    for use in (
-        deepspeed.PipelineModule,
-        lambda: deepspeed.PipelineModule.a,
-        lambda: types.new_class("Model", (deepspeed.PipelineModule,)),
-    ):
+    assert isinstance(deepspeed.PipelineModule, Refused)
+    for use in (deepspeed.PipelineModule, lambda: list(deepspeed.PipelineModule), lambda: deepspeed.PipelineModule.a):
         with pytest.raises(UnsupportedError, match="no pipeline"):
             use()
+    assert not isinstance(torch.nn.Linear(1, 1), deepspeed.PipelineModule)
+    with pytest.raises(UnsupportedError, match="no pipeline"):
+
+        class Model(deepspeed.PipelineModule):
+            pass
 
 
 def test_submodules_below_a_refused_one_answer_with_its_sentence_and_others_are_not_found():
-    with pytest.raises(UnsupportedError, match="no expert-parallel"):
-        importlib.import_module("zeroamp.deepspeed.moe.layer").any_function()
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("zeroamp.deepspeed.utils.nothing")
+    for name, word in (
+        ("pipe", "no pipeline"),
+        ("utils.timer", "RunReport"),
+        ("moe.layer", "no expert-parallel"),
+    ):
+        with pytest.raises(UnsupportedError, match=word):
+            importlib.import_module(f"zeroamp.deepspeed.{name}").any_function()
+    for name in ("zeroamp.deepspeed.nothing", "zeroamp.deepspeed.utils.nothing"):
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(name)
 
 
 def test_other_names_of_modules_have_the_same_objects_and_replace_no_name_of_their_package():
@@ -78,11 +85,18 @@ def test_memory_is_logged_when_it_is_forced(caplog):
     assert caplog.messages[0].startswith("after the forward: allocated 0.00 GiB")
 
 
+def test_no_name_of_the_engine_is_both_there_and_refused():
+    names = [name.removeprefix("engine.") for name in REFUSED if name.startswith("engine.")]
+    assert not [name for name in names if hasattr(deepspeed.DeepSpeedEngine, name)]
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "close"),
     [
         (deepspeed, "initialise", "initialize"),
         (comm, "all_reduces", "all_reduce"),
+        (utils, "see_memory", "see_memory_usage"),
+        (deepspeed.runtime.utils, "log_dists", "log_dist"),
         (zero, "GatherParameters", "GatheredParameters"),
         (accelerator.get_accelerator(), "device_names", "device_name"),
     ],
@@ -112,41 +126,56 @@ def test_arguments_and_configs(tmp_path):
             config_of(*wrong)
 
 
-@pytest.mark.parametrize(("make", "off"), [(FusedAdam, "adam_w_mode"), (DeepSpeedCPUAdam, "adamw_mode")])
-def test_adam_has_deepspeeds_defaults(make, off):
+def test_adam_has_deepspeeds_defaults():
     parameters = [torch.nn.Parameter(torch.ones(2))]
-    optimizer = make(parameters)
+    optimizer = FusedAdam(parameters)
     assert type(optimizer) is torch.optim.AdamW
     assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (1e-3, 0.0)
-    assert type(make(parameters, **{off: False})) is torch.optim.Adam
-    with pytest.raises(UnsupportedError, match="False"):
-        make(parameters, bias_correction=False)
+    assert type(FusedAdam(parameters, adam_w_mode=False)) is torch.optim.Adam
+    assert type(DeepSpeedCPUAdam(parameters, adamw_mode=False, weight_decay=0.1)) is torch.optim.Adam
+    for make in (
+        lambda: FusedAdam(parameters, bias_correction=False),
+        lambda: DeepSpeedCPUAdam(parameters, bias_correction=False),
+    ):
+        with pytest.raises(UnsupportedError, match="False"):
+            make()
 
 
 def _comm():
+    assert comm.is_initialized()
     before = torch.distributed.group.WORLD
     deepspeed.init_distributed()
     assert torch.distributed.group.WORLD is before
     tensor = torch.full((2,), float(comm.get_rank() + 1))
     comm.all_reduce(tensor)
     assert tensor.tolist() == [3.0, 3.0]
+    comm.barrier()
     with pytest.raises(UnsupportedError, match="zeroamp.traffic"):
         comm.log_summary()
-    os.environ["LOCAL_RANK"] = "3"
-    return comm.get_world_size(), comm.get_local_rank()
+    with mock.patch.dict(os.environ):
+        os.environ.pop("LOCAL_RANK", None)  # a test of a launcher may have left one
+        without = comm.get_local_rank()
+        os.environ["LOCAL_RANK"] = "3"
+        local_ranks = without, comm.get_local_rank()
+    return comm.get_world_size(), local_ranks
 
 
 def test_comm_is_torchs(ranks2):
-    assert ranks2.run(_comm) == [(2, 3)] * 2
+    assert ranks2.run(_comm) == [(2, (0, 3))] * 2
 
 
-def test_the_accelerator_is_the_device_of_this_machine():
-    found = deepspeed.get_accelerator()
-    assert found.device_name() == torch.device(found.current_device_name()).type
+def test_the_accelerator_is_the_device_of_this_machine(monkeypatch):
+    found = accelerator.get_accelerator()
+    assert deepspeed.get_accelerator() is found
     if torch.cuda.is_available():
         assert found.device_name(1) == "cuda:1"
         return
-    assert found.device_name(1) == found.current_device() == "cpu"
+    assert found.device_name(1) == found.current_device_name() == found.current_device() == "cpu"
     assert found.communication_backend_name() == "gloo"
+    assert found.is_bf16_supported()
+    found.set_device(3)
+    state = found.get_rng_state()
+    first = torch.rand(1)
+    found.set_rng_state(state)
+    assert torch.equal(torch.rand(1), first)
     assert (found.memory_allocated(), found.max_memory_reserved()) == (0, 0)
-    assert torch.equal(found.get_rng_state(), torch.get_rng_state())

@@ -8,7 +8,7 @@ import zeroamp
 import zeroamp.deepspeed as deepspeed
 from tests.models.small import batch, build, loss_of
 from tests.oracles import one_process
-from tests.processes.training import check_run, full_parameters, same_bits
+from tests.processes.training import check_run, check_same_run, full_parameters, same_bits
 from tests.selection import slow_but
 from tests.zeroamp.deepspeed.engine_cases import by_boundary, config, start, train
 from zeroamp.policies.errors import ConfigError, StepError
@@ -91,17 +91,22 @@ def test_what_an_engine_cannot_do_raises_with_the_reason(ranks2):
 
 
 def _reads():
-    engine = start(NAME, config(3, accumulation=2, clip=0.5))
+    rank = dist.get_rank()
+    engine = start(NAME, config(3, accumulation=2, clip=0.5, steps_per_print=7))
     train(NAME, None, 2, engine=engine)
     sizes = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     assert sizes == (8, 2, 2)
-    assert (engine.global_steps, engine.skipped_steps, engine.get_lr()) == (2, 0, [1e-2])
+    assert (engine.global_steps, engine.skipped_steps) == (2, 0)
+    assert engine.get_lr() == [1e-2]
     assert (engine.zero_optimization(), engine.zero_optimization_stage()) == (True, 3)
     assert (engine.bfloat16_enabled(), engine.fp16_enabled(), engine.torch_autocast_enabled()) == (False, False, True)
-    assert (engine.global_rank, engine.dp_world_size, str(engine.device)) == (dist.get_rank(), 2, "cpu")
-    assert (engine.cur_scale, engine.loss_scale(), engine.optimizer.overflow) == (1.0, 1.0, False)
+    assert (engine.global_rank, engine.world_size, engine.dp_world_size, str(engine.device)) == (rank, 2, 2, "cpu")
+    assert (engine.cur_scale, engine.loss_scale(), engine.optimizer.loss_scale, engine.optimizer.overflow) == (
+        1.0, 1.0, 1.0, False,
+    )  # fmt: skip
     assert next(name for name, _ in engine.named_parameters()).startswith("module.")
     assert engine.logits.__name__ == "logits"  # of the module
+    assert (engine.train().module.training, engine.eval().module.training) == (True, False)
 
 
 def test_what_an_engine_reads(ranks2):
@@ -109,18 +114,25 @@ def test_what_an_engine_reads(ranks2):
 
 
 def _offloaded():
-    """Offload the state between the steps."""
-    engine, losses = start(NAME, config(3)), []
-    for index in range(3):
-        losses += train(NAME, None, 1, first=index, engine=engine).losses
-        engine.offload_states(include=["optim_states"])
-        engine.offload_states(include=["hp_params", "lp_params", "lp_grads"])
-        engine.reload_states()
-    assert losses == train(NAME, config(3), 3).losses
+    """Return whether a run that offloads its state between the steps has the losses of one that does not."""
+    losses = {}
+    for offloads in (False, True):
+        engine = start(NAME, config(3))
+        losses[offloads] = []
+        for index in range(3):
+            loss = loss_of(engine, batch(NAME, 2 * index + dist.get_rank()))
+            losses[offloads].append(float(loss.detach()))
+            engine.backward(loss)
+            engine.step()
+            if offloads:
+                engine.offload_states(include=["optim_states"])
+                engine.offload_states(include=["hp_params", "lp_params", "lp_grads"])
+                engine.reload_states()
+    return losses[True] == losses[False]
 
 
 def test_states_that_are_offloaded_and_reloaded_have_the_same_bits(ranks2):
-    ranks2.run(_offloaded)
+    assert ranks2.run(_offloaded) == [True, True]
 
 
 def _of_config():
@@ -128,9 +140,15 @@ def _of_config():
     model = build("conv")
     for parameter in model.parameters():
         parameter.data += torch.rand(())
-    warmup = {"warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}
-    optimizer = {"type": "Adam", "params": {"lr": 0.1, "betas": [0.8, 0.99]}}
-    cfg = config(1, dtype=None, optimizer=optimizer, scheduler={"type": "WarmupLR", "params": warmup})
+    cfg = config(
+        1,
+        dtype=None,
+        optimizer={"type": "Adam", "params": {"lr": 0.1, "betas": [0.8, 0.99]}},
+        scheduler={
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"},
+        },
+    )
     del cfg["gradient_clipping"]
     groups = [{"params": (p for n, p in model.named_parameters() if "bias" in n), "weight_decay": 0.3}]
     groups.append({"params": [p for n, p in model.named_parameters() if "bias" not in n]})
@@ -164,19 +182,22 @@ def test_the_config_builds_optimizer_scheduler_and_loader(ranks2):
 
 
 def _callables():
+    model = build(NAME)
     engine, *_, scheduler = deepspeed.initialize(
-        model=build(NAME),
+        model=model,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
         config=config(1),
     )
     train(NAME, None, 2, engine=engine)
-    assert engine.get_lr() == scheduler.get_last_lr() == [0.25]
-    engine, *others = deepspeed.initialize(model=build(NAME), config=config(3))
-    assert others == [None, None, None]
-    assert loss_of(engine, batch(NAME, 0)).isfinite()
+    assert engine.get_lr() == [0.25]
+    assert scheduler.get_last_lr() == [0.25]
+    model = build(NAME)
+    only = deepspeed.initialize(model=model, config=config(3))
+    assert only[1:] == (None, None, None)
+    assert loss_of(only[0], batch(NAME, 0)).isfinite()
     with pytest.raises(StepError, match="has no optimizer"):
-        engine.backward(torch.zeros(()))
+        only[0].backward(torch.zeros(()))
 
 
 def test_functions_make_optimizer_and_scheduler_and_none_is_needed(ranks2):
@@ -231,10 +252,22 @@ def test_a_float16_step_that_overflows_is_skipped_and_counted(ranks2):
     assert ranks2.run(_float16)[0] == ((False, 1, 1, True), 8.0, 1, True)
 
 
+def _compiled():
+    plain = train(NAME, config(1), 2)
+    engine = start(NAME, config(1))
+    engine.compile(backend="eager")
+    check_same_run(train(NAME, None, 2, engine=engine), plain)
+
+
+@pytest.mark.slow
+def test_a_compiled_engine_trains_the_same_bits(ranks2):
+    ranks2.run(_compiled)
+
+
 def _counts_again():
-    """Count the micro-batches of optimizer steps of 3, 2 and 2, of one that is discarded, and of 2."""
     engine = start(NAME, config(2, accumulation=2))
     boundaries, steps = [], []
+    # An optimizer step of 3 micro-batches, two of 2, one that is discarded, and one of 2.
     for is_boundary in (False, False, True, None, None, None, None, None, "discard", None, None):
         if is_boundary == "discard":
             engine.train_step.zero_grad()
@@ -250,6 +283,22 @@ def _counts_again():
 def test_micro_batches_are_counted_from_the_last_optimizer_step_or_zero_grad(ranks2):
     boundaries = [False, False, True, False, True, False, True, False, False, True]
     assert ranks2.run(_counts_again)[0] == (boundaries, [0, 0, 1, 1, 2, 2, 3, 3, 3, 4])
+
+
+def _at_the_minimum():
+    fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1}
+    engine = start(NAME, config(2, accumulation=2, dtype=None, fp16=fp16))
+    for micro in range(2):
+        engine.backward(loss_of(engine, batch(NAME, micro)) * 1e30)
+        if micro == 0:
+            engine.step()
+    with pytest.raises(StepError, match="min_loss_scale"):
+        engine.step()
+    return engine.is_gradient_accumulation_boundary()
+
+
+def test_a_step_that_raised_has_ended_its_optimizer_step(ranks2):
+    assert ranks2.run(_at_the_minimum)[0] is False
 
 
 def _zero_grad():

@@ -33,8 +33,8 @@ def _gathered(stage):
         assert stage == 0 or weight.ds_status is ZeroParamStatus.AVAILABLE
         with torch.no_grad():  # a forward inside, as evaluations do
             loss_of(engine, batch(NAME, 0))
-    assert stage == 0 or weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
-    assert stage == 0 or weight.ds_shape == before["blocks.0.down.weight"].shape
+    assert type(weight) is DTensor
+    assert stage == 0 or (weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and weight.ds_shape == before_shape(before))
     with deepspeed.zero.GatheredParameters([weight], modifier_rank=1):
         if rank == 1:
             torch.nn.init.constant_(weight, 0.25)
@@ -53,6 +53,10 @@ def _gathered(stage):
         assert isinstance(weight, DTensor)
     train(NAME, None, 2, engine=engine)  # and training goes on
     return full_parameters(engine.module)
+
+
+def before_shape(parameters):
+    return parameters["blocks.0.down.weight"].shape
 
 
 @pytest.mark.parametrize("stage", slow_but((0, 3), 3))
@@ -79,8 +83,16 @@ def test_a_model_is_built_inside_init_and_written_before_it_is_sharded(ranks2):
     first, second = ranks2.run(_init)
     assert torch.equal(first["head.weight"], torch.full((5, 13), 0.125))
     assert same_bits(first, second) == []
-    with pytest.raises(deepspeed.UnsupportedError, match="remote_device"):
-        deepspeed.zero.Init(remote_device="nvme").__enter__()
+    for kwargs, word in (
+        ({"remote_device": "nvme"}, "remote_device"),
+        ({"mpu": 1}, "mpu"),
+    ):
+        with pytest.raises(deepspeed.UnsupportedError, match=word):
+            deepspeed.zero.Init(**kwargs).__enter__()
+    with pytest.raises(deepspeed.UnsupportedError, match="dp_replicate_size"):
+        deepspeed.zero.MiCS_Init()
+    with pytest.raises(deepspeed.UnsupportedError, match="GatheredParameters"):
+        _ = deepspeed.zero.GatheredParams
 
 
 def _from_before():

@@ -56,23 +56,37 @@ def _run(folder, numbers):
 
 
 def _adapters(folder):
-    """Run the blocks of the training and its files on all ranks, and of the merge on one."""
+    names = _run(folder, [TRAIN, EXPORT, CHECKPOINT])
+    dist.barrier()
+    again = quietly(_reload)(folder)
+    ours = {name: zeroamp.full_parameter(p) for name, p in trained(names["model"]).items()}
+    if dist.get_rank() == 0:
+        quietly(_check_merged)(folder, names["model"])
+    return [name for name, value in ours.items() if not torch.equal(again[name], value)]
+
+
+def _reload(folder):
     from transformers import AutoModelForCausalLM
 
-    _run(folder, [TRAIN, EXPORT, CHECKPOINT])
-    dist.barrier()
-    if dist.get_rank() == 0:
-        block = _blocks()[MERGE].replace("out/", f"{folder}/out/")
-        quietly(exec)(f"{_imports()}\n{block}", {"base": folder / "base"})
-        merged, base = (
-            AutoModelForCausalLM.from_pretrained(folder / name).state_dict() for name in ("out/merged", "base")
-        )
-        changed = {name for name in merged if not torch.equal(merged[name], base[name])}
-        assert 0 < len(changed) < len(merged)
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    return peft.PeftModel.from_pretrained(base, folder / "out/adapter").state_dict()
+
+
+def _check_merged(folder, trained_model):
+    """Merge on one rank. The result is the base where no adapter is, and loads without peft."""
+    from transformers import AutoModelForCausalLM
+
+    blocks = _blocks()
+    exec(f"{_imports()}\n{blocks[MERGE]}".replace("out/", f"{folder}/out/"), {"base": folder / "base"})
+    merged = AutoModelForCausalLM.from_pretrained(folder / "out/merged").state_dict()
+    base = AutoModelForCausalLM.from_pretrained(folder / "base").state_dict()
+    adapted = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in trained(trained_model)}
+    changed = {name.removesuffix(".weight") for name in merged if not torch.equal(merged[name], base[name])}
+    assert changed == adapted
 
 
 def test_training_export_and_checkpoint(ranks2, tmp_path):
-    ranks2.run(_adapters, tmp_path)
+    assert ranks2.run(_adapters, tmp_path) == [[], []]
 
 
 def _quantized(folder):
@@ -97,15 +111,17 @@ def test_a_base_that_from_pretrained_quantizes(ranks2, tmp_path):
 @quietly
 def _ignored():
     blocks, names = _blocks(), _names()
-    names["model"] = model = Adapted(lora={"modules_to_save": ["embed_tokens"]}).build()
-    model.get_base_model().model.embed_tokens.original_module.requires_grad_(False)
+    names["model"] = Adapted(lora={"modules_to_save": ["embed_tokens"]}).build()
+    names["model"].get_base_model().model.embed_tokens.original_module.requires_grad_(False)
     block = blocks[IGNORED].replace("embed_tokens.weight", "modules_to_save.default.weight")
     exec(f"{_imports()}\n{block}", names)
-    names["train"] = zeroamp.TrainStep(names["model"], torch.optim.AdamW(trained(names["model"]).values(), lr=1e-2))
+    model = names["model"]
+    (fqn,) = names["ignored_names"]
+    names["train"] = zeroamp.TrainStep(model, torch.optim.AdamW(trained(model).values(), lr=1e-2))
     for each in names["loader"]:
-        names["loss"] = names["model"](**each).loss
+        names["loss"] = model(**each).loss
         exec(blocks[REDUCE], names)
-    return names["model"].get_parameter(*names["ignored_names"]).tolist()
+    return model.get_parameter(fqn).tolist()
 
 
 def test_ignored_parameters_are_alike_where_the_caller_averages(ranks2):

@@ -40,6 +40,7 @@ CASES = {
     "single tokens": Adapted(lora={"trainable_token_indices": [1, 2, 3]}),
     "norms": _Norms(),
     "NF4": Adapted(base="nf4 uint8"),
+    "NF4, DoRA": Adapted(base="nf4 float32", dora=True),
 }
 
 

@@ -45,7 +45,9 @@ TRAININGS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(TRAININGS, "LoRA on bf16", "DoRA on NF4"))
+@pytest.mark.parametrize(
+    "name", slow_but(TRAININGS, "LoRA on bf16", "DoRA on NF4", "a trained copy of a tied embedding")
+)
 def test_adapters_train_as_in_one_process(ranks2, name):
     if (base := TRAININGS[name].base) in NF4:
         needs_bitsandbytes(base.partition(" ")[2])

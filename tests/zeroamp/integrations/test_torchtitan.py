@@ -1,4 +1,4 @@
-"""The recipe of docs/torchtitan.md, with torchtitan's own LLaMA: the bits of torchtitan's FSDP2.
+"""The recipe of docs/torchtitan.md, with torchtitan's own LLaMA: the bits of one process, and of torchtitan's FSDP2.
 
 Tensor and context parallelism, activation checkpointing and compilation are applied by torchtitan's code.
 """
@@ -86,6 +86,31 @@ def _micro_batches(step, rank, length=LENGTH):
     return [(each[:, :-1].contiguous(), each[:, 1:].contiguous(), {}) for each in tokens]
 
 
+def _one_process(num_ranks=2):
+    """Plain torch: autocast, sums over ranks and micro-batches, each rank after each micro-batch (stage 3)."""
+    model = _initial()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    parameters, losses, num_tokens = list(model.parameters()), [], num_ranks * NUM_MICRO * 2 * LENGTH
+    for step in range(NUM_STEPS):
+        total, of_step = None, [[], []]
+        for micro in range(NUM_MICRO):
+            gradients = []
+            for rank in range(num_ranks):
+                tokens, labels, _ = _micro_batches(step, rank)[micro]
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    logits = model(tokens)
+                loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum") / num_tokens
+                gradients.append(torch.autograd.grad(loss, parameters))
+                of_step[rank].append(float(loss.detach()))
+            sums = [one + other for one, other in zip(*gradients, strict=True)]
+            total = sums if total is None else [one + other for one, other in zip(total, sums, strict=True)]
+        for parameter, gradient in zip(parameters, total, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        losses.append(sum(map(sum, of_step)))
+    return losses, {fqn: parameter.detach() for fqn, parameter in model.named_parameters()}
+
+
 def _dims(dp=2, cp=1, tp=1):
     from torchtitan.distributed import ParallelDims, parallel_dims, utils
 
@@ -142,6 +167,8 @@ class _Run:
     gradients: dict[str, torch.Tensor]
     """Whole, of the first step."""
     parameters: dict[str, torch.Tensor]
+    units: set[str] = dataclasses.field(default_factory=set)
+    """FSDP units among the blocks."""
 
 
 @torch.compiler.set_stance("force_eager")  # block masks are compiled else, which takes longer than all else
@@ -161,7 +188,7 @@ def _batches(dims, model, step, masked):
     return found
 
 
-def _theirs(dims, options, num_steps, masked):
+def _theirs(dims, options, num_steps, masked=False):
     """torchtitan's own `parallelize_llama`, with its FSDP2, norm and an optimizer."""
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.distributed import utils
@@ -193,10 +220,11 @@ def _num_tokens(dims, masked):
     return dims.dp_shard * NUM_MICRO * 2 * (MASKED_LENGTH if masked else LENGTH)
 
 
-def _ours(dims, options, num_steps, masked, cfg):
-    own = {"reduce": "sum", "reduce_accumulate_dtype": "native"}  # of three ranks on, orders of sums differ
-    policy = zeroamp.policy_from_config({"zero_optimization": {"stage": 3}, "zeroamp": own, **cfg})
-    recipe = _recipe() | {"POLICY": policy}
+def _ours(dims, options, num_steps, masked=False, cfg=None):
+    recipe = _recipe()
+    if cfg is not None:
+        own = {"reduce": "sum", "reduce_accumulate_dtype": "native"}  # of three ranks on, orders of sums differ
+        recipe["POLICY"] = zeroamp.policy_from_config({"zero_optimization": {"stage": 3}, "zeroamp": own, **cfg})
     model = _wrapped(recipe, options, masked)
     train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     losses, norms, gradients = [], [], {}
@@ -214,8 +242,8 @@ def _ours(dims, options, num_steps, masked, cfg):
         losses.append(report.loss * dims.dp_shard * dims.cp)
         norms.append(float(norm))
     units = {group.unit for group in zeroamp.explain(model).plan.groups if group.unit.startswith("layers.")}
-    assert units == {"layers.0", "layers.1"}
-    return _Run(losses=losses, norms=norms, gradients=gradients, parameters=_clean(full_parameters(model)))
+    parameters = _clean(full_parameters(model))
+    return _Run(losses=losses, norms=norms, gradients=gradients, parameters=parameters, units=units)
 
 
 def _both(axes, case, num_steps, masked=False):
@@ -256,3 +284,18 @@ def test_tensor_parallelism_has_the_bits_of_torchtitans_own_fsdp(ranks4, case):
 def test_context_parallelism_has_the_bits_of_torchtitans_own_fsdp(ranks4):
     for ours, theirs in ranks4.run(_both, {"dp": 2, "cp": 2}, {}, 1, masked=True):
         _check_same(ours, theirs)
+
+
+def _alone(checkpointing):
+    dims = _dims()
+    return _ours(dims, _options(dims, checkpointing), NUM_STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [None, "full"])
+def test_the_recipe_trains_to_the_bits_of_one_process(ranks2, checkpointing):
+    losses, parameters = _one_process()
+    for ours in ranks2.run(_alone, checkpointing):
+        assert same_bits(ours.parameters, parameters) == []
+        assert ours.losses == pytest.approx(losses, rel=1e-6)  # fp32 losses are added in another order
+        assert ours.units == {"layers.0", "layers.1"}

@@ -134,15 +134,19 @@ def test_evaluation_before_during_and_after_the_training(ranks2, tmp_path):
         assert number == 2  # one by evaluate() alone, which the training forgets, and one each 2 of 3 steps
 
 
+def _t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4, "d_kv": 8}
+    return T5ForConditionalGeneration(
+        T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
+    )
+
+
 def _generated(folder):
     """Ranks generate sequences of different lengths, then training goes on."""
-    from transformers import (
-        PrinterCallback,
-        Seq2SeqTrainer,
-        Seq2SeqTrainingArguments,
-        T5Config,
-        T5ForConditionalGeneration,
-    )  # fmt: skip
+    from transformers import PrinterCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
     from tests.processes.trainer import fresh
     from zeroamp.integrations.transformers import ZeroampMixin
@@ -159,13 +163,7 @@ def _generated(folder):
             max_grad_norm=0.0, save_strategy="no", eval_strategy="steps", eval_steps=1, logging_steps=1,
             per_device_train_batch_size=2,
         )  # fmt: skip
-        torch.manual_seed(0)
-        model = T5ForConditionalGeneration(
-            T5Config(
-                vocab_size=VOCAB, d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8, dropout_rate=0.0,
-                decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
-            )
-        )  # fmt: skip
+        model = _t5()
         bases = (ZeroampMixin, Seq2SeqTrainer) if is_ours else (Seq2SeqTrainer,)
         given = {"zeroamp": {"zero_optimization": {"stage": 3}}} if is_ours else {}
         trainer = type("Some", bases, {})(
@@ -186,6 +184,79 @@ def test_generation_of_different_lengths_on_the_ranks(ranks2, tmp_path):
     for stock, ours, differences in ranks2.run(_generated, tmp_path):
         assert ours == stock
         assert differences == []
+
+
+def _changed(folder, changes):
+    return run(3, folder, **changes).differences(run(DDP, folder), norms=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [{"gradient_checkpointing": True}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}],
+    ids=["activation checkpointing", "compiled units"],
+)
+def test_arguments_that_keep_the_bits(ranks2, tmp_path, changes):
+    assert ranks2.run(_changed, tmp_path, changes) == [[], []]
+
+
+def _own_optimizer(folder):
+    """An optimizer that was built before the Trainer, on parameters that the wrap replaces."""
+    found = []
+    for kind in (DDP, 3):
+        model = llama()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        given = {"train_dataset": examples(12), "eval_dataset": examples(4), "optimizers": (optimizer, scheduler)}
+        trainer = trainer_of(kind, folder, model=model, trainer_arguments=given)
+        if kind != DDP:  # after which the stock Trainer would train without DDP
+            trainer.evaluate()
+        trainer.train()
+        found.append(outcome(trainer))
+    return found[1].differences(found[0], norms=False)
+
+
+def test_an_optimizer_that_was_built_before_the_trainer_trains_after_an_evaluation(ranks2, tmp_path):
+    assert ranks2.run(_own_optimizer, tmp_path) == [[], []]
+
+
+def _of_8_bits(folder):
+    """Shards of 4,096 elements and more, in whole blocks: the state is quantized as that of whole parameters."""
+    found = []
+    for kind in (DDP, 3):
+        model = llama(hidden_size=128, intermediate_size=128)
+        trainer = trainer_of(kind, folder, model=model, num=12, optim="adamw_bnb_8bit")
+        trainer.train()
+        found.append(outcome(trainer))
+    states = trainer.optimizer.optimizer.state.values()
+    return found[1].differences(found[0], norms=False), {state["state1"].dtype for state in states}
+
+
+def test_an_optimizer_of_bitsandbytes(ranks2, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: its AdamW8bit is tested")
+    for found, dtypes in ranks2.run(_of_8_bits, tmp_path):
+        assert found == []
+        assert dtypes == {torch.uint8, torch.float32}  # float32: norms, and embeddings, as the Trainer asks for
+
+
+def _from_meta(folder):
+    """Large models of docs/transformers.md: the model is built on the meta device, and filled when it is wrapped."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    trainer = trainer_of(3, folder / "out", model=model)
+    trainer.wrap()
+    zeroamp.load_hf(trainer.model, folder)
+    trainer.train()
+    stock = trainer_of(DDP, folder / "out", model=AutoModelForCausalLM.from_pretrained(folder))
+    stock.train()
+    return outcome(trainer).differences(outcome(stock), norms=False)
+
+
+def test_a_model_that_is_built_on_the_meta_device(ranks2, tmp_path):
+    llama(seed=4).save_pretrained(tmp_path)
+    assert ranks2.run(_from_meta, tmp_path) == [[], []]
 
 
 def _of_config(folder):
@@ -212,83 +283,17 @@ def test_optimizer_and_scheduler_of_the_config(ranks2, tmp_path):
         assert rates[1] < rates[5] > rates[9]
 
 
-def _own_optimizer(kind, folder):
-    """An optimizer that was built before the Trainer, on parameters that the wrap of an evaluation replaces."""
-    model = llama()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    given = {"train_dataset": examples(12), "eval_dataset": examples(4), "optimizers": (optimizer, scheduler)}
-    trainer = trainer_of(kind, folder, model=model, trainer_arguments=given)
-    if kind != DDP:  # after which the stock Trainer would train without DDP
-        trainer.evaluate()
-    trainer.train()
-    return trainer
-
-
-def _of_8_bits(kind, folder):
-    """Shards of 4,096 elements and more, in whole blocks: the state is quantized as that of whole parameters."""
-    model = llama(hidden_size=128, intermediate_size=128)
-    trainer = trainer_of(kind, folder, model=model, num=12, optim="adamw_bnb_8bit")
-    trainer.train()
-    dtypes = {state["state1"].dtype for state in trainer.optimizer.optimizer.state.values()}
-    assert dtypes == {torch.uint8, torch.float32}  # float32: norms, and embeddings, as the Trainer asks for
-    return trainer
-
-
-def _from_meta(kind, folder):
-    """Large models of docs/transformers.md: the model is built on the meta device, and filled when it is wrapped."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    if dist.get_rank() == 0:
-        llama(seed=4).save_pretrained(folder)
-    dist.barrier()
-    if kind == DDP:
-        trainer = trainer_of(kind, folder, model=llama(seed=4))
-    else:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-        trainer = trainer_of(kind, folder, model=model)
-        trainer.wrap()
-        zeroamp.load_hf(trainer.model, folder)
-    trainer.train()
-    return trainer
-
-
-def _twice(kind, folder):
-    trainer = trainer_of(kind, folder, num=12)
+def _twice(folder):
+    trainer = trainer_of(3, folder, num=12)
     trainer.train()
     hooks = len(trainer.model._forward_hooks)
     trainer.train()
-    assert len(trainer.model._forward_hooks) == hooks
-    return trainer
+    stock = trainer_of(DDP, folder, num=12)
+    stock.train()
+    stock.train()
+    return outcome(trainer).differences(outcome(stock), norms=False), len(trainer.model._forward_hooks) - hooks
 
 
-def _with(**changes):
-    def train(kind, folder):
-        trainer = trainer_of(kind, folder, **changes)
-        trainer.train()
-        return trainer
-
-    return train
-
-
-TRAININGS = {
-    "an optimizer that was built before the Trainer": _own_optimizer,
-    "an optimizer of bitsandbytes": _of_8_bits,
-    "a model that is built on the meta device": _from_meta,
-    "a second training with the same model and optimizer": _twice,
-    "activation checkpointing": _with(gradient_checkpointing=True),
-    "compiled units": _with(torch_compile=True, torch_compile_backend="aot_eager"),
-}
-
-
-def _compared(folder, name):
-    ours, stock = (outcome(TRAININGS[name](kind, folder)) for kind in (3, DDP))
-    return ours.differences(stock, norms=False)
-
-
-@pytest.mark.parametrize("name", slow_but(TRAININGS, *list(TRAININGS)[:3]))
-def test_a_training_has_the_bits_of_the_stock_trainer(ranks2, tmp_path, name):
-    if "bitsandbytes" in name:
-        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: its AdamW8bit is tested")
-    assert ranks2.run(_compared, tmp_path, name) == [[], []]
+@pytest.mark.slow
+def test_a_second_training_goes_on_with_model_and_optimizer(ranks2, tmp_path):
+    assert ranks2.run(_twice, tmp_path) == [([], 0)] * 2

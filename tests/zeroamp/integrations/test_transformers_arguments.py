@@ -60,6 +60,13 @@ def test_all_values_are_those_of_transformers_for_deepspeed(tmp_path):
     zeroamp.policy_from_config(found)
 
 
+def test_without_model_and_steps_their_keys_stay_open():
+    found = _filled(AUTO)
+    assert found["zero_optimization"]["reduce_bucket_size"] == "auto"
+    assert found["scheduler"]["params"]["total_num_steps"] == "auto"
+    assert found["optimizer"]["params"]["lr"] == 1e-2
+
+
 def test_every_mismatch_is_named_at_once():
     cfg = {"gradient_clipping": 0.5, "optimizer": {"type": "AdamW", "params": {"lr": 1.0, "eps": 1e-8}},
            "train_batch_size": 7, "fp16": {"enabled": True}}  # fmt: skip
@@ -84,27 +91,35 @@ AUTO_BLOCKS = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
 @pytest.mark.parametrize(
     ("cfg", "precision", "expected"),
     [
+        ({}, "bf16", ("autocast", torch.bfloat16)),
         ({}, "fp16", ("autocast", torch.float16)),
         ({}, "no", ("fp32", None)),
         (AUTO_AUTOCAST, "bf16", ("autocast", torch.bfloat16)),
+        (AUTO_AUTOCAST, "no", ("fp32", None)),
         ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "no", ("autocast", torch.bfloat16)),
         ({"torch_autocast": {"enabled": True}, "bf16": {"enabled": "auto"}}, "bf16", ("autocast", torch.bfloat16)),
         (AUTO_BLOCKS, "fp16", ("fp16", torch.float16)),
         ({"fp16": {"enabled": False}}, "bf16", ("autocast", torch.bfloat16)),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "bf16", "torch_autocast.dtype is .*float16"),
         ({"torch_autocast": {"enabled": False}}, "bf16", "torch_autocast.enabled is false, but .* bf16 is true"),
+        ({"bf16": {"enabled": True}}, "no", "bf16.enabled is true, but the argument bf16 is false"),
         ({"bf16": {"enabled": False}}, "bf16", "bf16.enabled is false, but the argument bf16 is true"),
-        ({"zero_optimization": {"reduce_bucket_size": "auto"}}, "bf16", "reduce_bucket_size must have .*hidden_size"),
     ],
 )
-def test_what_a_config_and_the_arguments_make_together_or_how_they_disagree(cfg, precision, expected):
+def test_the_precision_of_a_config_and_the_arguments_or_how_they_disagree(cfg, precision, expected):
     arguments_say = {"bf16": precision == "bf16", "fp16": precision == "fp16"}
     if isinstance(expected, str):
         with pytest.raises(zeroamp.ConfigError, match=expected):
-            _filled(cfg, nn.Linear(2, 2), **arguments_say)
+            _filled(cfg, **arguments_say)
         return
     policy = zeroamp.policy_from_config(_filled(cfg, **arguments_say))
     assert (policy.mode, policy.low_dtype) == expected
+
+
+def test_an_auto_that_nothing_fills_is_an_error():
+    for key in ("stage3_max_live_parameters", "reduce_bucket_size"):
+        with pytest.raises(zeroamp.ConfigError, match=f"zero_optimization.{key} must have a value.*hidden_size"):
+            _filled({"zero_optimization": {"stage": 3, key: "auto"}}, nn.Linear(2, 2))
 
 
 def test_a_trainer_needs_one_config(tmp_path):

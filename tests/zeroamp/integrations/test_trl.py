@@ -10,8 +10,8 @@ from torch.distributed.checkpoint import FileSystemReader
 import zeroamp
 from tests.models.adapters import quietly
 from tests.processes.trainer import outcome
+from tests.processes.training import same_bits
 from tests.processes.trl_training import STOCK, Case, build, differences, llama, silence, trained
-from tests.selection import slow_but
 
 pytest.importorskip("trl", reason="trl is not installed: its trainers are tested")
 pytest.importorskip("peft", reason="peft is not installed: it makes the adapters")
@@ -19,10 +19,13 @@ pytest.importorskip("peft", reason="peft is not installed: it makes the adapters
 FULL = Case()
 LORA = Case(dtype="bfloat16", lora={"r": 4, "target_modules": "all-linear"})
 DPO = Case(trainer="DPOTrainer", reference="float32")
+DPO_LORA = Case(trainer="DPOTrainer", dtype="bfloat16", lora={"r": 4})
 EVALUATED = {"is_evaluated": True}
-CASES = {
+FAST = {
     "full fine-tuning": (FULL, (3,), EVALUATED),
     "DPO": (DPO, (3,), EVALUATED),
+}
+SLOW = {
     "full fine-tuning at other stages": (FULL, (0, 1, 2), {}),
     "LoRA on a bf16 base": (LORA, (0, 1, 2), EVALUATED),  # stage 3 is in the test of saved adapters
     # Stage 1 reduces once per step, as DDP does, and in fp32 rounds nothing.
@@ -30,14 +33,14 @@ CASES = {
         Case(arguments={"gradient_accumulation_steps": 2}, zeroamp={"communication_data_type": "fp32"}), (0, 1), {},
     ),
     "DPO with a bf16 reference": (Case(trainer="DPOTrainer", reference="bfloat16"), (0, 2), {}),
-    "DPO with LoRA, whose adapters are switched off for the reference": (
-        Case(trainer="DPOTrainer", dtype="bfloat16", lora={"r": 4}), (0, 2, 3), EVALUATED,
-    ),
+    "DPO with LoRA, whose adapters are switched off for the reference": (DPO_LORA, (0, 2, 3), EVALUATED),
     # Without a reference model, and before any training, the model itself is the reference.
     "DPO that computes the reference before": (Case(trainer="DPOTrainer"), (3,), {"precompute_ref_log_probs": True}),
+    "DPO with LoRA that computes the reference before": (DPO_LORA, (3,), {"precompute_ref_log_probs": True}),
     "DPO whose reference follows the model": (DPO, (3,), {"sync_ref_model": True, "ref_model_sync_steps": 1}),
     "a tied head": (Case(model={"tie_word_embeddings": True}), (3,), {}),
     "LoRA with dropout": (Case(dtype="bfloat16", lora={"r": 4, "lora_dropout": 0.1}), (3,), {}),
+    "without activation checkpointing": (Case(arguments={"gradient_checkpointing": False}), (3,), {}),
     "losses of completions only": (Case(is_text=True), (3,), {}),
     "packed rows without padding": (Case(arguments={"packing": True}), (3,), {}),
     "the DFT loss": (Case(arguments={"loss_type": "dft"}), (3,), {}),
@@ -48,33 +51,27 @@ CASES = {
 """Name -> the case, stages, and more of the trainer's arguments."""
 
 
-@pytest.mark.parametrize("name", slow_but(CASES, "full fine-tuning"))
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_trainer_has_the_bits_of_ddp(ranks2, tmp_path, name):
-    case, stages, more = CASES[name]
+    case, stages, more = (FAST | SLOW)[name]
     for found in ranks2.run(differences, case, stages, str(tmp_path), **more):
         assert found == {stage: [] for stage in stages}
 
 
 @quietly
 def _adapters(folder):
-    """Train with saves, resume, and load the best adapter, which is not the last, in peft."""
+    """Train with saves, resume, and load the adapter in peft."""
     import peft
 
     silence()
-    keys = {
-        "max_steps": 2, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1,
-        "load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True,
-    }  # fmt: skip
-    stock = build(LORA, STOCK, folder / "stock", **keys)
+    keys = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    stock = build(LORA, STOCK, folder / "stock", max_steps=2)
     stock.train()
     trainer = build(LORA, 3, folder, **keys)
     trainer.train()
-    assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-1"  # the metric is upside down
     trainer.save_model()
     whole = outcome(trainer)
     assert whole.differences(outcome(stock), norms=False) == []
-    by_file = trained(LORA, 3, folder / "weights", save_only_model=True, **keys)  # loads the best from adapter files
-    assert by_file.differences(whole, norms=False) == []
     resumed = trained(LORA, 3, folder, resume=str(folder / "checkpoint-1"), **keys)
     assert resumed.differences(whole, norms=False) == []
     if dist.get_rank() > 0:
@@ -96,6 +93,30 @@ def test_adapters_are_saved_resumed_and_loaded_in_peft(ranks2, tmp_path):
     names = state.read_metadata().state_dict_metadata
     assert any("lora_A" in name for name in names)
     assert not [name for name in names if "embed_tokens" in name or "base_layer" in name]
+
+
+@quietly
+def _best(folder):
+    from safetensors.torch import load_file
+
+    silence()
+    keys = {
+        "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1,
+        "load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True,
+        "save_only_model": True,
+    }  # fmt: skip
+    trainer = build(LORA, 3, folder, **keys)
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    saved = load_file(best / "adapter_model.safetensors")
+    whole = {name.replace(".default.", "."): value for name, value in outcome(trainer).parameters.items()}
+    assert best.name != "checkpoint-4"  # the metric is upside down
+    assert same_bits(saved, whole) == []
+
+
+@pytest.mark.slow
+def test_the_best_adapter_is_loaded_at_the_end_from_its_file(ranks2, tmp_path):
+    ranks2.run(_best, str(tmp_path))
 
 
 @quietly
@@ -162,3 +183,16 @@ def test_the_mixin_of_a_trainer_of_transformers_is_refused():
 
     with pytest.raises(zeroamp.ConfigError, match="zeroamp.integrations.trl.ZeroampMixin"):
         type("Mine", (ZeroampMixin, SFTTrainer), {})(zeroamp={})
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # trl's default sets it
+def test_arguments_have_the_defaults_of_trl():
+    from transformers import HfArgumentParser
+
+    from zeroamp.integrations.trl import ZeroampSFTConfig
+
+    (args,) = HfArgumentParser(ZeroampSFTConfig).parse_args_into_dataclasses(
+        ["--output_dir", "x", "--use_cpu", "--zeroamp", "config.json"]
+    )
+    assert args.learning_rate == 2e-5
+    assert args.zeroamp == "config.json"

@@ -10,6 +10,7 @@ import zeroamp
 from tests.models.adapters import quietly
 from tests.processes.trainer import outcome
 from tests.processes.trl_training import STOCK, Case, build, llama, silence
+from tests.selection import slow_but
 
 pytest.importorskip("trl", reason="trl is not installed: its trainers are tested")
 from zeroamp.integrations.transformers import ZeroampMixin as ZeroampTrainerMixin
@@ -46,20 +47,23 @@ def _differences(case, stage, folder):
     return found, len({len(text) for text in completions})
 
 
+def _model(tied=False):
+    return llama(Case(model={"tie_word_embeddings": tied}))
+
+
 @pytest.mark.parametrize(
-    ("own", "is_tied", "is_added"),
+    ("own", "is_added"),
     [
-        ([{"modules": ["norm", "*_layernorm"], "communication": "bf16"}], False, True),
-        ([{"modules": "@lm_head", "compute": "fp32"}], False, False),
-        ([{"modules": ["norm", "Linear"], "communication": "bf16"}], False, False),
-        ([{"modules": "LlamaForCausalLM", "communication": "bf16"}], False, False),
-        ([], True, False),  # a head that shares the embedding is not safe anyway
+        ([], True),
+        ([{"modules": ["norm", "*_layernorm"], "communication": "bf16"}], True),
+        ([{"modules": "@lm_head", "compute": "fp32"}], False),
+        ([{"modules": ["norm", "Linear"], "communication": "bf16"}], False),
+        ([{"modules": "LlamaForCausalLM", "communication": "bf16"}], False),
     ],
 )
-def test_the_head_is_in_fp32_unless_the_config_names_it(own, is_tied, is_added):
+def test_the_head_is_in_fp32_unless_the_config_names_it(own, is_added):
     """A second override of the head would be an error: it would apply to nothing."""
-    case = Case(model={"tie_word_embeddings": is_tied})
-    added = list(override_of_head(llama(case), own))
+    added = list(override_of_head(_model(), own))
     assert added == [{"modules": "lm_head", "param": "fp32", "communication": "fp32"}] * is_added
     with torch.device("meta"):
         keys = {
@@ -67,7 +71,11 @@ def test_the_head_is_in_fp32_unless_the_config_names_it(own, is_tied, is_added):
             "zero_optimization": {"stage": 3},
             "zeroamp": {"overrides": [*own, *added]},
         }
-        zeroamp.build_plan(llama(case), zeroamp.policy_from_config(keys))
+        zeroamp.build_plan(_model(), zeroamp.policy_from_config(keys))
+
+
+def test_a_head_that_shares_the_embedding_is_not_safe_anyway():
+    assert list(override_of_head(_model(tied=True), [])) == []
 
 
 @pytest.mark.parametrize(("safe", "is_added"), [({}, True), ({"lower_precision_safe_modules": ["Linear"]}, False)])
@@ -75,7 +83,7 @@ def test_a_list_of_safe_modules_decides_about_the_head(monkeypatch, safe, is_add
     config = {"torch_autocast": {"enabled": True, "dtype": "bfloat16", **safe}}
     monkeypatch.setattr(ZeroampTrainerMixin, "filled_config", lambda *_: config)
     trainer = object.__new__(type("Generates", (ZeroampMixin,), {"reward_funcs": []}))
-    assert ("overrides" in trainer.filled_config(llama(Case()))["zeroamp"]) is is_added
+    assert ("overrides" in trainer.filled_config(_model())["zeroamp"]) is is_added
 
 
 REFERENCE = {"beta": 0.04}
@@ -88,8 +96,7 @@ CASES = {
 """Name -> the case and a stage."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, "GRPO with a reference model"))
 def test_completions_losses_and_weights_are_those_of_ddp(ranks2, tmp_path, name):
     for found, num_lengths in ranks2.run(_differences, *CASES[name], str(tmp_path)):
         assert found == []

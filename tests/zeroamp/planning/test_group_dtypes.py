@@ -31,6 +31,12 @@ SUMS_IN_FP16 = {"data_types": {"grad_accum_dtype": "fp16"}, "accumulation": 2}
         (FP16, {"stage": 3, "dtype": "float16", **NATIVE}, SHARDS, ("reduce_scatter", FP16, SUM, None, FP16)),
         (FP16, {"stage": 3, "dtype": "float16", **NATIVE}, BOTH, ("reduce_scatter", FP32, SUM, FP32, FP16)),
         (FP32, {"stage": 1, "dtype": "float16", **SUMS_IN_FP16}, BOTH, ("all_to_all", FP32, SUM, FP32, FP32)),
+        (
+            BF16,
+            {"stage": 1, "dtype": "float16", **SUMS_IN_FP16, **NATIVE},
+            SHARDS,
+            ("reduce_scatter", BF16, SUM, None, BF16),
+        ),
         (BF16, {"stage": 3}, Ranks(num_shards=1), (None, FP32, SUM, None, BF16)),
     ],
     ids=str,

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zeroamp
 from tests.measuring.accumulation import NAME, all_cells, relative_errors
 from tests.models.small import batch, build, loss_of
-from tests.processes.training import config
+from tests.processes.training import config, full_parameters, same_bits, train, wrapped
 from zeroamp.policies.accumulation import COMPUTE
 from zeroamp.policies.dtypes import short_name
 
@@ -56,3 +57,62 @@ def test_all_gradients_are_bf16_between_micro_batches_also_of_parameters_that_ar
     assert held == []
     assert dtypes == [torch.bfloat16] * len(list(build(NAME).parameters()))
     assert norm > 0
+
+
+def _one_micro_batch(stage, accumulate):
+    cfg = config(stage, dtype="float16", fp16={"loss_scale": 2}, data_types={"grad_accum_dtype": accumulate})
+    model = wrapped(NAME, cfg)
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step.backward(loss_of(model, batch(NAME, dist.get_rank())) * 5e-4)  # gradients among fp16's subnormals
+    return step.step().grad_norm
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_with_one_micro_batch_the_key_has_no_effect(ranks2, stage):
+    assert len({ranks2.run(_one_micro_batch, stage, accumulate)[0] for accumulate in ("fp32", "bf16", "fp16")}) == 1
+
+
+def _sums_of_one_micro_batch_after_two():
+    model = wrapped(NAME, config(3, accumulation=2, data_types={"grad_accum_dtype": "bf16"}))
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for is_last in (False, True, True):
+        step.backward(loss_of(model, batch(NAME, 0)), is_last=is_last)
+        sums = len(model._zeroamp_state.step.shard_accumulator.sums)
+        if is_last:
+            step.step()
+    return sums
+
+
+def test_one_micro_batch_is_not_rounded_after_a_step_of_several(ranks2):
+    assert ranks2.run(_sums_of_one_micro_batch_after_two) == [0, 0]
+
+
+def test_replicas_sum_each_micro_batch_where_the_shards_accumulate_in_another_dtype(ranks4):
+    cfg = config(2, accumulation=2, data_types={"grad_accum_dtype": "bf16"})
+    first, *others = ranks4.run(train, NAME, cfg, 1, mesh_shape=(2, 2))
+    assert [same_bits(first.parameters, other.parameters) for other in others] == [[]] * 3
+
+
+def _frozen_between_micro_batches(stage, by):
+    model = wrapped(NAME, config(stage, accumulation=2))
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = full_parameters(model)
+    sharded = dict(model.named_parameters())
+    model.blocks[0].requires_grad_(False)
+    step.backward(loss_of(model, batch(NAME, 0)))
+    step.step()
+    model.blocks[0].requires_grad_(True)
+    for fqn, parameter in (sharded if by == "sharded" else dict(model.named_parameters())).items():
+        parameter.requires_grad_("blocks.1" not in fqn)
+    step.backward(loss_of(model, batch(NAME, 1)))
+    grads = [fqn for fqn, parameter in sharded.items() if not parameter.requires_grad]
+    step.step()
+    return before, full_parameters(model), grads
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_parameter_frozen_between_micro_batches_through_either_form_keeps_the_first_gradient(ranks2, stage):
+    first, second = (ranks2.run(_frozen_between_micro_batches, stage, by)[0] for by in ("sharded", "present"))
+    assert same_bits(first[1], second[1]) == []
+    assert first[2] == second[2] == [fqn for fqn in first[0] if "blocks.1" in fqn]
+    assert set(same_bits(first[0], first[1])) == set(first[0])  # each block has the gradient of one micro-batch

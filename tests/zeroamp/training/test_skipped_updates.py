@@ -4,6 +4,7 @@ torch's fused optimizers skip on the device. Their bits are those of one process
 """
 
 import dataclasses
+import logging
 import math
 
 import pytest
@@ -176,3 +177,15 @@ def test_what_finds_such_a_value_is_named_once_but_not_in_float16(ranks2):
     assert "DebugUnderflowOverflow(model) after wrap_model" in line
     fp16 = {"dtype": "float16", "fp16": {"initial_scale_power": 40}}
     assert ranks2.run(_logged, fp16, 1.0) == [[], []]
+
+
+def _printed():
+    training = SmallTraining(config(3, steps_per_print=2, **SKIP))
+    with log_lines(logging.INFO) as lines:
+        for index in range(3):
+            training.step(index, math.nan)
+    return [line.rpartition(", ")[2] for line in lines if line.startswith("step ")]
+
+
+def test_skipped_steps_count_for_steps_per_print(ranks2):
+    assert ranks2.run(_printed) == [["skipped (2 so far)"], []]

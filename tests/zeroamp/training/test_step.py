@@ -19,6 +19,7 @@ from tests.processes.training import (
     same_bits,
     wrapped,
 )
+from zeroamp.wrapping.step_state import Phase, StepState
 
 NAME = "llama_tied"
 
@@ -247,6 +248,13 @@ def test_training_does_not_go_on_after_a_failure(ranks2, where, then):
         RankError, match=f"StepError: TrainStep.{then} .*failure in {where} .MemoryError: .*last checkpoint"
     ):
         ranks2.run(_after_a_failure, where, then)
+
+
+def test_a_failure_outlives_the_end_of_its_step():
+    state = StepState()
+    state.fail("backward")
+    state.reset()
+    assert state.phase is Phase.FAILED
 
 
 def _gradients_left():

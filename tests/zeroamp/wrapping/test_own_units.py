@@ -10,6 +10,7 @@ import zeroamp
 from tests.models.small import batch
 from tests.processes.training import config, wrapped
 from zeroamp.dry_run.planned_traffic import plan_traffic
+from zeroamp.hooks._torch.fsdp import groups_of
 from zeroamp.hooks.collectives.collective_calls import peer_lost
 from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.wrapping.state import wrap_state
@@ -92,6 +93,18 @@ def _states():
 def test_an_embedding_is_sharded_after_its_lookup_and_a_head_until_its_forward_and_after_its_backward(ranks2):
     both, only_embed = {"embed": True, "head": True}, {"embed": True, "head": False}
     assert ranks2.run(_states)[0] == [both, both, only_embed, both, both]
+
+
+def _shared_buffers():
+    state = wrap_state(wrapped("llama_untied", config(3, threshold=LARGE)))
+    units = {unit: groups_of(module._get_fsdp_state()) for unit, module in state.units.items()}
+    return {unit: own[0]._reduce_scatter_comm.shares_buffers for unit, own in units.items() if own}
+
+
+def test_the_large_receive_buffers_are_not_shared(ranks2):
+    shared = ranks2.run(_shared_buffers)[0]
+    assert {unit for unit, is_shared in shared.items() if not is_shared} == {"embed", "head"}
+    assert shared["blocks.0"]
 
 
 def _regularise():

@@ -102,8 +102,6 @@ def explain(options: Namespace) -> str:
     _write_page(options, "ledger", f"dtype ledger of {options.model}", ledger.title(), ledger.to_dict())
     if options.json:
         return _to_json(ledger.to_dict())
-    if options.markdown:
-        return ledger.to_markdown(per_parameter=options.per_parameter)
     return f"{ledger}\n\n{ledger.per_parameter()}" if options.per_parameter else str(ledger)
 
 
@@ -137,7 +135,7 @@ def report(options: Namespace) -> str:
     data = saved_runs.runs_to_dict(runs)
     names = ", ".join(run["name"] for run in data["runs"])
     _write_page(options, "runs", names, "Runs as RunReport recorded them, on their first rank.", data)
-    return _to_json(data) if options.json else saved_runs.table(runs, "github" if options.markdown else "simple")
+    return _to_json(data) if options.json else saved_runs.table(runs)
 
 
 def profile(options: Namespace) -> None:
@@ -203,7 +201,7 @@ def parsers() -> list[ArgumentParser]:
     gpu = f"One of {', '.join(GPUS_GB)} (the default is h100), or the memory of another GPU in GB."
     add("--gpu", metavar="NAME|GB", type=arguments.gpu, default="h100", help=gpu)
     add("--loss", metavar="FUNCTION", help="Of the model's output; returns the loss. Default: the output's .loss.")
-    arguments.add_formats(of_plan, "One JSON object, in bytes.", has_markdown=False)
+    arguments.add_formats(of_plan, "One JSON object, in bytes.")
 
     of_report = arguments.add_command(commands, report)
     of_report.add_argument("runs", metavar="RUN.jsonl", type=Path, nargs="+", help="Files of RunReport.")

@@ -48,12 +48,9 @@ def add_ranks(parser: ArgumentParser, *, required: bool = True) -> None:
     parser.add_argument("--world-size", metavar="N", type=positive, required=required, help="Ranks of the run.")
 
 
-def add_formats(parser: ArgumentParser, json_help: str, *, has_markdown: bool = True) -> None:
+def add_formats(parser: ArgumentParser, json_help: str) -> None:
     """Add the formats of the output."""
-    formats = parser.add_mutually_exclusive_group()
-    formats.add_argument("--json", action="store_true", help=json_help)
-    if has_markdown:
-        formats.add_argument("--markdown", action="store_true", help="The same tables as Markdown.")
+    parser.add_argument("--json", action="store_true", help=json_help)
     help = "Also write a self-contained page (5 MB); needs plotly."
     parser.add_argument("--html", metavar="FILE.html", type=Path, help=help)
 

@@ -48,11 +48,6 @@ class Ledger:
         text: str = load("Ledger.parameter_text")(self)
         return text
 
-    def to_markdown(self, *, per_parameter: bool = False) -> str:
-        """Return what `print` shows, as Markdown. `per_parameter` adds a table of all parameters."""
-        text: str = load("Ledger.text")(self, "github", per_parameter=per_parameter)
-        return text
-
     def group_rows(self) -> list[dict[str, Any]]:
         """Return one dict per group: name, kind, numbers of parameters and elements, the seven dtypes, and bytes.
 

@@ -31,7 +31,7 @@ class ObservedStep:
         self._names = {id(parameter): fqn for fqn, parameter in state.root.named_parameters()}
         policy = state.plan.policy
         is_float16 = policy.low_dtype == torch.float16
-        self._scaler = LossScaler(policy.loss_scale, state.mesh.device_type, enabled=is_float16)
+        self._scaler = LossScaler(policy.loss_scale, enabled=is_float16)
         for parameter in self._micro_batches.parameters:
             observations.seen.setdefault(self._names[id(parameter)], {})
             self._see(parameter, "stored", parameter.dtype, "the shard")

@@ -1,4 +1,4 @@
-"""Draws a `Ledger` and a `Verification`: their tables and notes as text and as Markdown.
+"""Draws a `Ledger` and a `Verification`: their tables and notes as text.
 
 The rows are those of `zeroamp/ledger`, which loads this module when it is printed.
 """
@@ -10,7 +10,7 @@ from zeroamp.ledger.dtype_differences import REPLICAS, Verification
 from zeroamp.ledger.rows import DTYPE_COLUMNS, PER_RANK, PER_STEP, SHARD_DIM, cells, ledger_rows
 from zeroamp.planning.group_dtypes import PER_OP
 from zeroamp.policies.errors import some_of
-from zeroamp.reporting.tables import Row, Table, TableStyle, document, fold, in_one_unit, render
+from zeroamp.reporting.tables import Row, Table, document, fold, in_one_unit, render
 
 if TYPE_CHECKING:
     from zeroamp.ledger.explain import Ledger
@@ -40,21 +40,16 @@ _BYTES = {
 """Column of bytes -> its header, which `in_one_unit` ends with the unit."""
 
 
-def ledger_text(ledger: "Ledger", style: TableStyle = "simple", *, per_parameter: bool = False) -> str:
-    """Return the summary, one row per module class and dtypes, and one per group; equal neighbours share one.
-
-    `per_parameter` adds a table of all parameters.
-    """
+def ledger_text(ledger: "Ledger") -> str:
+    """Return the summary, one row per module class and dtypes, and one per group; equal neighbours share one."""
     all_rows = ledger_rows(ledger.plan, ledger.ranks)
     tables = {
         "Dtypes between ranks": [_of_dtypes(row) for row in all_rows.summary],
         "Module classes": [cells(row, ("class", "params", "elements", *DTYPE_COLUMNS)) for row in all_rows.classes],
         "Groups": fold(ledger.group_rows()),
     }
-    if per_parameter:
-        tables["Parameters"] = ledger.parameter_rows()
     drawn = [Table(heading, _in_units(rows)) for heading, rows in tables.items()]
-    return document([ledger.title(), *drawn, _notes(ledger)], style)
+    return document([ledger.title(), *drawn, _notes(ledger)])
 
 
 def parameter_text(ledger: "Ledger") -> str:

@@ -34,7 +34,7 @@ from zeroamp.reporting.step_clock import StepClock, time_communication
 from zeroamp.reporting.step_record import StepRecord
 from zeroamp.training.callbacks import Callback, Phase
 from zeroamp.training.step import TrainStep, driver_of
-from zeroamp.training.step_report import StepReport
+from zeroamp.training.step_report import HostCopy, StepReport
 from zeroamp.version import __version__
 from zeroamp.wrapping.state import WrapState, wrap_state
 
@@ -172,11 +172,11 @@ class RunReport(Callback):
         return self._clock.inside("forward")
 
     def _end_step(self, report: StepReport) -> Callable[[], StepRecord]:
-        read_values = report.begin_read()  # the clock's last mark comes after the copy
+        values = HostCopy(torch.stack([report.loss_tensor.double(), report.grad_norm_tensor.double()]))
         rates = [
             rate.to("cpu", non_blocking=True) if isinstance(rate, torch.Tensor) else rate for rate in report.lr_values
         ]
-        read_seconds, memory = self._clock.end_step(), _memory(self._device)
+        read_seconds, memory = self._clock.end_step(), _memory(self._device)  # its last mark comes after the copy
         traffic, self._traffic = dict(self._traffic), Counter()
         num_tokens, self._num_tokens = self._num_tokens, None
         if num_tokens is not None:
@@ -185,7 +185,7 @@ class RunReport(Callback):
 
         def record() -> StepRecord:
             seconds = read_seconds()  # waits for the device: the copies before are complete
-            loss, norm = read_values()
+            loss, norm = values.values()
             step_s = sum(seconds.values())
             times = {f"{part}_s": value for part, value in seconds.items() if part != "other"}
             return StepRecord(

@@ -12,7 +12,7 @@ from typing import Any
 
 from zeroamp.policies.errors import CheckpointError, printable
 from zeroamp.reporting.step_record import PARTS, StepRecord
-from zeroamp.reporting.tables import Row, TableStyle, render
+from zeroamp.reporting.tables import Row, render
 from zeroamp.weights.untrusted_files import open_regular
 
 logger = logging.getLogger("zeroamp")
@@ -97,9 +97,9 @@ def _is_lost(last: StepRecord, new: StepRecord) -> bool:
     return is_same or last.step > new.step or last.num_skipped > new.num_skipped
 
 
-def table(runs: Sequence[SavedRun], style: TableStyle = "simple") -> str:
+def table(runs: Sequence[SavedRun]) -> str:
     """Return a table as text, with a column per run. Medians leave out the first step."""
-    return printable(render(_rows(runs), style, names=_names(runs)))
+    return printable(render(_rows(runs), names=_names(runs)))
 
 
 def _rows(runs: Sequence[SavedRun]) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Draws tables of rows by tabulate: as Markdown, and as text that fits the terminal."""
+"""Draws tables of rows by tabulate, as text that fits the terminal."""
 
 import math
 import re
@@ -7,14 +7,11 @@ import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 from tabulate import tabulate
 
 from zeroamp.policies.numbers import decimals_of, float_text
-
-TableStyle = Literal["simple", "github"]
-"""tabulate's names: "simple" is plain text, "github" is Markdown."""
 
 Row = dict[str, Any]
 Column = tuple[str, ...]
@@ -62,29 +59,24 @@ class Table:
     rows: Sequence[Row]
 
 
-def document(parts: Sequence[str | Table], style: TableStyle = "simple") -> str:
-    """Return paragraphs and tables as one text: wrapped to the terminal, or as Markdown."""
-    return "\n\n".join(_part(part, style) for part in parts)
+def document(parts: Sequence[str | Table]) -> str:
+    """Return paragraphs and tables as one text, wrapped to the terminal."""
+    texts = [
+        paragraph(part) if isinstance(part, str) else f"{paragraph(part.heading)}\n{render(part.rows)}"
+        for part in parts
+    ]
+    return "\n\n".join(texts)
 
 
-def _part(part: str | Table, style: TableStyle) -> str:
-    if isinstance(part, str):
-        return paragraph(part) if style == "simple" else part
-    heading = paragraph(part.heading) if style == "simple" else f"### {part.heading}\n"
-    return f"{heading}\n{render(part.rows, style)}"
-
-
-def render(rows: Sequence[Row], style: TableStyle = "simple", *, names: Collection[str] = ()) -> str:
+def render(rows: Sequence[Row], *, names: Collection[str] = ()) -> str:
     """Return a table with the rows' keys as its header, and underscores of keys as spaces.
 
     Integers have commas. The floats of a column have the same number of decimals. A float that would show as 0.00 is
-    "<0.01", 0.0 is "0", and None is "-". In a text table that is wider than the terminal, headers and the widest
-    columns of text are wrapped. If that is not enough, the table is split into several, which all begin with the first
-    column. Markdown is not narrowed.
+    "<0.01", 0.0 is "0", and None is "-". In a table that is wider than the terminal, headers and the widest columns of
+    text are wrapped. If that is not enough, the table is split into several, which all begin with the first column.
 
     Args:
         rows: dicts with equal keys.
-        style: see `TableStyle`.
         names: keys that are names, such as the FQN of a module. Their headers are the keys, unchanged.
     """
     if not rows:
@@ -93,17 +85,14 @@ def render(rows: Sequence[Row], style: TableStyle = "simple", *, names: Collecti
     first, *others = columns
     parts = [[first]]
     for column in others:
-        is_full = len(parts[-1]) > 1 and _width(_limits([*parts[-1], column])) > terminal_width()
-        if is_full and style == "simple":
+        if len(parts[-1]) > 1 and _width(_limits([*parts[-1], column])) > terminal_width():
             parts.append([first])
         parts[-1].append(column)
-    return "\n\n".join(_tabulated(part, style) for part in parts)
+    return "\n\n".join(_tabulated(part) for part in parts)
 
 
-def _tabulated(columns: Sequence[Column], style: TableStyle) -> str:
+def _tabulated(columns: Sequence[Column]) -> str:
     aligned = [_alignment(column) for column in columns]
-    if style == "github":
-        return tabulate(list(zip(*columns, strict=True)), "firstrow", style, disable_numparse=True, colalign=aligned)
     limits = _limits(columns)
     # Wrapped here, because tabulate's maxcolwidths fails for a cell such as "1,000.0" in a column of text.
     wrapped = [

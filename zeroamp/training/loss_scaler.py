@@ -1,7 +1,7 @@
-"""Loss scaling: `torch.amp.GradScaler` holds and applies the scale, `policies.LossScale` computes the next one.
+"""Loss scaling: `LossScaler` applies the scale, `policies.LossScale` computes the next one.
 
-GradScaler's own `update` has neither hysteresis nor a minimum, and its non-finite check needs a collective of its own
-per device and dtype of the gradients. The check here reads the global gradient norm, which is already the same on all
+`torch.amp.GradScaler` has neither hysteresis nor a minimum, and its non-finite check needs a collective of its own per
+device and dtype of the gradients. The check here reads the global gradient norm, which is already the same on all
 ranks.
 """
 
@@ -21,12 +21,10 @@ NUM_NORMS_KEPT = 5
 class LossScaler:
     """The loss scale of one training run. If it is not enabled, losses pass through unchanged."""
 
-    def __init__(self, config: LossScale, device_type: str, *, enabled: bool) -> None:
+    def __init__(self, config: LossScale, *, enabled: bool) -> None:
         self.config = config
         self.state = config.start()
         self.enabled = enabled
-        self._device_type = device_type
-        self._grad_scaler = torch.amp.GradScaler(device_type, init_scale=config.initial, enabled=enabled)
         self._norms: deque[float] = deque(maxlen=NUM_NORMS_KEPT)  # of the last steps, for the error message
 
     @property
@@ -39,8 +37,8 @@ class LossScaler:
         return self.state.scale if self.enabled else 1.0
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss times the scale, in the loss's shape."""
-        return self._grad_scaler.scale(loss)
+        """Return the loss times the scale, in the loss's shape. A scalar loss in low precision becomes fp32."""
+        return loss * torch.full((), self.scale, dtype=torch.float32, device=loss.device) if self.enabled else loss
 
     def overflowed(self, norm: float, num_steps: int) -> bool:
         """Update the scale after a step with this unscaled global norm. Return whether to skip the step.
@@ -63,7 +61,6 @@ class LossScaler:
                 "look for bad batches, or train in bfloat16."
             )
         self.state = self.config.after(self.state, overflow=overflow)
-        self._grad_scaler.update(self.state.scale)
         return overflow
 
     def state_dict(self) -> dict[str, Any]:
@@ -89,6 +86,3 @@ class LossScaler:
                 )
             )
         self.state = LossScaleState(**values)
-        if self.enabled:
-            # A new GradScaler: an unused one does not accept a new scale.
-            self._grad_scaler = torch.amp.GradScaler(self._device_type, init_scale=self.state.scale)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import StepError
 from zeroamp.training.callbacks import Callbacks, on_new_train_step
 from zeroamp.training.refused_arguments import Scheduler, checked_max_norm, refuse_schedulers
@@ -78,23 +77,6 @@ class TrainStep:
             extension.attach_step(self)
         for attach in tuple(on_new_train_step):
             attach(self)
-
-    def __repr__(self) -> str:
-        """Return the config's stage and dtypes, the optimizers, and the counts of steps."""
-        plan = self._driver.state.plan
-        policy, keys = plan.policy, {group.key for group in plan.groups}
-        dtypes = sorted({f"{short_name(key.param)}/{short_name(key.communication)}" for key in keys})
-        parts = [
-            f"mode {policy.mode}",
-            f"ZeRO stage {policy.stage}",
-            f"all-gathered/reduced in {' and '.join(dtypes)}",
-            " and ".join(type(optimizer).__name__ for optimizer in self.optimizers),
-            f"micro-batches per step: {policy.gradient_accumulation_steps}",
-            f"steps: {self.num_steps}",
-            f"skipped: {self.num_skipped}",
-            f"loss scale {self.loss_scale:g}",
-        ]
-        return f"TrainStep({', '.join(parts)})"
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:

@@ -41,7 +41,7 @@ from zeroamp.training.refused_arguments import (
     refuse_loss,
     refuse_unusable,
 )
-from zeroamp.training.step_report import NonfiniteHint, StepReport, learning_rates
+from zeroamp.training.step_report import StepReport, learning_rates
 from zeroamp.training.update import OptimizerUpdate
 from zeroamp.wrapping.run_alike import Description, run_alike
 from zeroamp.wrapping.state import reshard, wrap_state
@@ -107,8 +107,7 @@ class StepDriver:
             self._agreement = RankAgreement(self.state, self.optimizers)
         self.all_reduce = StepAllReduce(self.state, self.micro_batches, self.callbacks, self._agreement)
         is_float16 = self._policy.low_dtype == torch.float16
-        self.scaler = LossScaler(self._policy.loss_scale, self.state.mesh.device_type, enabled=is_float16)
-        self.nonfinite_hint = NonfiniteHint(is_first_rank=is_first_rank(self.state.axes.whole))
+        self.scaler = LossScaler(self._policy.loss_scale, enabled=is_float16)
         self.scheduler_steps = SchedulerSteps()
         self._is_in_no_sync = False
         self._has_warned = False  # about a loss in low precision
@@ -345,11 +344,8 @@ class StepDriver:
                 loss_scale=clipped.scale,
                 skipped=clipped.skipped,
                 num_skipped=self.num_skipped,
-                hint=None if self.scaler.enabled else self.nonfinite_hint,
                 lr_values=rates,
             )
-            if clipped.skipped and not self.scaler.enabled:  # the host has read the norm
-                _ = report.grad_norm
             every = self._policy.steps_per_print
             if every and (self.num_steps + self.num_skipped) % every == 0 and is_first_rank(self.state.axes.whole):
                 logger.info("%s", report)  # waits for the device

@@ -1,13 +1,8 @@
 """`StepReport`: loss, gradient norm, loss scale and learning rates of one optimizer step."""
 
-import logging
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-
-logger = logging.getLogger("zeroamp")
 
 
 class HostCopy:
@@ -26,26 +21,6 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._copied.tolist()
-
-
-class NonfiniteHint:
-    """Logs once that a gradient norm is not finite, and names what finds out where it began."""
-
-    def __init__(self, *, is_first_rank: bool) -> None:
-        """Take whether this rank logs."""
-        self.is_given = not is_first_rank
-
-    def see(self, norm: float, step: str) -> None:
-        """Look at a norm that the host has read, of the named step."""
-        if not math.isfinite(norm) and not self.is_given:
-            self.is_given = True
-            logger.warning(
-                "The gradient norm of %s is %s. To find where it began, call transformers.debug_utils."
-                "DebugUnderflowOverflow(model) after wrap_model for the forward, or torch.autograd."
-                'set_detect_anomaly(True) for the backward. "zeroamp": {"skip_nonfinite_steps": true} in the config '
-                "leaves such updates out. This is logged once.",
-                *(step, norm),
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +48,6 @@ class StepReport:
     Only in float16, and with `zeroamp.skip_nonfinite_steps` or `bf16.check_grad_overflow`."""
     num_skipped: int = 0
     """Optimizer steps skipped so far, this one included: `TrainStep.num_skipped`."""
-    hint: NonfiniteHint | None = field(default=None, repr=False, compare=False)
-    """Sees the norm when the host reads it. None in float16, where overflows lower the loss scale."""
     lr_values: tuple[float | torch.Tensor, ...] = ()
     """Learning rate of each param group in this step, a number or a tensor as in the optimizer."""
 
@@ -91,11 +64,6 @@ class StepReport:
         return f"StepReport({self})"
 
     @property
-    def name(self) -> str:
-        """The step as messages name it: "step 3". A skipped step has the number of the next one that is taken."""
-        return f"step {self.step + 1}, which was skipped," if self.skipped else f"step {self.step}"
-
-    @property
     def loss(self) -> float:
         """The mean loss; waits for the device."""
         return float(self.loss_tensor)
@@ -103,22 +71,7 @@ class StepReport:
     @property
     def grad_norm(self) -> float:
         """The gradient norm; waits for the device."""
-        return self._seen(float(self.grad_norm_tensor))
-
-    def _seen(self, norm: float) -> float:
-        if self.hint is not None:
-            self.hint.see(norm, self.name)
-        return norm
-
-    def begin_read(self) -> Callable[[], tuple[float, float]]:
-        """Begin to copy loss and norm to the host. Return the function that waits for the copy and returns them."""
-        copy = HostCopy(torch.stack([self.loss_tensor.double(), self.grad_norm_tensor.double()]))
-
-        def read() -> tuple[float, float]:
-            loss, norm = copy.values()
-            return loss, self._seen(norm)
-
-        return read
+        return float(self.grad_norm_tensor)
 
     @property
     def lr(self) -> tuple[float, ...]:

@@ -169,7 +169,6 @@ def test_ranks_and_automatic_values_reach_the_config(asked, cfg, net):
         (("check", "some.json", "--world-size", "0"), "argument --world-size: '0' is not an integer of 1 or more"),
         (("check", "some.json", "--auto", "a"), "'a' is not KEY=VALUE"),
         (("check", "some.json", "--auto", "=3"), "'=3' is not KEY=VALUE"),
-        (("explain", "some.json", "--model", "a:b", "--markdown", "--json"), "not allowed with argument"),
         (("plan", "some.json", "--model", "a:b"), "the following arguments are required: --world-size"),
         (("plan", "some.json", "--model", "a:b", "--world-size", "2", "--stages", "1,4"), "'4' is not one of 0, 1"),
     ],
@@ -206,9 +205,6 @@ def test_explain_prints_the_ledger(cfg, llama):
     ledger = zeroamp.Ledger(plan=zeroamp.build_plan(model, zeroamp.policy_from_config(cfg)))
     assert run("explain", cfg, "--model", llama) == (0, f"{ledger}\n", "")
     assert run("explain", cfg, "--model", llama, "--per-parameter")[1] == f"{ledger}\n\n{ledger.per_parameter()}\n"
-    assert run("explain", cfg, "--model", llama, "--markdown") == (0, f"{ledger.to_markdown()}\n", "")
-    markdown = run("explain", cfg, "--model", llama, "--markdown", "--per-parameter")[1]
-    assert markdown == f"{ledger.to_markdown(per_parameter=True)}\n"
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def step_line(**fields):
 def test_a_line_that_no_run_wrote_is_left_out(tmp_path, line):
     path = write_run(tmp_path / "run.jsonl", [record(1)])
     path.write_text(f"{path.read_text()}{line}\n{json.dumps(record(2).to_json())}\n")
-    code, stdout, stderr = report(path, "--markdown")
+    code, stdout, stderr = report(path, "--json")
     assert code == 0
     assert stderr.startswith(f"{path}, from line 3: ")
     assert (rows(stdout)["steps (skipped)"], rows(stdout)["starts"]) == (["2 (0)"], ["1"])
@@ -118,16 +118,15 @@ def report(*arguments):
 
 
 def rows(text):
-    """label -> cells, of a Markdown table."""
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
-    return {label: cells for label, *cells in (lines[0], *lines[2:])}
+    """label -> cells, of the table."""
+    return {label: cells for label, *cells in (row.values() for row in json.loads(text)["summary"])}
 
 
 def test_runs_are_side_by_side(runs):
-    code, stdout, stderr = report(*runs, "--markdown")
+    code, stdout, stderr = report(*runs, "--json")
     assert (code, stderr) == (0, "")
     shown = rows(stdout)
-    assert shown[""] == ["one", "two"]
+    assert list(json.loads(stdout)["summary"][0]) == ["", "one", "two"]
     assert shown["ranks, device"] == ["2, cpu", "2, NVIDIA H200"]
     assert shown["steps (skipped)"] == ["3 (0)", "1 (1)"]
     assert shown["tokens"] == ["150", "-"]
@@ -140,13 +139,12 @@ def test_runs_are_side_by_side(runs):
     assert "allocator flushes" not in shown  # known of none
 
 
-@pytest.mark.parametrize("style", [[], ["--markdown"]])
-def test_runs_have_their_own_names_and_parts_of_the_step_are_marked(tmp_path, style):
+def test_runs_have_their_own_names_and_parts_of_the_step_are_marked(tmp_path):
     path = write_run(tmp_path / "x_nan ms per step.jsonl", [record(1)])
-    code, stdout, _ = report(path, path, *style)
+    code, stdout, _ = report(path, path)
     assert code == 0
     assert "x_nan ms per step (1)" in stdout
-    labels = [line.strip("| ").replace("|", "  ").split("  ")[0].strip() for line in stdout.splitlines()]
+    labels = [line.split("  ")[0] for line in stdout.splitlines()]
     step = labels.index("ms per step, median")
     assert labels[step + 1 : step + 4] == ["- forward", "- backward", "- exposed communication"]
 

@@ -1,4 +1,6 @@
-"""Tables as Markdown, and as text that fits the terminal."""
+"""Tables as text that fits the terminal."""
+
+import re
 
 import pytest
 
@@ -8,10 +10,8 @@ from zeroamp.reporting.tables import in_one_unit, paragraph, render, terminal_wi
 
 def test_keys_are_the_header_with_spaces_but_names_stay_as_they_are():
     row = {"total_ms": 1234, "bytes_per_rank": 2, "a_run per day": 3}
-    heads = render([row], "github", names=["a_run per day"]).splitlines()[0].split("|")[1:-1]
-    assert [head.strip() for head in heads] == ["total ms", "bytes per rank", "a_run per day"]
-    words = {word for line in render([row], names=["a_run per day"]).splitlines()[:-2] for word in line.split()}
-    assert words == {"total", "ms", "bytes", "per", "rank", "a_run", "day"}
+    head = render([row], names=["a_run per day"]).splitlines()[0]
+    assert re.split(" {2,}", head.strip()) == ["total ms", "bytes per rank", "a_run per day"]
 
 
 def test_numbers_have_commas_and_the_decimals_of_their_column():

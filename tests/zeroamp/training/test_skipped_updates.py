@@ -162,23 +162,6 @@ def test_between_clip_grad_norm_and_update_the_host_knows_of_an_overflow(ranks2)
         assert not math.isfinite(norm)
 
 
-def _logged(options, factor):
-    training = SmallTraining(config(3, **options))
-    with log_lines() as lines:
-        for index in range(3):
-            _ = training.step(index, factor).grad_norm
-    return lines
-
-
-def test_what_finds_such_a_value_is_named_once_but_not_in_float16(ranks2):
-    (line,), others = ranks2.run(_logged, {}, math.nan)
-    assert others == []
-    assert line.startswith("The gradient norm of step 1 is nan. ")
-    assert "DebugUnderflowOverflow(model) after wrap_model" in line
-    fp16 = {"dtype": "float16", "fp16": {"initial_scale_power": 40}}
-    assert ranks2.run(_logged, fp16, 1.0) == [[], []]
-
-
 def _printed():
     training = SmallTraining(config(3, steps_per_print=2, **SKIP))
     with log_lines(logging.INFO) as lines:

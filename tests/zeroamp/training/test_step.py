@@ -281,9 +281,3 @@ def test_gradients_that_the_optimizer_does_not_hold_are_dropped_too(ranks2):
 def test_a_report_prints_its_numbers_in_a_line(more, text):
     numbers = {"loss_tensor": torch.tensor(2.5, dtype=torch.float64), "grad_norm_tensor": torch.tensor(1.2344)}
     assert str(zeroamp.StepReport(**{"step": 3, "loss_scale": 1.0, "skipped": False, **numbers, **more})) == text
-
-
-def test_a_skipped_step_has_the_number_of_the_one_that_would_have_been_taken():
-    numbers = {"loss_tensor": torch.tensor(1.0), "grad_norm_tensor": torch.tensor(1.0), "loss_scale": 1.0}
-    names = [zeroamp.StepReport(step=3, skipped=skipped, **numbers).name for skipped in (False, True)]
-    assert names == ["step 3", "step 4, which was skipped,"]

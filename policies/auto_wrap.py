@@ -12,7 +12,6 @@ until the optimizer step, so further units would only cost collectives. Tied wei
 module whose weight the model reads elsewhere, with `"zeroamp": {"own_units": false}`.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ from torch import nn
 
 from zeroamp.policies.errors import ConfigError, WrapError, describe, some_of
 from zeroamp.policies.policy import NO_LEAF_MODULES, LeafModules
-
-logger = logging.getLogger("zeroamp")
 
 AutoWrapPolicy = type[nn.Module] | str | Iterable[type[nn.Module] | str] | None
 """A module class or class name, several of them, or None for the default."""
@@ -36,8 +33,8 @@ def find_units(
 
     By default the units are the modules of the classes in a transformers model's `_no_split_modules`. In other models
     they are the repeated blocks in the outermost `nn.ModuleList`s, or `nn.ModuleDict`s with numbers as keys. If there
-    are none, the root is the only unit, and a line is logged. With any policy, the modules of `leaf_modules` are units,
-    and no module inside them is.
+    are none, the root is the only unit. With any policy, the modules of `leaf_modules` are units, and no module inside
+    them is.
 
     Raises:
         WrapError: the policy matches no module of the model, or has a type that is not accepted.
@@ -105,13 +102,7 @@ def _default_units(model: nn.Module) -> list[str]:
     # other variants of the architecture, so a class without a module is no error.
     names = getattr(model, "_no_split_modules", None) or ()
     units = _units_of_classes(model, [str(name) for name in names])
-    units = [fqn for fqn in units if fqn] or list(_repeated_blocks(model, ""))
-    if not units:
-        logger.info(
-            "%s has no repeated blocks, so the whole model is one unit. Name classes with auto_wrap_policy.",
-            type(model).__name__,
-        )
-    return units
+    return [fqn for fqn in units if fqn] or list(_repeated_blocks(model, ""))
 
 
 def _repeated_blocks(module: nn.Module, fqn: str) -> Iterator[str]:

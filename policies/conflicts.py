@@ -14,17 +14,10 @@ if TYPE_CHECKING:
     from zeroamp.policies.policy import Policy
 
 
-_FP16_ALL_REDUCE = "an all-reduce of fp16 may overflow, because it divides after the sum."
-
-
 def check_policy(policy: "Policy") -> None:
     """Raise ConfigError if values of a policy contradict each other."""
     _check_communication("communication_data_type", policy.communication_data_type, policy)
-    if policy.stage == 0 and policy.reduce_accumulate_dtype == "native" and policy.communication_dtype == torch.float16:
-        raise ConfigError(
-            'zeroamp.reduce_accumulate_dtype must be "fp32" at stage 0 with communication in fp16, but is "native". '
-            f"Change it, or set communication_data_type to fp32 or bf16: {_FP16_ALL_REDUCE}"
-        )
+    _check_native("communication_data_type", policy.communication_dtype, policy)
     for index, override in enumerate(policy.overrides):
         _check_override(f"zeroamp.overrides.{index}", override, policy)
     _check_scale(policy)
@@ -65,6 +58,15 @@ def _check_communication(key: str, asked: torch.dtype | None, policy: "Policy") 
         )
 
 
+def _check_native(key: str, communication: torch.dtype | None, policy: "Policy") -> None:
+    """Raise for a native sum of fp16 at stage 0. `communication`: by the key, or by default."""
+    if policy.stage == 0 and policy.reduce_accumulate_dtype == "native" and communication == torch.float16:
+        raise ConfigError(
+            f'zeroamp.reduce_accumulate_dtype must be "fp32" at stage 0 with {key} in fp16, but is "native". Change '
+            "one of the two: an all-reduce of fp16 may overflow, because it divides after the sum."
+        )
+
+
 def _check_override(where: str, override: OverrideBlock, policy: "Policy") -> None:
     """Raise for an item of `zeroamp.overrides` whose dtypes contradict each other or the mode."""
     if not override.modules or not all(override.modules):
@@ -91,12 +93,7 @@ def _check_override(where: str, override: OverrideBlock, policy: "Policy") -> No
             "precision of the mode."
         )
     _check_communication(f"{where}.communication", override.communication, policy)
-    is_native = policy.reduce_accumulate_dtype == "native"
-    if policy.stage == 0 and is_native and override.communication == torch.float16:
-        raise ConfigError(
-            f'{where}.communication must be "fp32" or "bf16" at stage 0 with zeroamp.reduce_accumulate_dtype "native", '
-            f'but is "fp16". Change it: {_FP16_ALL_REDUCE}'
-        )
+    _check_native(f"{where}.communication", override.communication, policy)
 
 
 def _check_scale(policy: "Policy") -> None:

@@ -16,9 +16,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.profiler import record_function
+from torch.utils.hooks import RemovableHandle
 
-from zeroamp.hooks._torch.dispatch import is_profiling
+from zeroamp.hooks._torch.dispatch import is_in_backward, is_profiling, untraced
 from zeroamp.policies.dtypes import short_name
 
 LABEL_PREFIX = "zeroamp::"
@@ -40,3 +42,27 @@ def label(kind: LabelKind, of: str = "", dtype: torch.dtype | None = None) -> Ab
         return _NOTHING
     what = of if dtype is None else f"{of} {short_name(dtype)}"
     return record_function(f"{LABEL_PREFIX}{kind} ({what})" if what else f"{LABEL_PREFIX}{kind}")
+
+
+def label_forwards(module: nn.Module, fqn: str) -> list[RemovableHandle]:
+    """Label the forwards of `module` by its FQN, the root's by "root", until the handles are removed.
+
+    Call after all other hooks of the module were registered. The label then begins after the unshard and ends before
+    the reshard. With `always_call` it also ends when the forward raises. Inputs and outputs are not changed.
+    """
+    labels: list[AbstractContextManager[Any]] = []  # that have begun
+
+    @untraced
+    def begin(_module: nn.Module, _args: Any) -> None:
+        labels.append(label("recompute" if is_in_backward() else "forward", fqn or "root"))
+        labels[-1].__enter__()
+
+    @untraced
+    def end(_module: nn.Module, _args: Any, _output: Any) -> None:
+        if labels:  # an earlier hook may have raised before `begin`
+            labels.pop().__exit__(None, None, None)
+
+    return [
+        module.register_forward_pre_hook(begin),
+        module.register_forward_hook(end, prepend=True, always_call=True),
+    ]

@@ -48,7 +48,7 @@ BAD_VALUES = [
     (
         {"zeroamp.reduce_accumulate_dtype": "native", "fp16.enabled": True},
         'is "native"',
-        "Change it, or set communication_data_type",
+        "at stage 0 with communication_data_type in fp16",
     ),
     ({"zero_optimization.stage": True}, "is true", "Change the value"),
     ({"zero_optimization.zero_hpz_partition_size": 2, "zero_optimization.stage": 2}, "is 2", "Remove it: only stage 3"),

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks._torch.mesh_slices import flattened, joined, root_of
+from zeroamp.hooks._torch.dtensor import flattened, joined, root_of
 from zeroamp.planning.mesh_axes import ROLES, MeshAxes, is_expert, plain_axes
 from zeroamp.policies.errors import WrapError
 

@@ -7,9 +7,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zeroamp.optimizers.bf16_states import Bf16StatesAdamW
-from zeroamp.planning.mesh import sharded_like
+from zeroamp.planning.mesh import local_slices, sharded_like
 from zeroamp.policies.errors import StepError
-from zeroamp.tensor_shards import local_slices
 from zeroamp.training.optimizer_kinds import ELEMENTWISE
 
 

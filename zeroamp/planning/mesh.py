@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks._torch.dtensor import split_dim
+from zeroamp.hooks._torch.dtensor import is_strided, split_dim
 from zeroamp.hooks._torch.fsdp import timeout_of
 from zeroamp.hooks._torch.process_groups import group_of_parts, of_default_group
 from zeroamp.planning.rank_device import choose_device
@@ -287,6 +287,23 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     With gradients enabled this is an autograd function. Under `torch.no_grad` it only reads an attribute.
     """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_slices(tensor: DTensor) -> tuple[slice, ...]:
+    """Return the slices, one per dimension, that select this rank's shard from the whole tensor.
+
+    Each axis shards a remaining length d in parts of ceil(d / ranks); the last parts may be shorter or empty. If tensor
+    parallelism and FSDP2 shard the same dimension, tensor parallelism comes first.
+    """
+    starts, lengths = [0] * tensor.dim(), list(tensor.shape)
+    for axis in sorted(range(tensor.device_mesh.ndim), key=lambda axis: is_strided(tensor.placements[axis])):
+        if (dim := split_dim(tensor.placements[axis])) is not None:
+            part = math.ceil(lengths[dim] / tensor.device_mesh.size(axis))
+            start = min(part * tensor.device_mesh.get_local_rank(axis), lengths[dim])
+            starts[dim], lengths[dim] = starts[dim] + start, min(part, lengths[dim] - start)
+    if (found := tuple(local_part(tensor.detach()).shape)) != tuple(lengths):
+        raise AssertionError(f"expected a shard of shape {lengths} by {tensor.placements}, got {found}")
+    return tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
 
 
 def sharded_like(local: torch.Tensor, like: DTensor) -> DTensor:

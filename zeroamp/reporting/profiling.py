@@ -9,8 +9,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from zeroamp.hooks.observers.forward_labels import label_forwards
-from zeroamp.hooks.observers.trace_labels import LABEL_PREFIX
+from zeroamp.hooks.observers.trace_labels import LABEL_PREFIX, label_forwards
 from zeroamp.policies.errors import StepError
 from zeroamp.reporting.tables import Row, render
 from zeroamp.training.callbacks import Callback, on_new_train_step

@@ -33,7 +33,7 @@ class StatefulScheduler(Scheduler, Protocol):
         """Restore what `state_dict` returned."""
 
 
-def refuse_schedulers(schedulers: Sequence[Scheduler | None], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def _refuse_schedulers(schedulers: Sequence[Scheduler | None], optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise StepError unless there is one entry per optimizer. Refuse ReduceLROnPlateau, whose step needs a metric."""
     if len(schedulers) != len(optimizers):
         found = f"{len(schedulers)} scheduler(s) for {len(optimizers)} optimizer(s)"
@@ -56,7 +56,7 @@ def refuse_unusable(
     """Raise StepError for optimizers and schedulers that `TrainStep` cannot use."""
     if not optimizers:
         raise StepError("TrainStep was given no optimizer. Pass one that holds parameters of the wrapped model.")
-    refuse_schedulers(schedulers, optimizers)
+    _refuse_schedulers(schedulers, optimizers)
     refuse_meta(root)
     refuse_unsharded(root)
     refuse_foreign(optimizers, parameters)

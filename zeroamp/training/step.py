@@ -9,7 +9,7 @@ from torch import nn
 
 from zeroamp.policies.errors import StepError
 from zeroamp.training.callbacks import Callbacks, on_new_train_step
-from zeroamp.training.refused_arguments import Scheduler, checked_max_norm, refuse_schedulers
+from zeroamp.training.refused_arguments import Scheduler, checked_max_norm
 from zeroamp.training.step_driver import StepDriver
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.state import autocast_of
@@ -87,11 +87,6 @@ class TrainStep:
     def schedulers(self) -> tuple[Scheduler | None, ...]:
         """One entry per optimizer: its scheduler, or None."""
         return self._driver.schedulers
-
-    @schedulers.setter
-    def schedulers(self, schedulers: Sequence[Scheduler | None]) -> None:
-        refuse_schedulers(schedulers, self.optimizers)
-        self._driver.schedulers = tuple(schedulers)
 
     @property
     def num_steps(self) -> int:

@@ -12,9 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import parameter_pairs
-from zeroamp.planning.mesh import axis_groups, device_of, local_part
+from zeroamp.planning.mesh import axis_groups, device_of, local_part, local_slices
 from zeroamp.policies.errors import StepError, describe
-from zeroamp.tensor_shards import local_slices
 from zeroamp.wrapping.state import WrapState, reshard, wrap_state, wrapped_models
 from zeroamp.wrapping.step_state import Phase
 

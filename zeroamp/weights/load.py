@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from zeroamp.planning.mesh import local_slices
 from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.rank_group import RankGroup
-from zeroamp.tensor_shards import local_slices
 from zeroamp.weights.files import NUM_NAMES, stored_tensors
 from zeroamp.weights.layouts import Part, parts_of_model
 from zeroamp.weights.model_weights import Weight, computed_buffers, find_weights

@@ -45,7 +45,7 @@ def size_summary(plan: Plan, ranks: Ranks, *, name: str, seconds: float) -> str:
         f"  parameters: {numel:,}, {trainable:,} of them trainable{_low_share(plan)}",
         f"  per rank: {gib_text(stored)} of shards, {gib_text(gradients)} of gradients, and {gib_text(unsharded)} if "
         f"all were unsharded at once (the largest group: {gib_text(largest)}); optimizer state is not counted",
-        f"  units: {len(plan.units)} below the root",
+        f"  units: {len(plan.units) or 'none'} below the root{'' if plan.units else '; see auto_wrap_policy'}",
         f"  groups, as all-gathered/reduced: {groups}",
     ]
     if plan.ignored:

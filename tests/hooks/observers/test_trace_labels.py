@@ -12,8 +12,7 @@ from tests.measuring.traces import crossing, end, is_inside, names, ours, record
 from tests.models.prepared import checkpoint_outside
 from tests.models.small import batch, loss_of
 from tests.processes.training import check_same_run, config, train, wrapped
-from zeroamp.hooks.observers.forward_labels import label_forwards
-from zeroamp.hooks.observers.trace_labels import label
+from zeroamp.hooks.observers.trace_labels import label, label_forwards
 from zeroamp.wrapping.state import wrap_state
 
 NAME = "llama_tied"

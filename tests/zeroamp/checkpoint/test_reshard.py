@@ -25,7 +25,7 @@ from tests.processes.checkpoint_training import (
 )
 from tests.processes.training import mesh_of, sharded_dims
 from tests.selection import slow_but
-from zeroamp.tensor_shards import local_slices
+from zeroamp.planning.mesh import local_slices
 
 
 class Block(OddBlock):

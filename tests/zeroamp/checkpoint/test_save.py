@@ -147,7 +147,7 @@ def _contents(folder):
     first = training.save(folder, step=50, keep=2)
     for step in (70, 60, 60):
         path = training.save(Path(folder), step=step, keep=2)
-    training.train.schedulers = [NoState()]
+    training.train = zeroamp.TrainStep(training.model, training.optimizer, NoState())
     return first, path, error_of(training.save, folder)
 
 

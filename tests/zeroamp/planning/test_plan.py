@@ -9,6 +9,8 @@ from torch import nn
 import zeroamp
 from tests.models.small import Llama
 from tests.processes.training import config
+from zeroamp.planning.mesh import Ranks
+from zeroamp.wrapping.summary import size_summary
 
 
 def plan(model, auto_wrap_policy=None, **options):
@@ -167,3 +169,8 @@ def test_a_parameter_of_exactly_the_threshold_is_not_small():
     sizes = {threshold: plan(meta(Llama, tied=False), threshold=threshold) for threshold in (32, 33)}
     assert groups(sizes[32])["blocks.0:fp32"] == {"blocks.0.norm1.weight", "blocks.0.norm2.weight"}
     assert {"blocks.0.norm1.weight", "norm.weight"} <= groups(sizes[33])["model-wide:fp32"]
+
+
+def test_the_summary_of_a_model_without_repeated_blocks_names_what_makes_units():
+    text = size_summary(plan(nn.Linear(2, 2)), Ranks(num_shards=2), name="Linear", seconds=0.0)
+    assert "units: none below the root; see auto_wrap_policy" in text

@@ -49,7 +49,8 @@ def _detached(training):
 
 
 def _plateau(training):
-    training.train.schedulers = [torch.optim.lr_scheduler.ReduceLROnPlateau(training.optimizer)]
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(training.optimizer)
+    zeroamp.TrainStep(training.model, training.optimizer, scheduler)
 
 
 def _grown_optimizer(training):

@@ -83,7 +83,7 @@ def _error_of(action):
     return str(raised.value)
 
 
-GRACE_S = 10
+GRACE_S = 5
 """Within which the ranks that are left must have answered."""
 
 

@@ -12,7 +12,7 @@ from tests.processes.reproducible import SEED
 from tests.processes.training import check_errors, config, errors_of, same_bits
 from tests.selection import slow_but
 
-NUM_STEPS = 20
+NUM_STEPS = 12
 CLIP = 0.5
 
 

@@ -1,7 +1,6 @@
 """Which storages are alive, by watching every op: what an allocator's counters say on an accelerator."""
 
 import weakref
-from collections import Counter
 from unittest import mock
 
 import torch
@@ -19,9 +18,8 @@ class Allocated(TorchDispatchMode):
         super().__init__()
         self.now = 0
         self.peak = 0
-        self.at_peak = Counter()
-        """(op, bytes) -> storages, at the last peak."""
         self._alive = {}
+        """Key -> [bytes, weak reference]."""
         self._patch = mock.patch.object(torch.UntypedStorage, "resize_", self._resized(_resize))
 
     def __enter__(self):
@@ -37,37 +35,30 @@ class Allocated(TorchDispatchMode):
             return NotImplemented  # the ops on what they wrap are seen
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
-            self.see(tensor, str(func))
+            self.see(tensor)
         return result
 
-    def see(self, tensor, what):
+    def see(self, tensor):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._alive and storage.device.type != "meta":
-            reference = weakref.ref(storage, lambda _: self._add(key, -self._alive.pop(key)[1]))
-            self._alive[key] = [what, storage.nbytes(), reference]
-            self._add(key, storage.nbytes())
+            reference = weakref.ref(storage, lambda _: self._add(-self._alive.pop(key)[0]))
+            self._alive[key] = [storage.nbytes(), reference]
+            self._add(storage.nbytes())
 
     def reset_peak(self):
-        self.peak, self.at_peak = 0, Counter()
-        self._add(None, 0)
+        self.peak = self.now
 
-    def _add(self, _key, num_bytes):
+    def _add(self, num_bytes):
         self.now += num_bytes
-        if self.now > self.peak:
-            self.peak = self.now
-            alive = self._alive.copy()  # in one step: other threads release storages
-            self.at_peak = {key: (what, size) for key, (what, size, _) in alive.items()}
-
-    def largest_at_peak(self, number=40):
-        return Counter(self.at_peak.values()).most_common(number)
+        self.peak = max(self.peak, self.now)
 
     def _resized(self, resize):
         def resize_(storage, size):
             result = resize(storage, size)
             if (entry := self._alive.get(storage._cdata)) is not None:
-                before, entry[1] = entry[1], storage.nbytes()
-                self._add(storage._cdata, entry[1] - before)
+                before, entry[0] = entry[0], storage.nbytes()
+                self._add(entry[0] - before)
             return result
 
         return resize_

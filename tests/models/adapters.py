@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import logging
 import warnings
 from dataclasses import dataclass, field
 
@@ -106,6 +107,7 @@ def quietly(body):
     def run(*args, **kwargs):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            logging.getLogger("transformers").setLevel(logging.ERROR)
             return body(*args, **kwargs)
 
     return run

@@ -3,67 +3,28 @@
 import torch
 from torch import nn
 
+from tests.models.experts import EXPERTS
+from tests.models.families import _SIZES, FAMILIES
+
+SMALL = _SIZES
 IDS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
-SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def _config(name, **values):
-    import transformers
-
-    return getattr(transformers, name)(**values)
+def _noise(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3))
 
 
-def _model(name, config):
-    import transformers
-
-    return getattr(transformers, name)(config)
-
-
-def llama():
-    config = _config("LlamaConfig", **SMALL, intermediate_size=48, num_key_value_heads=2)
-    return _model("LlamaForCausalLM", config), (), {"input_ids": IDS}
+def _of_family(family, **inputs):
+    """Return a function of the family's model, and of inputs without labels."""
+    return lambda: (family.build(), (), inputs)
 
 
-def gpt2():
-    config = _config(
-        "GPT2Config", vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32, embd_pdrop=0, attn_pdrop=0,
-        resid_pdrop=0,
-    )  # fmt: skip
-    return _model("GPT2LMHeadModel", config), (), {"input_ids": IDS}
+def mixtral(implementation=None):
+    """A Mixtral whose experts run by this implementation of transformers, or by its default, which is grouped_mm."""
+    return _of_family(EXPERTS[f"Mixtral {implementation}" if implementation else "Mixtral"], input_ids=IDS)()
 
 
-def t5():
-    config = _config(
-        "T5Config", vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )  # fmt: skip
-    return _model("T5ForConditionalGeneration", config), (), {"input_ids": IDS, "decoder_input_ids": IDS[:, :5]}
-
-
-def vit():
-    config = _config(
-        "ViTConfig", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16,
-        patch_size=4, **NO_DROPOUT,
-    )  # fmt: skip
-    return _model("ViTForImageClassification", config), (), {"pixel_values": _noise(2, 3, 16, 16)}
-
-
-def mixtral(implementation="grouped_mm"):
-    config = _config(
-        "MixtralConfig", **SMALL, intermediate_size=48, num_key_value_heads=2, num_local_experts=4,
-        num_experts_per_tok=2, experts_implementation=implementation,
-    )  # fmt: skip
-    return _model("MixtralForCausalLM", config), (), {"input_ids": IDS}
-
-
-def mixtral_batched():
-    return mixtral("batched_mm")
-
-
-def mamba():
-    config = _config("MambaConfig", vocab_size=64, hidden_size=32, state_size=4, num_hidden_layers=2, use_cache=False)
-    return _model("MambaForCausalLM", config), (), {"input_ids": IDS}
+t5 = _of_family(FAMILIES["T5"], input_ids=IDS, decoder_input_ids=IDS[:, :5])
 
 
 class ConvNet(nn.Module):
@@ -144,12 +105,14 @@ def encoder_eval():
     return model.eval(), args, kwargs
 
 
-def _noise(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(3))
-
-
-TRANSFORMERS = {f.__name__: f for f in (
-    llama, gpt2, t5, vit, mixtral, mixtral_batched, mamba
-)}  # fmt: skip
+TRANSFORMERS = {
+    "llama": _of_family(FAMILIES["Llama"], input_ids=IDS),
+    "gpt2": _of_family(FAMILIES["GPT-2"], input_ids=IDS),
+    "t5": t5,
+    "vit": _of_family(FAMILIES["ViT"], pixel_values=_noise(2, 3, 16, 16)),
+    "mixtral": mixtral,
+    "mixtral_batched": lambda: mixtral("batched_mm"),
+    "mamba": _of_family(FAMILIES["Mamba"], input_ids=IDS),
+}
 PLAIN = {f.__name__: f for f in (conv_net, recurrent, attention, encoder, encoder_eval)}
 ARCHITECTURES = {**TRANSFORMERS, **PLAIN}

@@ -6,10 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.models.families import _DECODER as DECODER
 from tests.models.families import FAMILIES, NUM_RANKS, Family
-from tests.models.families import _of_transformers as of_transformers
-from tests.models.families import _text as text
+from tests.models.more_families import MORE_FAMILIES
 
 WIDTH, NUM_EXPERTS = 16, 6
 
@@ -72,19 +70,13 @@ def _with(implementation: str, family: Family) -> Family:
     return dataclasses.replace(family, build=build)
 
 
-GPT_OSS = Family(
-    build=of_transformers("GptOssForCausalLM", "GptOssConfig", **DECODER, head_dim=8, num_local_experts=4,
-                          num_experts_per_tok=2),
-    batch=text,
-)  # fmt: skip
-
 EXPERTS: dict[str, Family] = {
     "Mixtral": FAMILIES["Mixtral"],
     "Mixtral eager": _with("eager", FAMILIES["Mixtral"]),
     "Mixtral batched_mm": _with("batched_mm", FAMILIES["Mixtral"]),
     "Qwen3-MoE": FAMILIES["Qwen3-MoE"],
     "DeepSeek-V3": FAMILIES["DeepSeek-V3"],
-    "gpt-oss": GPT_OSS,
+    "gpt-oss": MORE_FAMILIES["gpt-oss"],
     "modules": Family(build=ListModel, batch=_offered),
 }
 """Of transformers' models the routers choose by the tokens, which are others on each rank."""

@@ -117,14 +117,14 @@ def combine(table, reduce_each, num_replicas=1, dtype=None):
     like = next(gradient for rank in table for gradient in rank if gradient is not None)
     table = [[torch.zeros_like(like) if gradient is None else gradient for gradient in rank] for rank in table]
     if not reduce_each:
-        table = [[_sum(micros)] for micros in table]
+        table = [[ordered_sum(micros)] for micros in table]
     if dtype is not None:
         table = [[gradient.to(dtype) for gradient in micros] for micros in table]
     if num_replicas == 1:
-        return _sum([tree(micros) / len(table) for micros in zip(*table, strict=True)])
+        return ordered_sum([tree(micros) / len(table) for micros in zip(*table, strict=True)])
     shard_size = len(table) // num_replicas
     replicas = [table[i : i + shard_size] for i in range(0, len(table), shard_size)]
-    return tree([_sum([tree(micros) for micros in zip(*ranks, strict=True)]) for ranks in replicas]) / len(table)
+    return tree([ordered_sum([tree(micros) for micros in zip(*ranks, strict=True)]) for ranks in replicas]) / len(table)
 
 
 def tree(ranks):
@@ -137,7 +137,7 @@ def tree(ranks):
     return tree(ranks[:left]) + tree(ranks[left:])
 
 
-def _sum(tensors):
+def ordered_sum(tensors):
     total = tensors[0].float().clone()
     for tensor in tensors[1:]:
         total += tensor

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from tests.oracles.one_process import tree
+from tests.oracles.one_process import clip_norm, ordered_sum, tree
 
 
 def train(
@@ -46,13 +46,13 @@ def train(
             summed = slice(1) if fqn == "scale" else slice(None)  # that of `scale` does not depend on tokens
             table = [[[micro[fqn] for micro in tensor] for tensor in data[summed]] for data in ranks]
             if not reduce_each:
-                table = [[[_sum(micros)] for micros in data] for data in table]
+                table = [[[ordered_sum(micros)] for micros in data] for data in table]
             means = []
             for micro in range(len(table[0][0])):
                 sums = [_summed([tensor[micro] for tensor in data], sent, native) for data in table]
                 means.append(_averaged(sums, sent, native))
-            parameter.grad = _sum(means) / scale
-        norms.append(_norm(model))
+            parameter.grad = ordered_sum(means) / scale
+        norms.append(clip_norm(model, 0))
         skipped.append(not math.isfinite(norms[-1]))
         if skipped[-1]:
             scale /= 2
@@ -84,15 +84,3 @@ def _averaged(sums, sent, native):
         return tree(sums) / len(sums)
     assert len(sums) <= 2, "the order of a backend's sum of more is not defined"
     return (tree(sums).to(sent) / len(sums)).float()
-
-
-def _sum(tensors):
-    total = tensors[0].float()
-    for tensor in tensors[1:]:
-        total = total + tensor.float()
-    return total
-
-
-def _norm(model):
-    squares = [parameter.grad.double().square().sum() for parameter in model.parameters()]
-    return float(torch.stack(squares).sum().sqrt().float())

@@ -3,6 +3,7 @@
 import torch
 
 from tests.models.families import NUM_RANKS, loss_of
+from tests.oracles.one_process import combine
 
 
 class PlainStep:
@@ -44,37 +45,20 @@ def train(family, *, num_steps, num_micro, make_optimizer, reduces_each=True, cl
     optimizer = make_optimizer(model.parameters())
     losses, without, norms = [[[] for _ in range(num_steps)] for _ in range(NUM_RANKS)], [], []
     for step in range(num_steps):
-        gradients = []  # [micro][rank] -> one per parameter
+        gradients = [[] for _ in range(NUM_RANKS)]  # [rank][micro] -> one per parameter
         for micro in range(num_micro):
-            gradients.append([])
             for rank in range(NUM_RANKS):
                 with torch.autocast("cpu", dtype=torch.bfloat16):
                     loss = loss_of(model, family.batch(index_of(step, micro, rank, num_micro)))
                 losses[rank][step].append(float(loss.detach()))
                 scaled = loss / num_micro
-                gradients[-1].append(torch.autograd.grad(scaled, list(named.values()), allow_unused=True))
+                gradients[rank].append(torch.autograd.grad(scaled, list(named.values()), allow_unused=True))
         for position, parameter in enumerate(named.values()):
-            table = [[of_rank[position] for of_rank in of_micro] for of_micro in gradients]
-            if not reduces_each:
-                table = [[_sum(of_rank) for of_rank in zip(*table, strict=True)]]
-            parameter.grad = _sum([_mean(of_ranks) for of_ranks in table])
+            table = [[of_micro[position] for of_micro in of_rank] for of_rank in gradients]
+            parameter.grad = combine(table, reduces_each)
         without.append([fqn for fqn, parameter in named.items() if parameter.grad is None])
         if clip is not None:
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
         optimizer.step()
         optimizer.zero_grad()
     return losses, without, {fqn: parameter.detach() for fqn, parameter in model.named_parameters()}, norms
-
-
-def _sum(gradients):
-    """The fp32 sum of those that are there, None if none is."""
-    total = None
-    for gradient in gradients:
-        if gradient is not None:
-            total = gradient.float().clone() if total is None else total + gradient
-    return total
-
-
-def _mean(of_ranks):
-    total = _sum(of_ranks)
-    return None if total is None else total / len(of_ranks)

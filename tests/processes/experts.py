@@ -1,13 +1,12 @@
 """What every rank runs of a mixture of experts: a short training, and the experts that its routers chose."""
 
-import logging
-import warnings
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 import zeroamp
+from tests.models.adapters import quietly
 from tests.models.experts import EXPERTS
 from tests.models.families import NUM_RANKS, loss_of
 from tests.processes.training import full_parameters
@@ -42,15 +41,10 @@ def config(stage, *, is_low=True, **autocast):
     }
 
 
+@quietly
 def train(name, cfg, *, prepare=None):
     """Train a model of `EXPERTS` on this rank; `prepare` is called with the model before it is wrapped."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of transformers' own code
-        logging.getLogger("transformers").setLevel(logging.ERROR)
-        return _train(EXPERTS[name], cfg, prepare)
-
-
-def _train(family, cfg, prepare):
+    family = EXPERTS[name]
     model = family.seeded()
     if prepare is not None:
         prepare(model)

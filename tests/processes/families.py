@@ -1,7 +1,5 @@
 """What every rank runs of a family: a training, its resume in a fresh model, and its export."""
 
-import logging
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
+from tests.models.adapters import quietly
 from tests.models.families import NUM_RANKS, loss_of
 from tests.models.more_families import ALL_FAMILIES
 from tests.processes.training import full_parameters
@@ -43,15 +42,10 @@ def config(safe_list, stage, keep_in_fp32=()):
     return {**cfg, "data_types": {"keep_in_fp32_modules": list(keep_in_fp32)}} if keep_in_fp32 else cfg
 
 
+@quietly
 def train(name, safe_list, stage, folder):
     """Train, save on the way, resume in a fresh model, and export the first one to `folder/export`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of transformers' own code
-        logging.getLogger("transformers").setLevel(logging.ERROR)
-        return _train(ALL_FAMILIES[name], safe_list, stage, Path(folder))
-
-
-def _train(family, safe_list, stage, folder):
+    family, folder = ALL_FAMILIES[name], Path(folder)
     model, step = _wrapped(family, safe_list, stage, seed=0)
     losses = _steps(family, model, step, range(SAVED_AT))
     zeroamp.save_checkpoint(folder / "checkpoints", model, step)

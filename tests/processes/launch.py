@@ -27,6 +27,13 @@ def write_sums(path):
     return path
 
 
+def completed(*arguments, cwd=ROOT, **variables):
+    """Return the `CompletedProcess` of `python`, with both outputs apart, whatever its exit status is."""
+    command = [sys.executable, *map(str, arguments)]
+    options = {"capture_output": True, "text": True, "timeout": 240, "cwd": cwd}
+    return subprocess.run(command, check=False, env=environment(**variables), **options)
+
+
 def torchrun(*arguments, ranks=2, timeout_s=240, cwd=ROOT):
     """Return what the ranks printed; raise with it if the exit status is not 0."""
     return module("torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *arguments,

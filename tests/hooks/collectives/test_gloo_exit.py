@@ -1,8 +1,6 @@
 """A program that used gloo pauses before the interpreter shuts down, see [Note: Why a pause]."""
 
-import os
-import subprocess
-import sys
+from tests.processes.launch import completed
 
 PROGRAM = """
 import atexit, torch.distributed as dist, zeroamp
@@ -22,8 +20,7 @@ RAISE
 
 def _output(num_wraps, raises):
     program = PROGRAM.replace("WRAPS", str(num_wraps)).replace("RAISE", raises)
-    command, environment = [sys.executable, "-c", program], {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, env=environment)
+    done = completed("-c", program)
     return done.returncode, done.stdout.splitlines()
 
 

@@ -2,19 +2,16 @@
 
 import importlib.util
 import math
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.oracles.one_process import tree
+from tests.processes.launch import completed
 from zeroamp.hooks.collectives import tree_sum as module
 from zeroamp.hooks.collectives.tree_sum import tree_sum
 
-ROOT = Path(__file__).parents[3]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NUMS = (1, 2, 3, 5, 6, 8, 17, 64)
 
@@ -72,15 +69,7 @@ NEEDS_TRITON = pytest.mark.skipif(
 
 def _run(call, **environment):
     code = f"from tests.hooks.collectives.test_tree_sum import *; {call}"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **environment},
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=300,
-    )
+    done = completed("-c", code, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -18,7 +18,7 @@ from zeroamp.wrapping.summary import describe_uncast_experts
 
 def test_a_mixture_of_experts_of_transformers_is_planned():
     pytest.importorskip("transformers", reason="the model is transformers'")
-    model, _, _ = mixtral("grouped_mm")
+    model, _, _ = mixtral()
     run = zeroamp.plan_run(model, policy(config(3)), world_size=2, batch=1, seq=16, stages=(3,))
     assert run.to_dict()["stages"][0]["peak_bytes"] > 0
 

@@ -6,13 +6,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroamp
-from tests.measuring.traffic import traffic_rows
-from tests.models.small import ConvNet, Llama, ThreeUnits, batch, build, loss_of
+from tests.measuring.traffic import planned_and_counted
+from tests.models.small import ConvNet, Llama, ThreeUnits, batch, build
 from tests.processes.training import config, policy, wrapped
 from tests.selection import slow_but
 from zeroamp.dry_run.planned_traffic import plan_traffic
-from zeroamp.planning.mesh import Ranks, ranks_of
-from zeroamp.wrapping.state import wrap_state
+from zeroamp.planning.mesh import Ranks
 
 BLOCK = 10_272 + 64  # elements of one of the three blocks of the LLaMA
 NATIVE = {"zeroamp": {"reduce_accumulate_dtype": "native"}}
@@ -20,25 +19,9 @@ LOW = {"dtype": None, "bf16": {"enabled": True}}
 FP16 = {"dtype": None, "fp16": {"enabled": True, "initial_scale_power": 4}}
 
 
-def _compare(model, inputs, num_steps=2):
-    """Return (planned, counted) of the last step, each {(collective, dtype, group): (calls, bytes)}."""
-    state = wrap_state(model)
-    planned = plan_traffic(state.plan, ranks_of(state.mesh))
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    for _ in range(num_steps):  # the first and the later ones cost the same
-        state.traffic.reset()
-        for _ in range(state.plan.policy.gradient_accumulation_steps):
-            step.backward(loss_of(model, inputs))
-            step.step()
-        counted = traffic_rows(state.traffic)
-        if counted != traffic_rows(planned):
-            break
-    return traffic_rows(planned), counted
-
-
 def _of_model(name, options, fields, mesh_shape=None, prepare=None):
     model = wrapped(name, config(**options), mesh_shape=mesh_shape, fields=fields, prepare_before=prepare)
-    return _compare(model, batch(name, 0))
+    return planned_and_counted(model, batch(name, 0))
 
 
 def check(answers):
@@ -57,7 +40,7 @@ def test_every_mode_and_stage(ranks2, mode):
         check(ranks2.run(_of_model, "llama_tied", options, {}))
 
 
-@pytest.mark.parametrize("name", slow_but(["conv", "encoder", "moe"], "moe"))
+@pytest.mark.parametrize("name", slow_but(["conv", "encoder", "moe", "odd_rows"], "moe", "odd_rows"))
 def test_every_model_with_sizes_that_the_ranks_do_not_divide(ranks2, name):
     for stage, accumulation in ((0, 2), (1, 1), (2, 2), (3, 1)):
         options = {"stage": stage, "accumulation": accumulation, "threshold": 0}
@@ -137,7 +120,7 @@ class Repeated(nn.Module):
 def _of_class(cls, stage, accumulation, fields, wrap, dtype=None):
     torch.manual_seed(0)
     cfg = config(stage, dtype=dtype, accumulation=accumulation)
-    return _compare(zeroamp.wrap_model(cls(), policy(cfg, fields), auto_wrap_policy=wrap), torch.ones(2, 8))
+    return planned_and_counted(zeroamp.wrap_model(cls(), policy(cfg, fields), auto_wrap_policy=wrap), torch.ones(2, 8))
 
 
 # The root owns nothing: the record of forwards then costs a gather, see the replay's note.
@@ -155,7 +138,7 @@ def _in_one_rank(stage):
     model = build("conv")
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))["shard"]
     model = zeroamp.wrap_model(model, zeroamp.policy_from_config(config(stage)), mesh, {"Sequential"})
-    return _compare(model, batch("conv", 0))
+    return planned_and_counted(model, batch("conv", 0))
 
 
 def test_one_rank_alone_moves_nothing_but_the_statistics(ranks2):

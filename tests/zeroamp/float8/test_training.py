@@ -11,19 +11,17 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zeroamp
+from tests.measuring.traffic import planned_and_counted
 from tests.models.small import batch, build, loss_of
 from tests.oracles import one_process
 from tests.oracles.float8_weights import round_linears
 from tests.processes.ranks import RankError
-from tests.processes.training import config, full_parameters, policy, same_bits, train, wrapped
+from tests.processes.training import check_run, config, full_parameters, policy, same_bits, train, wrapped
 from tests.selection import slow_but
-from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.float8 import extension
 from zeroamp.float8.conflicts import KEY
 from zeroamp.float8.extension import check_float8_model
-from zeroamp.planning.mesh import ranks_of
 from zeroamp.policies.extensions import extensions_of
-from zeroamp.wrapping.state import wrap_state
 
 pytest.importorskip("torchao", reason="float8 all-gathers are torchao's")
 
@@ -48,24 +46,17 @@ def uneven_and_rounded(model):
     round_linears(model)
 
 
-def assert_as_oracle(runs, losses, expected):
-    for rank, run in enumerate(runs):
-        assert run.losses == [step[rank] for step in losses]
-        assert same_bits(run.parameters, expected) == []
-
-
 @pytest.mark.parametrize(("stage", "mode"), [(3, "autocast"), (1, "bf16")])
 def test_the_bits_are_those_of_one_process_that_rounds_its_weights(ranks2, stage, mode):
     comm = "fp32" if stage == 1 else None  # else sums of micro-batches would be rounded to bf16
     cfg = float8(stage, accumulation=2, clip=0.5, comm=comm, **(BF16 if mode == "bf16" else {}))
     low_model = torch.bfloat16 if mode == "bf16" else None
     options = {"accumulation": 2, "clip": 0.5, "reduce_each": stage > 1, "low_model": low_model}
-    losses, norms, expected = one_process.train(NAME, world_size=2, num_steps=3, prepare=uneven_and_rounded, **options)
-    runs = ranks2.run(train, NAME, cfg, 3, prepare_before=uneven)
-    assert_as_oracle(runs, losses, expected)
-    assert runs[0].norms == norms
+    expected = one_process.train(NAME, world_size=2, num_steps=3, prepare=uneven_and_rounded, **options)
+    for rank, run in enumerate(ranks2.run(train, NAME, cfg, 3, prepare_before=uneven)):
+        check_run(run, rank, expected)
     plain, _, _ = one_process.train(NAME, world_size=2, num_steps=1, prepare=uneven, **options)
-    assert plain[0] != losses[0]  # the weights were rounded
+    assert plain[0] != expected[0][0]  # the weights were rounded
 
 
 ON_FOUR = {
@@ -81,25 +72,21 @@ ON_FOUR = {
 def test_models_meshes_and_other_options_on_four_ranks(ranks4, what):
     name, keys, options, rounding = ON_FOUR[what]
     prepare, num_replicas = partial(round_linears, **rounding), 2 if what == "HSDP" else 1
-    losses, _, expected = one_process.train(name, world_size=4, num_steps=2, num_replicas=num_replicas, prepare=prepare)
-    assert_as_oracle(ranks4.run(train, name, float8(3, zeroamp=keys), 2, **options), losses, expected)
+    expected = one_process.train(name, world_size=4, num_steps=2, num_replicas=num_replicas, prepare=prepare)
+    for rank, run in enumerate(ranks4.run(train, name, float8(3, zeroamp=keys), 2, **options)):
+        check_run(run, rank, expected)
 
 
 def _verified(cfg):
     model = wrapped(NAME, cfg)
     ledger = zeroamp.explain(model)
     assert ledger.verify(model, (batch(NAME, 0),)).is_traffic_as_planned
-    step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters()))
-    zeroamp.traffic(model).reset()
-    for index in range(cfg["gradient_accumulation_steps"]):
-        step.backward(loss_of(model, batch(NAME, index)))
-        step.step()
-    traffic, planned = zeroamp.traffic(model), plan_traffic(ledger.plan, ranks_of(wrap_state(model).mesh))
-    assert (traffic.calls, traffic.num_bytes) == (planned.calls, planned.num_bytes)
+    planned, counted = planned_and_counted(model, batch(NAME, 0))
+    assert planned == counted
     rows = {row["parameter"]: (row["param"], row["compute"], row["gradient"]) for row in ledger.to_dict()["parameters"]}
     assert rows["blocks.0.qkv.weight"] == ("float8_e4m3fn", "bf16", "bf16")
     assert rows["blocks.0.down.bias"] == ("bf16", "bf16", "bf16")
-    return {key.dtype for key in traffic.calls if key.collective == "all_gather"}
+    return {key.dtype for key in zeroamp.traffic(model).calls if key.collective == "all_gather"}
 
 
 @pytest.mark.parametrize("options", [{}, BF16], ids=["autocast", "bf16"])

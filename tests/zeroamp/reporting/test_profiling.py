@@ -7,30 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import zeroamp
 from tests.measuring.traces import complete, crossing, names, ours
-from tests.models.small import batch, loss_of
 from tests.processes.cli import run
 from tests.processes.launch import torchrun
-from tests.processes.training import config, wrapped
+from tests.processes.training import config
+from tests.zeroamp.reporting.runs import take_steps, train_step
 from zeroamp.cli.app import main
 from zeroamp.wrapping.state import wrap_state
-
-NAME = "llama_tied"
-
-
-def _train_step(**more):
-    model = wrapped(NAME, config(3, **more))
-    return zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-
-
-def _steps(train, num_steps, accumulation=1):
-    for index in range(num_steps * accumulation):
-        train.backward(loss_of(train.model, batch(NAME, 2 * index + dist.get_rank())))
-        train.step()
 
 
 def _read(path):
@@ -38,9 +24,9 @@ def _read(path):
 
 
 def _profile(folder, num_steps, keywords, accumulation=1):
-    train = _train_step(accumulation=accumulation)
+    train = train_step(config(3, accumulation=accumulation))
     with zeroamp.Profile(train, folder, **keywords) as profile:
-        _steps(train, num_steps, accumulation)
+        take_steps(train, num_steps)
     labels = {row["label"]: row["calls"] for row in profile.times}
     assert len(str(profile).partition("---")[2].splitlines()) == 1 + len(labels)
     return str(profile.path), labels
@@ -67,13 +53,13 @@ def test_a_context_that_ends_early_writes_the_steps_it_has(ranks2, tmp_path):
 
 
 def _two_models(folder):
-    one, other = _train_step(), _train_step()
+    one, other = train_step(config(3)), train_step(config(3))
     with zeroamp.Profile(one, folder, wait=0, active=1) as profile:
-        _steps(other, 2)
+        take_steps(other, 2)
         assert profile.path is None
-        _steps(one, 2)
+        take_steps(one, 2)
         written = profile.path
-        _steps(one, 2)
+        take_steps(one, 2)
     return written == profile.path is not None, len(wrap_state(one.model).callbacks)
 
 
@@ -83,19 +69,19 @@ def test_only_the_steps_of_the_one_train_step_count(ranks2, tmp_path):
 
 def _mistakes(folder):
     """Too few steps, an error inside, and, on rank 1, a file where the folder is to be."""
-    with pytest.raises(zeroamp.StepError) as early, zeroamp.Profile(train := _train_step(), folder):
-        _steps(train, 2)
+    with pytest.raises(zeroamp.StepError) as early, zeroamp.Profile(train := train_step(config(3)), folder):
+        take_steps(train, 2)
     with pytest.raises(ValueError, match="asked to"), zeroamp.Profile(train, folder, wait=0):
         _step_and_raise(train)
     own = Path(f"{folder} {dist.get_rank()}")
     own.write_text("")
     with pytest.raises(zeroamp.StepError) as unwritable, zeroamp.Profile(train, own, wait=0, active=1):
-        _steps(train, 2)
+        take_steps(train, 2)
     return (str(early.value), str(unwritable.value)), len(wrap_state(train.model).callbacks), os.path.exists(folder)
 
 
 def _step_and_raise(train):
-    _steps(train, 2)
+    take_steps(train, 2)
     raise ValueError("asked to")
 
 

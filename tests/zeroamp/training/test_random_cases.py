@@ -240,7 +240,7 @@ def _difference(case, outcomes):
 
 
 def test_40_random_cases_have_the_bits_of_one_process_or_are_refused(ranks2):
-    drawn = cases(11, 40)
+    drawn = cases(24, 40)
     for name, values in CHOICES.items():
         assert {getattr(case, name) for case in drawn} == set(values), name
     num_exact, refusals = _check(ranks2, drawn)

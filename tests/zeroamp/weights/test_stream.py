@@ -62,7 +62,7 @@ def _peak():
     bucket = max(SMALL, largest)
     with Allocated() as allocated:
         for parameter in model.parameters():
-            allocated.see(parameter.to_local(), "shard")
+            allocated.see(parameter.to_local())
         held = allocated.now
         allocated.reset_peak()
         for _name, tensor in zeroamp.iter_weights(model, bucket_bytes=SMALL):

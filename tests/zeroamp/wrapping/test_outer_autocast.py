@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import zeroamp
+from tests.measuring.logs import log_lines
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import config, wrapped
 
@@ -19,6 +20,11 @@ OUTER = {
     "disabled": lambda: torch.autocast("cpu", enabled=False),
 }
 MODES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "loss_scale": 128}}}
+WARNED = {
+    "other dtype": "torch.autocast('cpu', dtype=torch.float16)",
+    "disabled": "torch.autocast('cpu', enabled=False)",
+}
+"""What the one warning of a model names."""
 ALLOWED = {"dtype": None, "zeroamp": {"external_autocast": "allow"}}
 
 
@@ -40,38 +46,49 @@ def _losses(model, outer, *, evaluates=False, each=nullcontext):
 
 
 def _of_wrapped(cfg, outer, compiled):
+    """Return the losses, and what is warned of forwards inside of another autocast."""
     model = wrapped(NAME, cfg)
     if compiled:
         for block in model.blocks:
             block.compile(backend="eager")
-    if outer == "other dtype":  # around forwards only: a backward inside of it would mix fp16 and bf16
-        return _losses(model, "none", evaluates=True, each=OUTER[outer])
-    return _losses(model, outer, evaluates=True)
+    # "other dtype" is around forwards only: a backward inside of it would mix fp16 and bf16.
+    around, each = ("none", OUTER[outer]) if outer == "other dtype" else (outer, nullcontext)
+    with log_lines() as lines:
+        losses = _losses(model, around, evaluates=True, each=each)
+    return losses, [line for line in lines if "forward was called inside" in line]
 
 
 @pytest.mark.parametrize(
     ("outer", "options", "compiled"),
     [
+        ("none", {}, False),
         ("same", {}, False),
         ("other dtype", {}, False),
         ("disabled", {}, False),
         ("same", ALLOWED, False),
         pytest.param("disabled", {}, True, marks=pytest.mark.slow),
     ],
-    ids=["same", "other dtype", "disabled", "allowed", "disabled, compiled"],
+    ids=["none", "same", "other dtype", "disabled", "allowed", "disabled, compiled"],
 )
 def test_the_configs_autocast_wins_and_weights_are_cast_again_after_each_update(ranks2, outer, options, compiled):
     # All ranks get the same batches, so that one process is the oracle.
     expected = _losses(build(NAME), "none", each=OUTER["same"])
-    for losses in ranks2.run(_of_wrapped, config(3, comm="fp32", **options), outer, compiled):
+    for rank, (losses, warnings) in enumerate(
+        ranks2.run(_of_wrapped, config(3, comm="fp32", **options), outer, compiled)
+    ):
         assert losses == expected
+        assert len(warnings) == (outer in WARNED and rank == 0)
+        assert all(WARNED[outer] in text and "torch_autocast.dtype is bf16" in text for text in warnings)
 
 
 def _first_norm(mode, inside_before):
     """Return the norm of a first step; `inside_before`: after a forward that an autocast around it refuses."""
     model = wrapped(NAME, config(3, dtype=None, **MODES[mode]))
+    words = rf'dtype=torch.float16\), but the config sets {mode} .*"dtype": "fp16"\}} .*"external_autocast": "allow"'
     if inside_before:
-        with OUTER["same"](), pytest.raises(zeroamp.PrecisionError, match=f"{mode} precision"):
+        with OUTER["other dtype"](), pytest.raises(zeroamp.PrecisionError, match=words):
+            loss_of(model, batch(NAME, 0))
+        with OUTER["disabled"](), torch.no_grad():
             loss_of(model, batch(NAME, 0))
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     step.backward(loss_of(model, batch(NAME, 0)))

@@ -7,9 +7,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import zeroamp
+from tests.measuring.traffic import planned_and_counted
 from tests.models.small import batch
 from tests.processes.training import config, wrapped
-from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.hooks._torch.fsdp import groups_of
 from zeroamp.hooks.collectives.collective_calls import peer_lost
 from zeroamp.hooks.collectives.traffic import IssuedCollective
@@ -18,25 +18,15 @@ from zeroamp.wrapping.state import wrap_state
 LARGE = 1000  # elements: embeddings and heads have 2,560
 
 
-def _step(model, name, accumulation=1):
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for index in range(accumulation):
-        step.backward(model(batch(name, index)))
-        step.step()
-
-
 def _calls(name, accumulation, **options):
     """Return {group: [all-gathers, reductions]} of the groups of own units, of the plan and as counted in one step."""
     model = wrapped(name, config(3, threshold=LARGE, accumulation=accumulation, **options))
-    plan, ranks = wrap_state(model).plan, zeroamp.planning.mesh.ranks_of(wrap_state(model).mesh)
-    zeroamp.traffic(model).reset()
-    _step(model, name, accumulation)
-    found = []
-    for traffic in (plan_traffic(plan, ranks), zeroamp.traffic(model)):
+    plan, found = wrap_state(model).plan, []
+    for traffic in planned_and_counted(model, batch(name, 0)):
         calls = {group.name: [0, 0] for group in plan.groups if group.unit in plan.own_units}
-        for key, number in traffic.calls.items():
-            if key.group in calls:
-                calls[key.group][key.collective != "all_gather"] += number
+        for (collective, _, group), (number, _) in traffic.items():
+            if group in calls:
+                calls[group][collective != "all_gather"] += number
         found.append(calls)
     return found
 

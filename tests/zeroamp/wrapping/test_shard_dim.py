@@ -5,23 +5,11 @@ import torch
 
 import zeroamp
 from tests.measuring.measured import measured_step
-from tests.measuring.traffic import traffic_rows
-from tests.models.small import batch, build, loss_of
-from tests.processes.training import (
-    check_same_run,
-    config,
-    full_parameters,
-    policy,
-    same_bits,
-    sharded_dims,
-    train,
-    wrapped,
-)
+from tests.models.small import build
+from tests.processes.training import check_same_run, config, full_parameters, policy, same_bits, sharded_dims, train
 from tests.selection import slow_but
-from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.ledger.explain import Ledger
 from zeroamp.planning.mesh import ranks_of
-from zeroamp.planning.shard_sizes import param_memory
 from zeroamp.wrapping.state import wrap_state
 
 NAME = "odd_rows"
@@ -51,32 +39,6 @@ def _train(options, key):
 def test_reductions_and_sums_in_low_precision_have_the_bits_of_dimension_0(ranks2, options):
     for planned, dim_0 in zip(ranks2.run(_train, options, "auto"), ranks2.run(_train, options, 0), strict=True):
         check_same_run(planned, dim_0)
-
-
-def _planned_and_measured(options, mesh_shape):
-    """Return (traffic planned, counted) and, per parameter, (bytes of a shard as planned, as the largest stored)."""
-    model = wrapped(NAME, config(**options), mesh_shape=mesh_shape)
-    assert _sharded_dims(model) == {0, 1, 2}
-    state = wrap_state(model)
-    ranks = ranks_of(state.mesh)
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    for _ in range(2):
-        state.traffic.reset()
-        for _ in range(state.plan.policy.gradient_accumulation_steps):
-            step.backward(loss_of(model, batch(NAME, 0)))
-            step.step()
-    stored = {fqn: p.to_local().untyped_storage().nbytes() for fqn, p in model.named_parameters()}
-    planned = {p.fqn: param_memory(p, state.plan.policy, ranks.num_shards).stored for p in state.plan.params}
-    return (traffic_rows(plan_traffic(state.plan, ranks)), traffic_rows(state.traffic)), (planned, stored)
-
-
-@pytest.mark.parametrize("mesh_shape", slow_but([None, (2, 2)], None), ids=str)
-def test_planned_traffic_and_shards_are_those_measured(ranks4, mesh_shape):
-    for stage in (1, 2, 3):
-        options = {"stage": stage, "accumulation": 2}
-        for (planned, counted), (plan, stored) in ranks4.run(_planned_and_measured, options, mesh_shape):
-            assert planned == counted
-            assert plan == stored
 
 
 @pytest.mark.parametrize("stage", slow_but([1, 3], 3))

@@ -1,14 +1,10 @@
 """A script that no launcher started trains in one process."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import zeroamp
-from tests.processes.launch import ROOT
+from tests.processes.launch import completed
 from tests.processes.training import config
 
 SCRIPT = """
@@ -40,13 +36,10 @@ print("same bits:", all(map(torch.equal, ours, plain.parameters())))
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
 
 
-def test_a_plain_script_trains_like_plain_torch_and_ends_cleanly():
-    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SCRIPT],
-        check=False, capture_output=True, text=True, cwd=ROOT, timeout=240,
-        env={**inherited, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+def test_a_plain_script_trains_like_plain_torch_and_ends_cleanly(monkeypatch):
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    done = completed("-W", "error", "-c", SCRIPT)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "same bits: True\n"
     assert done.stderr.count("a process group of one rank") == 1

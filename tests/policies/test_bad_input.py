@@ -31,7 +31,7 @@ BAD_VALUES = [
     ({"data_types.grad_accum_dtype": "fp16"}, 'is "fp16"', "float16 gradients over- and underflow without"),
     ({"gradient_accumulation_dtype": "fp32"}, "neither", "data_types.grad_accum_dtype"),
     ({"data_types.param_dtype": "bf16"}, 'is "bf16"', "Remove it: only an enabled bf16"),
-    ({"fp16.loss_scale": 0.5, "fp16.enabled": True}, "is 0.5", "Leave it out: small gradients are"),
+    ({"fp16.loss_scale": 1, "fp16.enabled": True}, "is 1", "Leave it out: small gradients are"),
     ({"optimizer.lr": 0.001, "optimizer.type": "AdamW"}, "is a key of neither", "optimizer.params.lr"),
     (
         {"zero_optimization.max_live_parameters": 5, "zero_optimization.stage3_max_live_parameters": 6},

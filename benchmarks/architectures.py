@@ -24,11 +24,11 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
+from benchmarks.family_runs import LR, NUM_STEPS, SAVED_AT, Run, train
+from benchmarks.more_families import ALL_FAMILIES
 from benchmarks.output import emit
 from tests.models.families import NUM_RANKS, Family
-from tests.models.more_families import ALL_FAMILIES
 from tests.oracles import families as oracle
-from tests.processes.families import LR, NUM_STEPS, SAVED_AT, Run, train
 from tests.processes.ranks import RankError, Ranks
 
 LISTS = ("default", "auto")

@@ -6,16 +6,13 @@ import pytest
 import torch
 
 from benchmarks.architectures import expected_of, run_case
-from tests.models.more_families import ALL_FAMILIES
+from tests.models.families import FAMILIES
 from tests.selection import slow_but
 
 pytest.importorskip("transformers", reason="most of the models are transformers'")
 
 WITH_AUTO = ("Llama", "ResNet", "CLIP", "LLaVA", "GNN")
-NOT_EXACT = {
-    "joint diffusion": "each block reads the condition twice: autograd adds in another order",
-    "UNet": "an activation that feeds several units: autograd adds in another order",
-}
+NOT_EXACT = pytest.mark.xfail(reason="an activation feeds several units: autograd adds in another order", strict=True)
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +28,6 @@ def expected():
     return of
 
 
-def _marked(names):
-    """The names as a test's parameters; those that are not exact are expected to fail."""
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(reason=NOT_EXACT[name], strict=True)) if name in NOT_EXACT else name
-        for name in names
-    ]
-
-
 @pytest.mark.parametrize("name", slow_but(WITH_AUTO, "Llama"))
 def test_a_family_with_auto_at_stage_3_has_the_bits_of_one_process(ranks2, expected, name):
     result = run_case(ranks2, name, "auto", 3, expected(name))
@@ -46,9 +35,9 @@ def test_a_family_with_auto_at_stage_3_has_the_bits_of_one_process(ranks2, expec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", _marked(ALL_FAMILIES))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=NOT_EXACT if name == "UNet" else ()) for name in FAMILIES])
 def test_a_family_with_the_default_list_has_the_bits_of_one_process(ranks2, expected, name):
-    stage = (0, 2, 3)[list(ALL_FAMILIES).index(name) % 3]
+    stage = (0, 2, 3)[list(FAMILIES).index(name) % 3]
     result = run_case(ranks2, name, "default", stage, expected(name))
     assert result.is_exact or result.is_refused, result.difference
 

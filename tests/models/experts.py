@@ -7,7 +7,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.models.families import FAMILIES, NUM_RANKS, Family
-from tests.models.more_families import MORE_FAMILIES
 
 WIDTH, NUM_EXPERTS = 16, 6
 
@@ -76,7 +75,7 @@ EXPERTS: dict[str, Family] = {
     "Mixtral batched_mm": _with("batched_mm", FAMILIES["Mixtral"]),
     "Qwen3-MoE": FAMILIES["Qwen3-MoE"],
     "DeepSeek-V3": FAMILIES["DeepSeek-V3"],
-    "gpt-oss": MORE_FAMILIES["gpt-oss"],
+    "gpt-oss": FAMILIES["gpt-oss"],
     "modules": Family(build=ListModel, batch=_offered),
 }
 """Of transformers' models the routers choose by the tokens, which are others on each rank."""

@@ -299,6 +299,12 @@ FAMILIES: dict[str, Family] = {
                                num_experts_per_tok=2),
         batch=_text,
     ),
+    "gpt-oss": Family(
+        build=_of_transformers("GptOssForCausalLM", "GptOssConfig", **_DECODER, **_TOKENS, num_local_experts=4,
+                               num_experts_per_tok=2, head_dim=8, sliding_window=4,
+                               layer_types=["sliding_attention", "full_attention"]),
+        batch=_text,
+    ),
     "Qwen3-MoE": Family(
         build=_of_transformers("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **_DECODER, **_MOE, num_experts=4, head_dim=8),
         batch=_text,

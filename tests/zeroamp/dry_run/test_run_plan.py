@@ -175,6 +175,7 @@ def test_the_model_is_left_as_it_was():
         assert parameter.grad is None
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_plan_computes_what_would():
     """The numbers of each remedy are those of a plan of that run, and half of its ranks are not enough."""
     at_eight = plan(stages=(3,), checkpointing=True).stages[0].memory.peak_bytes()

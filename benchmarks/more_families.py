@@ -154,10 +154,8 @@ MORE_FAMILIES: dict[str, Family] = {
                       shared_expert_intermediate_size=24, linear_num_value_heads=4, linear_num_key_heads=2,
                       linear_key_head_dim=8, linear_value_head_dim=8,
                       layer_types=["linear_attention", "full_attention"]),
-    # Routed experts: with biases; one of four in an encoder-decoder; a sigmoid before a shared and a routed expert; and
+    # Routed experts: one of four in an encoder-decoder; a sigmoid before a shared and a routed expert; and
     # two that normalize their queries or scale their branches.
-    "gpt-oss": _lm("GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=4,
-                   layer_types=["sliding_attention", "full_attention"]),
     "Switch": Family(
         build=_of_transformers("SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig",
                                vocab_size=_VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2,

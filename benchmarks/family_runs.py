@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
+from benchmarks.more_families import ALL_FAMILIES
 from tests.models.adapters import quietly
 from tests.models.families import NUM_RANKS, loss_of
-from tests.models.more_families import ALL_FAMILIES
 from tests.processes.training import full_parameters
 
 NUM_STEPS = 10

@@ -104,19 +104,3 @@ def _gathers_of_a_backward(num_before, num_between):
 @pytest.mark.parametrize(("num_before", "num_between"), [(0, 0), (2, 1)])
 def test_a_backward_prefetches_what_it_needs_whatever_was_evaluated(ranks2, num_before, num_between):
     assert ranks2.run(_gathers_of_a_backward, num_before, num_between)[0] == ["2", "1", "0"]
-
-
-def _losses_before_and_after_an_update(size):
-    model = wrapped(MODEL, config(3), fields={"prefetch_bucket_size": size})
-    _reverse(model)
-    with torch.no_grad():
-        before = model(batch(MODEL, 0))
-        for parameter in model.parameters():
-            parameter.to_local().mul_(2)
-        return float(before), float(model(batch(MODEL, 0)))
-
-
-def test_no_gather_of_an_evaluation_outlives_it(ranks2):
-    before, after = ranks2.run(_losses_before_and_after_an_update, BLOCK)[0]
-    assert ranks2.run(_losses_before_and_after_an_update, 0)[0] == (before, after)
-    assert before != after

@@ -40,7 +40,8 @@ def _mapped(change: Callable[[torch.Tensor], Any], value: Any) -> tuple[Any, boo
         new = change(value)
         return new, new is not value
     parts: dict[Any, Any]
-    if has_fields := is_dataclass(value) and not isinstance(value, type):
+    # torch 2.11 cannot compile `is_dataclass` of a dtype.
+    if has_fields := hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
         parts = {item.name: getattr(value, item.name) for item in fields(value) if item.init}
     elif isinstance(value, dict):
         parts = value

@@ -66,3 +66,10 @@ def test_only_what_comes_after_the_units_is_a_head():
     assert not plan(model).own_units
     model["last"] = nn.Linear(80, 80)
     assert plan(model).own_units == OwnUnits(heads=("last",))
+
+
+def test_an_embedding_whose_table_a_hook_may_read_is_no_lookup():
+    for register in (nn.Module.register_forward_hook, nn.Module.register_forward_pre_hook):
+        model = build("llama_untied")
+        register(model.embed, lambda *_: None)
+        assert plan(model).own_units == OwnUnits(heads=("embed", "head"))

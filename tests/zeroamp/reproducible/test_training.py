@@ -80,14 +80,14 @@ CASES = {
 @pytest.mark.parametrize("case", slow_but(CASES, "overflows", "a unit that runs several times"))
 def test_any_number_of_ranks_has_the_bits_of_the_tree(request, case):
     sizes, name, mode, stage, num_micro_batches = CASES[case]
-    arguments = {"num_micro_batches": num_micro_batches, "overflow_at": (7, 5) if mode == "fp16" else None}
+    arguments = {"num_micro_batches": num_micro_batches, "overflow_at": (8, 5) if mode == "fp16" else None}
     expected = oracle(name, mode, **arguments)
     for size in sizes:
         ranks = request.getfixturevalue(f"ranks{size}")
         for run in ranks.run(reproducible.run, name, cfg_of(stage, mode), num_steps=NUM_STEPS, **arguments):
             check(run, expected)
     if mode == "fp16":
-        assert expected.scales[6:9] == [256, 512, 256], "the loss scale must have grown and fallen"
+        assert expected.scales[6:10] == [256, 512, 512, 256], "a step must have a scale that has grown"
 
 
 REFUSED = [

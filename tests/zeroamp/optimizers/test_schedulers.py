@@ -1,15 +1,14 @@
 """`scheduler_from_config`: what the optimizer has at each step, and what a scheduler must be able to do."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-import zeroamp
-from tests.models.small import batch, loss_of
 from tests.oracles import learning_rates as oracle
-from tests.processes.training import config, wrapped
+from tests.processes.training import SmallTraining, config
 from zeroamp import ConfigError, scheduler_from_config
 
 NUM_STEPS = 1000
@@ -145,16 +144,11 @@ def test_what_does_not_fit_is_refused_before_the_optimizer_is_touched(case, opti
 
 def _train(case, accumulation):
     cfg = {**config(2, accumulation=accumulation, dtype="float16", fp16={"initial_scale_power": 10}), **case}
-    model = wrapped("llama_tied", cfg)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scheduler = scheduler_from_config(cfg, optimizer)
-    step = zeroamp.TrainStep(model, optimizer, scheduler)
+    training = SmallTraining(cfg, lambda p: torch.optim.AdamW(p, lr=1e-3), partial(scheduler_from_config, cfg))
     rates = []
     for index in range(4 * accumulation):
-        rates.append(optimizer.param_groups[0]["lr"])
-        loss = loss_of(model, batch("llama_tied", index))
-        step.backward(loss * (1e30 if index < accumulation else 1.0))  # the first step overflows and is skipped
-        step.step()
+        rates.append(training.optimizer.param_groups[0]["lr"])
+        training.step(index, 1e30 if index < accumulation else 1.0)  # the first step overflows and is skipped
     return rates
 
 

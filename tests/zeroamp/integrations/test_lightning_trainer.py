@@ -149,15 +149,12 @@ def _weights(folder):
         trainer.test(module, loader_of(8), verbose=False)
         trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
         barebones = module_of()
-        trainer_of(folder, _strategy(), barebones=True, **_no_defaults()).fit(barebones, loader_of(8), loader_of(8))
+        unset = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"))
+        trainer_of(folder, _strategy(), barebones=True, **unset).fit(barebones, loader_of(8), loader_of(8))
     plain = module_of()
     plain.load_state_dict(torch.load(folder / "weights.ckpt")["state_dict"])
     different = same_bits(full_parameters(plain), full_parameters(module))
     return different, len(module.losses), len(barebones.losses)
-
-
-def _no_defaults():
-    return {"logger": None, "enable_checkpointing": None, "enable_progress_bar": None, "enable_model_summary": None}
 
 
 @pytest.mark.slow

@@ -6,15 +6,12 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-import zeroamp
 from tests.measuring.logs import log_lines
 from tests.models.small import OddRows
-from tests.processes.checkpoint_training import Case, Training, differences, full, group_of, refused
-from tests.processes.training import mesh_of, sharded_dims
+from tests.processes.checkpoint_training import Case, Training, differences, group_of, refused
+from tests.processes.training import sharded_dims
 from tests.selection import slow_but
-from zeroamp.planning.mesh import local_slices
 
 
 def _save(folder, case):
@@ -106,33 +103,3 @@ def test_extra_of_another_rank_is_chosen_or_the_first_rank_s(ranks4, tmp_path):
         assert changed == []
         assert re.search("CheckpointError: .*extra_rank must be one of the 2 ranks", text)
         assert (chosen["rows"], first["rows"]) == (torch.tensor([1]), torch.tensor([0]))
-
-
-def _exported(folder):
-    """Export on two ranks; return the parameters."""
-    case = Case(group_size=2, build=OddRows)
-    training = Training(case).run(0, 1)
-    zeroamp.export_hf(training.model, f"{folder}/hf{group_of(case)}", "fp32", max_shard_bytes=500)
-    return {name: full(parameter) for name, parameter in training.model.named_parameters()}
-
-
-def _filled(folder, options, mesh_shape):
-    """Return the parameters of a meta model that was filled from safetensors, and what of them was read where."""
-    with torch.device("meta"):
-        model = OddRows()
-    mesh = mesh_of(mesh_shape)
-    cfg = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, **options}
-    model = zeroamp.wrap_model(model, zeroamp.policy_from_config(cfg), mesh)
-    zeroamp.load_hf(model, folder)
-    for parameter in model.parameters():
-        assert isinstance(parameter, DTensor)
-        assert torch.equal(parameter.to_local(), full(parameter)[local_slices(parameter)])
-    return {name: full(parameter) for name, parameter in model.named_parameters()}
-
-
-def test_exports_and_loads_of_safetensors(ranks4, tmp_path):
-    expected = ranks4.run(_exported, str(tmp_path))[0]
-    for options, mesh_shape in ((DIM_0, None), ({}, (2, 2))):
-        for found in ranks4.run(_filled, str(tmp_path / "hf0"), options, mesh_shape):
-            assert found.keys() == expected.keys()
-            assert [name for name in found if not torch.equal(found[name], expected[name])] == []

@@ -65,7 +65,7 @@ def _failures(folder):
     found = {}
     for rank in (0, 1):
         for number in range(num_syncs[rank]):
-            found[f"sync {number}", rank, number == 1] = _fail(training, folder, full_disk(number), rank, number == 1)
+            found[number, rank] = _fail(training, folder, full_disk(number), rank, async_=number == 1)
     training.run(1, 2)
     path = training.save(folder)
     state = training.state()
@@ -76,10 +76,9 @@ def _failures(folder):
 
 def test_a_full_disk_on_one_rank_fails_on_all_and_leaves_nothing(ranks2, tmp_path):
     for found, name, after_load, against_undisturbed in ranks2.run(_failures, str(tmp_path)):
-        assert [sum(rank == which for _, rank, _ in found) for which in (0, 1)] == [11, 3]
-        for (kind, rank, async_), (error, names) in found.items():
-            where = (kind, rank, async_)
-            assert error.startswith(f"CheckpointError: Step 1 is not saved in {tmp_path}: rank {rank}: "), where
+        assert [sum(rank == which for _, rank in found) for which in (0, 1)] == [11, 3]
+        for where, (error, names) in found.items():
+            assert error.startswith(f"CheckpointError: Step 1 is not saved in {tmp_path}: rank {where[1]}: "), where
             assert "No space left on device" in error, where
             assert names == ["latest", "step_00000001"], where
         assert (name, after_load, against_undisturbed) == ("step_00000002", [], [])

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.models.adapters import quietly
 from tests.processes.trainer import forget_accelerate, outcome
+from tests.processes.trainer import llama as tiny_llama
 
 STOCK = "stock"
 """In the place of a stage: the library's own trainer, under DDP."""
@@ -47,14 +48,8 @@ def tokenizer():
 
 
 def llama(case, dtype=None):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(1)
-    shape = {
-        "vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-    }  # fmt: skip
-    return LlamaForCausalLM(LlamaConfig(**shape, **case.model)).to(getattr(torch, dtype or case.dtype))
+    shape = {"vocab_size": 258, "intermediate_size": 48, "pad_token_id": None}
+    return tiny_llama(1, **shape, **case.model).to(getattr(torch, dtype or case.dtype))
 
 
 def rewarding(case):

@@ -46,8 +46,8 @@ def _generation(trainer, client):
 
 
 @quietly
-def _sent(lora, folder):
-    """Return the requests, and which tensors differ from those that an export writes."""
+def _compared(lora, folder):
+    """Return the tensors that differ from those that an export writes, the paths of the requests, and what is left."""
     from trl.generation import vllm_client
 
     silence()
@@ -57,26 +57,18 @@ def _sent(lora, folder):
         case, 3, folder, reward=lambda completions, **_: [len(set(text)) / 10 for text in completions], **sizes
     )
     trainer.train()
-    tensors = {}
-    engine = mock.Mock()
+    tensors, requests, engine = {}, [], mock.Mock()
     engine.trainer_send_weights = lambda iterator, trainer_args: tensors.update(
         (name, tensor.clone()) for name, tensor in iterator
     )
     names = {"NCCLWeightTransferEngine": engine, "NCCLTrainerSendWeightsArgs": mock.Mock()}
-    requests = []
     with mock.patch.multiple(vllm_client, create=True, **names):
         trainer.vllm_generation = _generation(trainer, _client(requests))
         trainer.vllm_generation.sync_weights()
-    return requests, tensors, trainer.model
-
-
-@quietly
-def _compared(lora, folder):
-    requests, tensors, model = _sent(lora, folder)
     if lora:
-        expected = dict(iter_merged_weights(model))
+        expected = dict(iter_merged_weights(trainer.model))
     else:
-        zeroamp.export_hf(model, Path(folder) / "export", "bf16")
+        zeroamp.export_hf(trainer.model, Path(folder) / "export", "bf16")
         dist.barrier()
         expected = load_file(Path(folder) / "export" / "model.safetensors")
     if dist.get_rank() > 0:

@@ -45,18 +45,6 @@ class LocalMomentum(Momentum):
         super().__init__(parameters, lambda p: torch.zeros_like(p.to_local(), dtype=torch.float64))
 
 
-class Signs(torch.optim.SGD):
-    """SGD that also keeps the sign of every gradient as an integer, and a flag."""
-
-    @torch.no_grad()
-    def step(self):
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                entries = {"sign": parameter.grad.sign().to(torch.int8), "is_used": torch.tensor(True)}
-                self.state[parameter].update(entries)
-        super().step()
-
-
 class Forwarding(torch.optim.Optimizer):
     """A wrapper, as accelerate has one: everything is the inner optimizer's."""
 
@@ -83,7 +71,7 @@ def _named(parameters, step=1):
 STATES = {
     "local": Case(optimizer=LocalMomentum),
     "local at stage 0": Case(stage=0, optimizer=LocalMomentum),
-    "integers": Case(optimizer=functools.partial(Signs, lr=1e-2, momentum=0.9)),
+    "bf16": Case(optimizer=functools.partial(Momentum, make=functools.partial(torch.zeros_like, dtype=torch.bfloat16))),
     "forwarding": Case(optimizer=Forwarding),
     "two groups": Case(optimizer="two groups", async_=True),
     "fused": Case(optimizer="fused", async_=True),
@@ -91,7 +79,7 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(STATES, "local", "integers", "forwarding"))
+@pytest.mark.parametrize("name", slow_but(STATES, "local", "bf16", "forwarding"))
 def test_states_of_every_form_go_on(ranks2, tmp_path, name):
     for resumed in ranks2.run(resume, str(tmp_path), STATES[name]):
         assert resumed.differing == []

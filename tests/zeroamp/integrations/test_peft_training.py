@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroamp
-from tests.models.adapters import VOCABULARY, Adapted, batch, quietly, train_in_one_process
+from tests.models.adapters import Adapted, batch, quietly, train_in_one_process
+from tests.models.architectures import mixtral
 from tests.processes.adapter_training import AdapterTraining
 from tests.processes.training import config
 from tests.selection import needs_bitsandbytes, slow_but
@@ -55,14 +56,8 @@ def test_adapters_train_as_in_one_process(ranks2, name):
 
 class _Experts(Adapted):
     def base_model(self):
-        from transformers import MixtralConfig, MixtralForCausalLM
-
         torch.manual_seed(1)
-        config = MixtralConfig(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=64, num_local_experts=4, num_experts_per_tok=2,
-        )  # fmt: skip
-        return MixtralForCausalLM(config)
+        return mixtral("eager")[0]
 
 
 def test_adapters_of_parameters(ranks2):

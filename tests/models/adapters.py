@@ -113,20 +113,20 @@ def quietly(body):
     return run
 
 
-def train_in_one_process(adapted, num_ranks, *, autocast=torch.bfloat16, lr=1e-2):
+def train_in_one_process(adapted, num_ranks):
     """The oracle: peft and torch.autocast, ranks one after the other, their gradients averaged.
 
     num_ranks: of each optimizer step. Returns (losses[step][rank], norms[step], {name: trained parameter}, model).
     """
     model = adapted.build()
     parameters = trained(model)
-    optimizer = torch.optim.AdamW(parameters.values(), lr=lr, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, weight_decay=0.1)
     losses, norms, done = [], [], 0
     for num in num_ranks:
         losses.append([])
         of_ranks = []
         for index in range(done, done + num):
-            with torch.autocast("cpu", dtype=autocast):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = loss_of(model, index)
             losses[-1].append(float(loss.detach()))
             of_ranks.append(torch.autograd.grad(loss.float(), list(parameters.values())))

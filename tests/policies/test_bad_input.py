@@ -10,6 +10,7 @@ import pytest
 from zeroamp import CheckpointError, ConfigError, policy_from_config
 from zeroamp.policies.json_values import nest
 
+ADAM = {"optimizer.type": "Adam"}
 AUTOCAST = {"torch_autocast.enabled": True, "torch_autocast.dtype": "bf16"}
 BAD_VALUES = [
     ({"zero_optimisation": {}}, "is a key of neither", "zero_optimization"),
@@ -69,6 +70,20 @@ BAD_VALUES = [
     ({"gradient_allreduce_op": "sum"}, 'is "sum"', 'Write "zeroamp": {"reduce": "sum"}'),
     ({"fp32_allreduce": True}, "is true", 'Write "communication_data_type"'),
     ({"zeroamp.dp_replicate_size": 2}, "is 2", "Stage 0 replicates over all ranks already"),
+    ({"optimizer.type": "AdmaW"}, 'is "AdmaW"', "Did you mean 'AdamW'?"),
+    ({"optimizer.legacy": True, "optimizer.type": "SGD"}, "is a key of neither", "legacy_fusion"),
+    ({"optimizer.params.weight_decy": 0.1, "optimizer.type": "AdamW"}, "is not supported", "weight_decay"),
+    ({"optimizer.params.momentum": 0.1, **ADAM}, "is not supported", "does not ignore unknown keys"),
+    ({"optimizer.params.max_grad_norm": 1.0, **ADAM}, "is 1.0", 'Write "gradient_clipping" at the top'),
+    ({"optimizer.params.bias_correction": False, **ADAM}, "is false", "Remove it: torch's Adam always"),
+    ({"optimizer.params.adam_w_mode": False, "optimizer.type": "AdamW"}, "is false", 'Write "type": "Adam"'),
+    ({"optimizer.params.lr": "1e-3", "optimizer.type": "SGD"}, 'is the string "1e-3"', "Remove the quotes"),
+    ({"scheduler.type": "WarmupCosLR"}, 'is "WarmupCosLR"', "WarmupCosineLR"),
+    ({"scheduler.type": "OneCycle"}, 'is "OneCycle"', "CyclicLR in place of OneCycle"),
+    ({"scheduler.params.last_batch_iteration": 3, "scheduler.type": "WarmupLR"}, "is 3", "pass the saved state to"),
+    ({"scheduler.params.warmup_type": "cosine", "scheduler.type": "WarmupLR"}, 'is "cosine"', "Change the value"),
+    ({"scheduler.params.warmup_num_steps": 0, "scheduler.type": "WarmupLR"}, "is 0", "Change the value"),
+    ({"scheduler.params.warmup_max_lr": float("inf"), "scheduler.type": "WarmupLR"}, "is Infinity", "Change the value"),
 ]
 """Keys and values, of which the first one is refused; what is found, and what to do."""
 BAD = [
@@ -80,6 +95,13 @@ BAD = [
         "Keep torch_autocast for per-op precision",
     ),
     ({"scheduler": {"type": "WarmupDecayLR"}}, "scheduler.params.total_num_steps", "is missing", "Add it"),
+    (
+        {"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1]}}},
+        "optimizer.params.betas.1",
+        "is 1",
+        "Change the value",
+    ),
+    ({"optimizer": {}}, "optimizer.type", "is missing", "Add it"),
     (
         {"compile": {"backend": "inductor", "deepcompile": True}},
         "compile",
@@ -164,10 +186,15 @@ def test_bad_arguments_are_refused_with_key_value_and_remedy(cfg, arguments, key
 
 
 def test_every_bad_key_has_a_line():
+    params = {"lr": -1, "lrr": 1, "max_grad_norm": 1.0, "betas": [0.9, 2]}
     with pytest.raises(ConfigError) as caught:
-        policy_from_config({"scheduler": {"type": "WarmupDecayLR"}, "gradient_clipping": -1})
+        policy_from_config({
+            "scheduler": {"type": "WarmupDecayLR"}, "gradient_clipping": -1,
+            "optimizer": {"type": "Adam", "params": params},
+        })  # fmt: skip
     keys = [line.split()[0] for line in str(caught.value).splitlines()]
-    assert keys == ["gradient_clipping", "scheduler.params.total_num_steps"]
+    of_params = [f"optimizer.params.{key}" for key in ("lr", "max_grad_norm", "betas.1", "lrr")]
+    assert keys == ["gradient_clipping", *of_params, "scheduler.params.total_num_steps"]
 
 
 @pytest.mark.parametrize("value", [1e19, 1e308])

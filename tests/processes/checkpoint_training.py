@@ -76,7 +76,6 @@ def _two_groups(parameters):
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
-    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
     "two groups": _two_groups,
     "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2)),
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
@@ -136,7 +135,7 @@ class Training:
         cfg = config(case.stage, **case.options)
         self.accumulation = cfg["gradient_accumulation_steps"]
         torch.manual_seed(seed)
-        self.model = zeroamp.wrap_model(case.build(), policy(cfg), mesh_of(case), {"Block"})
+        self.model = zeroamp.wrap_model(case.build(), policy(cfg), mesh_of(case))
         make_optimizer = OPTIMIZERS[case.optimizer] if isinstance(case.optimizer, str) else case.optimizer
         self.optimizer = make_optimizer(list(self.model.parameters()))
         self.scheduler = None if case.scheduler is None else SCHEDULERS[case.scheduler](self.optimizer)
@@ -272,3 +271,14 @@ def error_of(call, *args, **kwargs):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def refused(training, call, *args, **kwargs):
+    """Return the error of a call and what it changed."""
+    generators = torch.get_rng_state()
+    before = training.state()
+    torch.set_rng_state(generators)
+    error = error_of(call, *args, **kwargs)
+    drawn = torch.equal(generators, torch.get_rng_state())
+    changed = differences(training.state(), before, but_random=True)
+    return error, changed + ["random"] * (not drawn)

@@ -35,10 +35,10 @@ def _environment():
 class Net(nn.Module):
     """Linears, which autocast casts, and norms, which it does not."""
 
-    def __init__(self, depth=2, dropout=0.1):
+    def __init__(self, dropout):
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(dropout)) for _ in range(depth)
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(dropout)) for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, CLASSES)
 
@@ -46,12 +46,6 @@ class Net(nn.Module):
         for layer in self.layers:
             inputs = inputs + layer(inputs)
         return self.head(inputs)
-
-
-def dataset(size=24):
-    generator = torch.Generator().manual_seed(3)
-    inputs = torch.randn(size, WIDTH, generator=generator)
-    return torch.utils.data.TensorDataset(inputs, torch.randint(0, CLASSES, (size,), generator=generator))
 
 
 def trainer_of(folder, strategy, precision=None, **more):
@@ -138,8 +132,11 @@ def module_of(*, is_meta=False, dropout=0.1, epoch_schedule=False, **hooks):
     return Module()
 
 
-def loader_of(size=24, batch_size=2):
-    return torch.utils.data.DataLoader(dataset(size), batch_size=batch_size)
+def loader_of(size=24):
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(size, WIDTH, generator=generator)
+    labels = torch.randint(0, CLASSES, (size,), generator=generator)
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, labels), batch_size=2)
 
 
 def fit(module, folder, strategy, precision=None, *, ckpt_path=None, **arguments):

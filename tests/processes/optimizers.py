@@ -91,7 +91,7 @@ CASES = {
 """Row of the docs' table -> how it is made."""
 
 
-def expected(case, num_steps=NUM_STEPS, world_size=2):
+def expected(case):
     """The parameters after some steps in one process, plain torch; those of the evaluation if they differ."""
     parameters, optimizers = {}, []
 
@@ -101,7 +101,7 @@ def expected(case, num_steps=NUM_STEPS, world_size=2):
         return optimizers
 
     with torch.compiler.set_stance("force_eager"):
-        one_process.train(NAME, world_size=world_size, num_steps=num_steps, make_optimizers=make)
+        one_process.train(NAME, world_size=2, num_steps=NUM_STEPS, make_optimizers=make)
         set_mode(optimizers, "eval")
     return {fqn: parameter.detach().clone() for fqn, parameter in parameters.items()}
 
@@ -130,7 +130,7 @@ class Training:
         return found
 
     def state(self):
-        """{(parameter, key): (class, dtype, tensors)} of this rank's shards."""
+        """{(parameter, key): (class or dtype, whether it is sharded, bytes of its tensors)} of this rank."""
         names = {parameter: fqn for fqn, parameter in self.model.named_parameters()}
         return {
             (names[parameter], key): _described(value)
@@ -154,17 +154,13 @@ def _described(value):
     parts = local.__tensor_flatten__()[0] if hasattr(type(local), "__tensor_flatten__") else []
     kind = type(local).__name__ if parts else str(local.dtype).removeprefix("torch.")
     tensors = [getattr(local, part) for part in parts] or [local]
-    return kind, isinstance(value, DTensor), [tensor.detach().clone() for tensor in tensors]
+    copies = [tensor.detach().clone().reshape(-1).view(torch.uint8) for tensor in tensors]
+    return kind, isinstance(value, DTensor), copies
 
 
 def _same_state(ours, theirs):
     return ours.keys() == theirs.keys() and all(
-        ours[key][:2] == theirs[key][:2]
-        and all(
-            torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-            for one, other in zip(ours[key][2], theirs[key][2], strict=True)
-        )
-        for key in theirs
+        ours[key][:2] == theirs[key][:2] and all(map(torch.equal, ours[key][2], theirs[key][2])) for key in theirs
     )
 
 

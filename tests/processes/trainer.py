@@ -48,8 +48,8 @@ def llama(seed=0, **changes):
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, "pad_token_id": 0, **changes}))
 
 
-def arguments(kind, folder, cfg=None, **changes):
-    """Arguments of a Trainer: `ZeroampTrainingArguments` where `kind` is a stage."""
+def arguments(kind, folder, cfg=None, *, cls=None, **changes):
+    """Arguments of a Trainer: `ZeroampTrainingArguments` where `kind` is a stage. cls: of those of a stock one."""
     from transformers import TrainingArguments
 
     from zeroamp.integrations.transformers import ZeroampTrainingArguments
@@ -61,7 +61,7 @@ def arguments(kind, folder, cfg=None, **changes):
         "disable_tqdm": True, "num_train_epochs": 1, "per_device_eval_batch_size": 2, **changes,
     }  # fmt: skip
     if kind in (DDP, REDUCES_EACH):
-        return TrainingArguments(**given)
+        return (cls or TrainingArguments)(**given)
     return ZeroampTrainingArguments(zeroamp={"zero_optimization": {"stage": kind}, **(cfg or {})}, **given)
 
 

@@ -75,7 +75,7 @@ class Run:
     """[step], of the step reports."""
     parameters: dict[str, torch.Tensor]
     """Full parameters by FQN, at the end."""
-    mean_losses: list[float]
+    mean_losses: list[float] = dataclasses.field(default_factory=list)
     """[step], of the step reports."""
 
 

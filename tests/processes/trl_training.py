@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.models.adapters import quietly
 from tests.processes.trainer import forget_accelerate, outcome
+from tests.processes.trainer import llama as tiny_llama
 
 STOCK = "stock"
 """In the place of a stage: the library's own trainer, under DDP."""
@@ -47,14 +48,8 @@ def tokenizer():
 
 
 def llama(case, dtype=None):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(1)
-    shape = {
-        "vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-    }  # fmt: skip
-    return LlamaForCausalLM(LlamaConfig(**shape, **case.model)).to(getattr(torch, dtype or case.dtype))
+    shape = {"vocab_size": 258, "intermediate_size": 48, "pad_token_id": None}
+    return tiny_llama(1, **shape, **case.model).to(getattr(torch, dtype or case.dtype))
 
 
 def rewarding(case):
@@ -70,22 +65,22 @@ def words(generator, low, high):
     return "".join(generator.choice("abcdefgh ") for _ in range(generator.randint(low, high)))
 
 
-def examples(case, folder=None, count=16):
+def examples(case, folder=None):
     """The data set, the same on every rank. In a folder: TRL looks there for what rank 0 computed."""
     from datasets import Dataset
 
     draw = random.Random(3)
     if case.trainer in ("GRPOTrainer", "RLOOTrainer"):
-        rows = [{"prompt": words(draw, 3, 12)} for _ in range(count)]
+        rows = [{"prompt": words(draw, 3, 12)} for _ in range(16)]
     elif case.trainer in ("DPOTrainer", "RewardTrainer"):
-        rows = [{name: words(draw, 3, 12) for name in ("prompt", "chosen", "rejected")} for _ in range(count)]
+        rows = [{name: words(draw, 3, 12) for name in ("prompt", "chosen", "rejected")} for _ in range(16)]
     elif case.trainer == "KTOTrainer":
         rows = [{"prompt": words(draw, 3, 12), "completion": words(draw, 3, 12), "label": i % 2 == 0}
-                for i in range(count)]  # fmt: skip
+                for i in range(16)]  # fmt: skip
     elif case.is_text:
-        rows = [{"prompt": words(draw, 3, 8), "completion": words(draw, 3, 20)} for _ in range(count)]
+        rows = [{"prompt": words(draw, 3, 8), "completion": words(draw, 3, 20)} for _ in range(16)]
     else:
-        lists = [[draw.randrange(256) for _ in range(draw.randint(6, 20))] for _ in range(count)]
+        lists = [[draw.randrange(256) for _ in range(draw.randint(6, 20))] for _ in range(16)]
         rows = [{"input_ids": tokens, "labels": tokens} for tokens in lists]
     data = Dataset.from_list(rows)
     if folder is None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.processes.checkpoint_training import Case, Small, Training, WithoutFrozen, differences, error_of
+from tests.processes.checkpoint_training import Case, Small, Training, WithoutFrozen, error_of, refused
 
 FP16 = {"dtype": "float16"}
 
@@ -58,19 +58,8 @@ def _misfits(folder):
         training = Training(case, seed=7)
         if not case.options:  # in float16 the first steps overflow
             training.run(0, 1)
-        found[name] = _refused(training, training.load, folder)
+        found[name] = refused(training, training.load, folder)
     return found
-
-
-def _refused(training, call, *args, **kwargs):
-    """Return the error of a call and what it changed."""
-    generators = torch.get_rng_state()
-    before = training.state()
-    torch.set_rng_state(generators)
-    error = error_of(call, *args, **kwargs)
-    drawn = torch.equal(generators, torch.get_rng_state())
-    changed = differences(training.state(), before, but_random=True)
-    return error, changed + ["random"] * (not drawn)
 
 
 def test_what_does_not_fit_is_named_on_all_ranks_and_changes_nothing(ranks2, tmp_path):
@@ -110,7 +99,7 @@ def _at_the_wrong_time(folder):
             f"rank 0: {where}/step_2 .*does not exist.*Check the path",
         ),
     ):
-        error, changed = _refused(training, call)
+        error, changed = refused(training, call)
         assert re.match(f"CheckpointError: {words}", error, re.DOTALL), error
         assert changed == []
     assert training.load(f"{folder}/nothing", missing_ok=True) is None
@@ -135,7 +124,7 @@ def _one_rank_fails(folder):
     if dist.get_rank() == 1:
         group = training.optimizer.param_groups[0]
         training.optimizer.add_param_group({**group, "params": [group["params"].pop()]})
-    return _refused(training, training.load, folder)
+    return refused(training, training.load, folder)
 
 
 def test_what_one_rank_refuses_changes_nothing_on_the_others(ranks2, tmp_path):

@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR
 
 import zeroamp
-from tests.processes.checkpoint_training import Case, Training, differences, error_of, resume
+from tests.models.small import OddRows
+from tests.processes.checkpoint_training import Case, Training, error_of, refused, resume
 from tests.selection import slow_but
 
 
@@ -44,18 +45,6 @@ class LocalMomentum(Momentum):
         super().__init__(parameters, lambda p: torch.zeros_like(p.to_local(), dtype=torch.float64))
 
 
-class Signs(torch.optim.SGD):
-    """SGD that also keeps the sign of every gradient as an integer, and a flag."""
-
-    @torch.no_grad()
-    def step(self):
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                entries = {"sign": parameter.grad.sign().to(torch.int8), "is_used": torch.tensor(True)}
-                self.state[parameter].update(entries)
-        super().step()
-
-
 class Forwarding(torch.optim.Optimizer):
     """A wrapper, as accelerate has one: everything is the inner optimizer's."""
 
@@ -82,7 +71,7 @@ def _named(parameters, step=1):
 STATES = {
     "local": Case(optimizer=LocalMomentum),
     "local at stage 0": Case(stage=0, optimizer=LocalMomentum),
-    "integers": Case(optimizer=lambda p: Signs(p, lr=1e-2, momentum=0.9)),
+    "bf16": Case(optimizer=functools.partial(Momentum, make=functools.partial(torch.zeros_like, dtype=torch.bfloat16))),
     "forwarding": Case(optimizer=Forwarding),
     "two groups": Case(optimizer="two groups", async_=True),
     "fused": Case(optimizer="fused", async_=True),
@@ -90,13 +79,10 @@ STATES = {
 }
 
 
-def _resumed(folder, name):
-    return resume(folder, STATES[name]).differing
-
-
-@pytest.mark.parametrize("name", slow_but(STATES, "local", "integers", "forwarding"))
+@pytest.mark.parametrize("name", slow_but(STATES, "local", "bf16", "forwarding"))
 def test_states_of_every_form_go_on(ranks2, tmp_path, name):
-    assert ranks2.run(_resumed, str(tmp_path), name) == [[], []]
+    for resumed in ranks2.run(resume, str(tmp_path), STATES[name]):
+        assert resumed.differing == []
 
 
 def _reordered(folder):
@@ -159,17 +145,31 @@ def test_states_that_could_not_be_loaded_are_refused_when_saved(ranks2, tmp_path
     assert not (tmp_path / "none").exists()
 
 
-def _local_state_of_more_ranks(folder):
-    Training(Case(optimizer=LocalMomentum)).run(0, 1).save(folder)
-    training = Training(Case(optimizer=LocalMomentum, group_size=1), seed=7)
-    before = training.state()
-    error = error_of(training.load, folder)
-    return error, differences(training.state(), before, but_random=True)
+def _of_other_shards(folder, saved, loaded):
+    Training(saved).run(0, 1).save(folder)
+    training = Training(loaded, seed=7)
+    return refused(training, training.load, folder)
 
 
-def test_state_that_is_each_rank_s_own_is_refused_by_another_number_of_ranks(ranks2, tmp_path):
-    for error, changed in ranks2.run(_local_state_of_more_ranks, str(tmp_path)):
-        assert re.search(r"cannot be resharded.*was sharded .*2 ranks, but is not sharded here", error)
+@pytest.mark.parametrize(
+    ("saved", "loaded", "words"),
+    [
+        (
+            Case(optimizer=LocalMomentum),
+            Case(optimizer=LocalMomentum, group_size=1),
+            r"was sharded .*2 ranks, but is not sharded here",
+        ),
+        (
+            Case(optimizer=LocalMomentum, build=OddRows),
+            Case(optimizer=LocalMomentum, build=OddRows, options={"zeroamp": {"shard_dim": 0}}),
+            r"was sharded .*Shard\(dim=1\).*2 ranks, but is sharded .*Shard\(dim=0\).*shard_dim",
+        ),
+    ],
+    ids=["another number of ranks", "another dimension"],
+)
+def test_state_that_is_each_rank_s_own_is_refused_by_other_shards(ranks2, tmp_path, saved, loaded, words):
+    for error, changed in ranks2.run(_of_other_shards, str(tmp_path), saved, loaded):
+        assert re.search(rf"CheckpointError: .*cannot be resharded.*{words}", error)
         assert changed == []
 
 

@@ -1,41 +1,40 @@
 """What ranks run in the tests of the engine."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
 import zeroamp.deepspeed as deepspeed
 from tests.models.small import batch, build, loss_of
-from tests.processes.training import Run, full_parameters
+from tests.processes import training
+from tests.processes.training import Run, adamw, full_parameters
+
+NAME = "llama_tied"
+config = partial(training.config, train_micro_batch_size_per_gpu=2)
 
 
-def config(stage, *, accumulation=1, clip=0.0, dtype="bfloat16", **more):
-    cfg = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": clip,
-        "zero_optimization": {"stage": stage},
-        **more,
-    }
-    return cfg if dtype is None else {**cfg, "torch_autocast": {"enabled": True, "dtype": dtype}}
-
-
-def start(name, cfg, *, lr=1e-2, schedule=None):
+def start(cfg):
     """An engine with an optimizer that was built before, as scripts do."""
-    model = build(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=cfg, lr_scheduler=schedule)[0]
+    model = build(NAME)
+    return deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=cfg)[0]
 
 
-def train(name, cfg, num_steps, *, first=0, engine=None):
+def loss_at(engine, index):
+    """The loss of micro-batch number `index` of this rank."""
+    return loss_of(engine, batch(NAME, index * dist.get_world_size() + dist.get_rank()))
+
+
+def train(cfg, num_steps, *, first=0, engine=None):
     """Train with a step() after each backward, as DeepSpeed's scripts do."""
-    engine = engine or start(name, cfg)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    engine = engine or start(cfg)
     accumulation = engine.gradient_accumulation_steps()
-    losses, norms, means = [], [], []
+    losses, norms = [], []
     for index in range(first, first + num_steps):
         losses.append([])
         for micro in range(accumulation):
-            loss = loss_of(engine, batch(name, (index * accumulation + micro) * world_size + rank))
+            loss = loss_at(engine, index * accumulation + micro)
             losses[-1].append(float(loss.detach()))
             assert engine.is_gradient_accumulation_boundary() == (micro + 1 == accumulation)
             divided = engine.backward(loss)
@@ -43,35 +42,25 @@ def train(name, cfg, num_steps, *, first=0, engine=None):
             engine.step()
             assert engine.was_step_applied() == (micro + 1 == accumulation)
         norms.append(engine.get_global_grad_norm())
-        means.append(engine.report.loss)
-    return Run(losses=losses, norms=norms, parameters=full_parameters(engine.module), mean_losses=means)
+    return Run(losses=losses, norms=norms, parameters=full_parameters(engine.module))
 
 
-def by_boundary(name, cfg, counts, *, in_no_sync=False):
+def by_boundary(cfg, counts, *, in_no_sync=False):
     """Train with optimizer steps of different numbers of micro-batches, and one step() at the end of each."""
-    engine = start(name, cfg)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    engine = start(cfg)
     losses, norms, done = [], [], 0
     for count in counts:
         losses.append([])
         for micro in range(count):
             is_last = micro + 1 == count
-            inputs = batch(name, done * world_size + rank)
+            if not in_no_sync:
+                engine.set_gradient_accumulation_boundary(is_last)
+            with engine.no_sync() if in_no_sync and not is_last else nullcontext():
+                loss = loss_at(engine, done)
+                engine.backward(loss.float() / count, scale_wrt_gas=False)
+            losses[-1].append(float(loss.detach()))
             done += 1
-            if in_no_sync and not is_last:
-                with engine.no_sync():
-                    losses[-1].append(_backward(engine, inputs, count))
-            else:
-                if not in_no_sync:
-                    engine.set_gradient_accumulation_boundary(is_last)
-                losses[-1].append(_backward(engine, inputs, count))
         engine.step()
         norms.append(engine.get_global_grad_norm())
     assert engine.global_steps == len(counts)
-    return Run(losses=losses, norms=norms, parameters=full_parameters(engine.module), mean_losses=[])
-
-
-def _backward(engine, inputs, count):
-    loss = loss_of(engine, inputs)
-    engine.backward(loss.float() / count, scale_wrt_gas=False)
-    return float(loss.detach())
+    return Run(losses=losses, norms=norms, parameters=full_parameters(engine.module))

@@ -4,17 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import zeroamp
 import zeroamp.deepspeed as deepspeed
 from tests.models.small import batch, build, loss_of
 from tests.oracles import one_process
-from tests.processes.training import check_run, check_same_run, full_parameters, same_bits
+from tests.processes.training import SmallTraining, adamw, check_run, check_same_run, full_parameters, same_bits
 from tests.selection import slow_but
-from tests.zeroamp.deepspeed.engine_cases import by_boundary, config, start, train
+from tests.zeroamp.deepspeed.engine_cases import NAME, by_boundary, config, loss_at, start, train
 from zeroamp.policies.errors import ConfigError, StepError
-
-NAME = "llama_tied"
-
 
 FP32 = {"communication_data_type": "fp32"}  # at stage 1, bf16 would round the accumulated gradient
 
@@ -23,7 +19,7 @@ FP32 = {"communication_data_type": "fp32"}  # at stage 1, bf16 would round the a
 def test_an_engine_trains_the_bits_of_plain_autocast(ranks2, stage):
     cfg = config(stage, accumulation=2, clip=0.5, **FP32)
     oracle = one_process.train(NAME, world_size=2, num_steps=3, accumulation=2, clip=0.5, reduce_each=stage >= 2)
-    for rank, run in enumerate(ranks2.run(train, NAME, cfg, 3)):
+    for rank, run in enumerate(ranks2.run(train, cfg, 3)):
         check_run(run, rank, oracle)
 
 
@@ -32,7 +28,7 @@ def test_steps_of_any_number_of_micro_batches_end_by_the_boundary_or_no_sync(ran
     counts = [3, 1, 2]
     cfg = config(stage, accumulation=1 if in_no_sync else 3, **FP32)
     oracle = one_process.train(NAME, world_size=2, num_steps=3, accumulation=counts, reduce_each=stage >= 2)
-    for rank, run in enumerate(ranks2.run(by_boundary, NAME, cfg, counts, in_no_sync=in_no_sync)):
+    for rank, run in enumerate(ranks2.run(by_boundary, cfg, counts, in_no_sync=in_no_sync)):
         check_run(run, rank, oracle)
 
 
@@ -40,16 +36,13 @@ def _small_losses_in_fp16():
     """The parameters that an engine and a TrainStep train, on this rank."""
     keys = {"fp16": {"enabled": True, "initial_scale_power": 8}, "zeroamp": {"reproducible": True}}
     cfg = config(3, accumulation=4, dtype=None, **keys)
-    engine = start(NAME, cfg)
-    model = zeroamp.wrap_model(build(NAME), zeroamp.policy_from_config(cfg))
-    step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1))
+    engine, training = start(cfg), SmallTraining(cfg, adamw)
     for index in range(8):
-        engine.backward(loss_of(engine, batch(NAME, index)) * 1e-4)  # float16 rounds gradients of a fourth otherwise
+        engine.backward(loss_at(engine, index) * 1e-4)  # float16 rounds gradients of a fourth otherwise
         engine.step()
-        step.backward(loss_of(model, batch(NAME, index)) * 1e-4)
-        report = step.step()
+        report = training.step(index, 1e-4)
     assert engine.report.loss == report.loss
-    return full_parameters(engine.module), full_parameters(model)
+    return full_parameters(engine.module), training.parameters()
 
 
 def test_a_reproducible_engine_divides_gradients_once(ranks2):
@@ -78,7 +71,7 @@ REFUSED = {
 
 
 def _refused():
-    engine = start(NAME, config(2))
+    engine = start(config(2))
     for name, (call, says) in REFUSED.items():
         with pytest.raises((StepError, ConfigError, deepspeed.UnsupportedError)) as raised:
             call(engine)
@@ -92,8 +85,8 @@ def test_what_an_engine_cannot_do_raises_with_the_reason(ranks2):
 
 def _reads():
     rank = dist.get_rank()
-    engine = start(NAME, config(3, accumulation=2, clip=0.5, steps_per_print=7))
-    train(NAME, None, 2, engine=engine)
+    engine = start(config(3, accumulation=2, clip=0.5, steps_per_print=7))
+    train(None, 2, engine=engine)
     sizes = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     assert sizes == (8, 2, 2)
     assert (engine.global_steps, engine.skipped_steps) == (2, 0)
@@ -115,20 +108,13 @@ def test_what_an_engine_reads(ranks2):
 
 def _offloaded():
     """Return whether a run that offloads its state between the steps has the losses of one that does not."""
-    losses = {}
-    for offloads in (False, True):
-        engine = start(NAME, config(3))
-        losses[offloads] = []
-        for index in range(3):
-            loss = loss_of(engine, batch(NAME, 2 * index + dist.get_rank()))
-            losses[offloads].append(float(loss.detach()))
-            engine.backward(loss)
-            engine.step()
-            if offloads:
-                engine.offload_states(include=["optim_states"])
-                engine.offload_states(include=["hp_params", "lp_params", "lp_grads"])
-                engine.reload_states()
-    return losses[True] == losses[False]
+    engine, losses = start(config(3)), []
+    for index in range(3):
+        losses += train(None, 1, first=index, engine=engine).losses
+        engine.offload_states(include=["optim_states"])
+        engine.offload_states(include=["hp_params", "lp_params", "lp_grads"])
+        engine.reload_states()
+    return losses == train(config(3), 3).losses
 
 
 def test_states_that_are_offloaded_and_reloaded_have_the_same_bits(ranks2):
@@ -189,7 +175,7 @@ def _callables():
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
         config=config(1),
     )
-    train(NAME, None, 2, engine=engine)
+    train(None, 2, engine=engine)
     assert engine.get_lr() == [0.25]
     assert scheduler.get_last_lr() == [0.25]
     model = build(NAME)
@@ -236,7 +222,7 @@ def test_wrong_arguments_are_named(ranks2):
 
 
 def _float16():
-    engine = start(NAME, config(2, dtype=None, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1}))
+    engine = start(config(2, dtype=None, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1}))
     before = full_parameters(engine.module)
     loss = loss_of(engine, batch(NAME, 0)) * 1e6  # gradients overflow in float16
     engine.backward(loss)
@@ -244,7 +230,7 @@ def _float16():
     skipped = (engine.was_step_applied(), engine.skipped_steps, engine.global_steps, engine.optimizer.overflow)
     assert same_bits(full_parameters(engine.module), before) == []
     assert all(value.dtype == torch.float16 for value in engine.module_state_dict().values())
-    train(NAME, None, 1, engine=engine)
+    train(None, 1, engine=engine)
     return skipped, engine.cur_scale, engine.skipped_steps, engine.dynamic_loss_scale()
 
 
@@ -253,10 +239,10 @@ def test_a_float16_step_that_overflows_is_skipped_and_counted(ranks2):
 
 
 def _compiled():
-    plain = train(NAME, config(1), 2)
-    engine = start(NAME, config(1))
+    plain = train(config(1), 2)
+    engine = start(config(1))
     engine.compile(backend="eager")
-    check_same_run(train(NAME, None, 2, engine=engine), plain)
+    check_same_run(train(None, 2, engine=engine), plain)
 
 
 @pytest.mark.slow
@@ -265,7 +251,7 @@ def test_a_compiled_engine_trains_the_same_bits(ranks2):
 
 
 def _counts_again():
-    engine = start(NAME, config(2, accumulation=2))
+    engine = start(config(2, accumulation=2))
     boundaries, steps = [], []
     # An optimizer step of 3 micro-batches, two of 2, one that is discarded, and one of 2.
     for is_boundary in (False, False, True, None, None, None, None, None, "discard", None, None):
@@ -287,7 +273,7 @@ def test_micro_batches_are_counted_from_the_last_optimizer_step_or_zero_grad(ran
 
 def _at_the_minimum():
     fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1}
-    engine = start(NAME, config(2, accumulation=2, dtype=None, fp16=fp16))
+    engine = start(config(2, accumulation=2, dtype=None, fp16=fp16))
     for micro in range(2):
         engine.backward(loss_of(engine, batch(NAME, micro)) * 1e30)
         if micro == 0:
@@ -302,7 +288,7 @@ def test_a_step_that_raised_has_ended_its_optimizer_step(ranks2):
 
 
 def _zero_grad():
-    engine = start(NAME, config(2, accumulation=2))
+    engine = start(config(2, accumulation=2))
     engine.zero_grad()
     engine.backward(loss_of(engine, batch(NAME, 0)))
     engine.step()

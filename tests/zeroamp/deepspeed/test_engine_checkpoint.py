@@ -7,10 +7,8 @@ import zeroamp.deepspeed as deepspeed
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import check_same_run, full_parameters, same_bits
 from tests.selection import slow_but
-from tests.zeroamp.deepspeed.engine_cases import config, start, train
+from tests.zeroamp.deepspeed.engine_cases import NAME, config, start, train
 from zeroamp.policies.errors import CheckpointError, StepError
-
-NAME = "llama_tied"
 
 
 def _cfg(stage):
@@ -19,19 +17,19 @@ def _cfg(stage):
 
 
 def _resumed(folder, stage):
-    first = start(NAME, _cfg(stage))
-    train(NAME, None, 2, engine=first)
+    first = start(_cfg(stage))
+    train(None, 2, engine=first)
     state = {"epoch": 3, "rank": torch.distributed.get_rank(), "sums": torch.arange(3)}
     assert first.save_checkpoint(folder, client_state=state)
     assert first.save_checkpoint(folder, tag="step_7", save_latest=False)
-    straight = train(NAME, None, 2, first=2, engine=first)
+    straight = train(None, 2, first=2, engine=first)
 
-    engine = start(NAME, _cfg(stage))
+    engine = start(_cfg(stage))
     path, state = engine.load_checkpoint(folder)
     assert path == str(Path(folder) / "global_step2")
     assert (state["epoch"], state["rank"], state["sums"].tolist()) == (3, 0, [0, 1, 2])
     assert engine.global_steps == 2
-    check_same_run(train(NAME, None, 2, first=2, engine=engine), straight)
+    check_same_run(train(None, 2, first=2, engine=engine), straight)
     assert engine.get_lr() == first.get_lr()
 
 
@@ -43,13 +41,13 @@ def test_training_goes_on_bit_for_bit(ranks2, tmp_path, stage):
 
 
 def _parts(folder):
-    first = start(NAME, _cfg(2))
-    train(NAME, None, 2, engine=first)
+    first = start(_cfg(2))
+    train(None, 2, engine=first)
     first.save_checkpoint(folder, tag="a")
     first.save_checkpoint(folder, tag="a", client_state={"again": True})  # replaces it
     saved = full_parameters(first.module)
 
-    engine = start(NAME, _cfg(2))
+    engine = start(_cfg(2))
     assert engine.load_checkpoint(Path(folder) / "empty") == (None, None)
     _, state = engine.load_checkpoint(folder, tag="a", load_module_only=True)
     assert state == {"again": True}
@@ -57,16 +55,16 @@ def _parts(folder):
     assert (engine.global_steps, engine.get_lr()) == (0, [0.0])
     assert not engine.optimizer.state
 
-    engine = start(NAME, _cfg(2))
+    engine = start(_cfg(2))
     engine.load_checkpoint(folder, tag="a", load_optimizer_states=False)
     assert (engine.global_steps, engine.get_lr()) == (2, first.get_lr())
     assert not engine.optimizer.state
 
-    engine = start(NAME, _cfg(2))
+    engine = start(_cfg(2))
     engine.load_checkpoint(folder, tag="a", load_lr_scheduler_states=False)
     assert len(engine.optimizer.state) == len(list(engine.parameters()))
     assert engine.lr_scheduler.last_epoch == 0
-    engine = start(NAME, config(2, accumulation=2))
+    engine = start(config(2, accumulation=2))
     engine.backward(loss_of(engine, batch(NAME, 0)))
     engine.step()
     engine.train_step.zero_grad()
@@ -98,7 +96,7 @@ def test_parts_of_a_checkpoint_are_loaded_and_mistakes_and_folders_of_deepspeed_
 
 
 def _module_state(stage):
-    engine = start(NAME, config(stage))
+    engine = start(config(stage))
     whole = full_parameters(engine.module)
     with deepspeed.zero.GatheredParameters(engine.parameters()):
         gathered = engine.module.state_dict()
@@ -118,8 +116,8 @@ def test_the_modules_own_state_dict_never_holds_shards(ranks2, stage):
 
 
 def _weights(folder):
-    engine = start(NAME, config(3))
-    train(NAME, None, 1, engine=engine)
+    engine = start(config(3))
+    train(None, 1, engine=engine)
     assert engine.save_16bit_model(folder)
     assert engine.save_16bit_model(folder, "model.safetensors")
     return full_parameters(engine.module), engine.module_state_dict(), engine._zero3_consolidated_16bit_state_dict()

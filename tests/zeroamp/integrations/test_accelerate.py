@@ -8,14 +8,16 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 import zeroamp
+from tests.models import small
 from tests.models.small import VOCAB, WIDTH, Block, RMSNorm
 from tests.processes.trainer import DDP, REDUCES_EACH, forget_accelerate, reduce_each
-from tests.processes.training import config, full_parameters, same_bits
+from tests.processes.training import SmallTraining, adamw, config, full_parameters, same_bits
 from zeroamp.training.step import driver_of
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: it is what ZeroampAccelerator is a subclass of")
@@ -27,12 +29,13 @@ class Classifier(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.gain = nn.Parameter(torch.ones(1))  # one element: its state has one too, as the step count has
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.norm = RMSNorm(WIDTH)
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, tokens, labels=None):
-        h = self.embed(tokens)
+        h = self.embed(tokens) * self.gain
         for block in self.blocks:
             h = block(h)
         logits = self.head(self.norm(h).mean(1))
@@ -57,11 +60,11 @@ def accelerator_of(kind, cfg=None, **kwargs):
     return ZeroampAccelerator(cpu=True, zeroamp=config(kind, accumulation=None) | (cfg or {}), **kwargs)
 
 
-def two_groups(model, lr=1e-2):
+def two_groups(model):
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr)
+    return torch.optim.AdamW(groups, lr=1e-2)
 
 
 @dataclasses.dataclass
@@ -69,7 +72,6 @@ class Script:
     """A training script as accelerate's examples are written, and what it did."""
 
     accelerator: object
-    num_examples: int = 40
     max_norm: float | None = None
     model: nn.Module = None
     losses: list = dataclasses.field(default_factory=list)
@@ -82,9 +84,8 @@ class Script:
         self.model = Classifier()
         self.optimizer = two_groups(self.model)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + 0.1 * step))
-        train = DataLoader(examples(self.num_examples, 1), batch_size=4, shuffle=True)
+        train = DataLoader(examples(40, 1), batch_size=4, shuffle=True)
         evaluated = DataLoader(examples(10, 2), batch_size=4)
-        self.own = list(self.model.parameters())
         self.model, self.optimizer, self.train, self.evaluated, self.scheduler = self.accelerator.prepare(
             self.model, self.optimizer, train, evaluated, self.scheduler
         )
@@ -112,54 +113,24 @@ class Script:
         return self
 
     def parameters(self):
-        module = getattr(self.model, "module", self.model)
-        return full_parameters(module)
+        return full_parameters(getattr(self.model, "module", self.model))
 
     def differences(self, other):
         """What differs in any bit."""
-        lists = [name for name in ("losses", "rates", "predictions") if getattr(self, name) != getattr(other, name)]
+        lists = [n for n in ("losses", "norms", "rates", "predictions") if getattr(self, n) != getattr(other, n)]
         return lists + same_bits(self.parameters(), other.parameters())
 
 
-def run(kind, cfg=None, *, epochs=2, num_examples=40, max_norm=None, **kwargs):
-    script = Script(accelerator_of(kind, cfg, **kwargs), num_examples, max_norm)
+def run(kind, cfg=None, *, epochs=2, max_norm=None, **kwargs):
+    script = Script(accelerator_of(kind, cfg, **kwargs), max_norm)
     if kind == REDUCES_EACH:
         reduce_each(script.accelerator)
+    if kind == DDP:
+        clip_by_fp64(script.accelerator)
     script.prepare()
     for _ in range(epochs):
         script.epoch()
     return script
-
-
-FP32 = {"communication_data_type": "fp32"}
-
-
-def _same_as_ddp():
-    stock = run(DDP)
-    found = {stage: run(stage).differences(stock) for stage in range(4)}
-    return found, stock.losses
-
-
-def test_losses_predictions_rates_and_parameters_are_those_of_accelerates_ddp(ranks2):
-    for found, losses in ranks2.run(_same_as_ddp):
-        assert found == {0: [], 1: [], 2: [], 3: []}
-        assert losses[-1] < losses[0]
-
-
-def _short_window(kind_of_stage, cfg=None):
-    """5 batches of each rank in an epoch, 2 for an optimizer step."""
-    oracles = {kind: run(kind, gradient_accumulation_steps=2) for kind in set(kind_of_stage.values())}
-    found = {}
-    for stage, kind in kind_of_stage.items():
-        script = run(stage, cfg, gradient_accumulation_steps=2)
-        found[stage] = script.differences(oracles[kind]), script.accelerator.train_step.num_steps
-    return found
-
-
-def test_accumulation_with_a_short_last_step_of_an_epoch(ranks2):
-    stages = {0: DDP, 1: DDP, 2: REDUCES_EACH, 3: REDUCES_EACH}
-    for found in ranks2.run(_short_window, stages, FP32):
-        assert found == dict.fromkeys(range(4), ([], 6))
 
 
 def clip_by_fp64(accelerator):
@@ -169,7 +140,7 @@ def clip_by_fp64(accelerator):
     that ulp in every step: after 10 of them, 4e-4 of the norm.
     """
 
-    def clip(parameters, max_norm, norm_type=2):
+    def clip(parameters, max_norm):
         gradients = [parameter.grad for parameter in parameters]
         norm = sum(gradient.double().square().sum() for gradient in gradients).sqrt().float()
         for gradient in gradients:
@@ -179,19 +150,35 @@ def clip_by_fp64(accelerator):
     accelerator.clip_grad_norm_ = clip
 
 
-def _clipped():
-    oracle = Script(accelerator_of(DDP), max_norm=0.5).prepare()
-    clip_by_fp64(oracle.accelerator)
-    oracle.epoch()
-    found = {stage: run(stage, max_norm=0.5, epochs=1) for stage in range(4)}
-    same = {stage: each.norms == oracle.norms and each.differences(oracle) for stage, each in found.items()}
-    return same, oracle.norms
+FP32 = {"communication_data_type": "fp32"}
+EACH_DDP = dict.fromkeys(range(4), DDP)
+# 5 batches of each rank in an epoch.
+PARITY = {
+    "2 epochs": (EACH_DDP, {}, 10),
+    "a short last step": (
+        {0: DDP, 1: DDP, 2: REDUCES_EACH, 3: REDUCES_EACH}, {"cfg": FP32, "gradient_accumulation_steps": 2}, 6,
+    ),
+    "clipping": (EACH_DDP, {"max_norm": 0.5}, 10),
+}  # fmt: skip
+"""Name -> the oracle of each stage, arguments of `run`, and the optimizer steps."""
 
 
-def test_clipping(ranks2):
-    for found, norms in ranks2.run(_clipped):
-        assert found == {0: [], 1: [], 2: [], 3: []}
-        assert max(norms) > 0.5  # it clips
+def _compared(kind_of_stage, arguments):
+    oracles = {kind: run(kind, **arguments) for kind in set(kind_of_stage.values())}
+    found = {}
+    for stage, kind in kind_of_stage.items():
+        script = run(stage, **arguments)
+        found[stage] = script.differences(oracles[kind]), script.accelerator.train_step.num_steps
+    return found, oracles[DDP].losses, oracles[DDP].norms
+
+
+@pytest.mark.parametrize("name", PARITY)
+def test_losses_predictions_rates_norms_and_parameters_are_those_of_accelerates_ddp(ranks2, name):
+    kinds, arguments, num_steps = PARITY[name]
+    for found, losses, norms in ranks2.run(_compared, kinds, arguments):
+        assert found == dict.fromkeys(range(4), ([], num_steps))
+        assert losses[-1] < losses[0]
+        assert (max(norms, default=0.0) > 0.5) == (name == "clipping")
 
 
 def _by_hand(stage, uses_no_sync):
@@ -222,19 +209,6 @@ def test_a_loop_without_accumulate_that_steps_after_several_backwards(ranks2, st
     assert ranks2.run(_by_hand, stage, uses_no_sync) == [[], []]
 
 
-class Seen:
-    """A custom object of a checkpoint."""
-
-    def __init__(self):
-        self.count = 0
-
-    def state_dict(self):
-        return {"count": self.count}
-
-    def load_state_dict(self, state):
-        self.count = state["count"]
-
-
 def _resumed(folder, stage, dtype):
     from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 
@@ -246,13 +220,14 @@ def _resumed(folder, stage, dtype):
             accelerator_of(stage, cfg, project_config=project, dataloader_config=loaders, gradient_accumulation_steps=2)
         )
         script.prepare(seed)
-        script.seen = Seen()
+        script.seen = nn.Module()  # a custom object of a checkpoint
+        script.seen.register_buffer("count", torch.zeros(()))
         script.accelerator.register_for_checkpointing(script.seen)
         return script
 
     first = start(seed=0)
     for epoch in range(3):
-        first.seen.count = epoch
+        first.seen.count.fill_(epoch)
         first.losses, first.rates = [], []
         first.train.set_epoch(epoch)
         first.epoch()
@@ -263,7 +238,7 @@ def _resumed(folder, stage, dtype):
     expected, shuffled = first.parameters(), torch.rand(3)
     second = start(seed=5)
     second.accelerator.load_state(f"{folder}/checkpoints/checkpoint_1")
-    count, steps = second.seen.count, second.accelerator.train_step.num_steps
+    count, steps = int(second.seen.count), second.accelerator.train_step.num_steps
     second.train.set_epoch(2)
     second.epoch()
     second_random = torch.rand(3)
@@ -385,14 +360,12 @@ def _two_optimizers(kind, in_turn):
     return losses, full_parameters(model)
 
 
-def _two_optimizers_and_ddps(in_turn):
-    (losses, parameters), (expected, others) = (_two_optimizers(kind, in_turn) for kind in (3, DDP))
-    return losses == expected, same_bits(parameters, others)
-
-
 @pytest.mark.parametrize("in_turn", [False, True], ids=["together", "in turn"])
 def test_optimizers_that_are_built_before_with_state_or_after_and_prepared_apart(ranks2, in_turn):
-    assert ranks2.run(_two_optimizers_and_ddps, in_turn) == [(True, [])] * 2
+    ours, stock = (ranks2.run(_two_optimizers, kind, in_turn) for kind in (3, DDP))
+    for (losses, parameters), (expected, others) in zip(ours, stock, strict=True):
+        assert losses == expected
+        assert same_bits(parameters, others) == []
 
 
 def _misused():
@@ -567,23 +540,18 @@ def _small_losses_in_fp16():
     """The parameters that accelerate's loop and a TrainStep train, on this rank."""
     keys = {"fp16": {"enabled": True, "initial_scale_power": 8}, "zeroamp": {"reproducible": True}}
     cfg = config(3, dtype=None, accumulation=4, **keys)
-    accelerator = accelerator_of(3, cfg | {"torch_autocast": {"enabled": False}})
-    torch.manual_seed(0)
-    model = Classifier()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    torch.manual_seed(0)
-    plain = zeroamp.wrap_model(Classifier(), zeroamp.policy_from_config(cfg))
-    step = zeroamp.TrainStep(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    accelerator, training = accelerator_of(3, cfg | {"torch_autocast": {"enabled": False}}), SmallTraining(cfg, adamw)
+    model = small.build(training.name)
+    model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
     for index in range(8):
-        inputs = torch.utils.data.default_collate(examples(2, index))
         with accelerator.accumulate(model):
-            accelerator.backward(model(**inputs)["loss"].float() * 1e-4)
+            loss = small.loss_of(model, small.batch(training.name, 2 * index + dist.get_rank()))
+            accelerator.backward(loss.float() * 1e-4)  # float16 rounds gradients of a fourth otherwise
             optimizer.step()
             optimizer.zero_grad()
-        step.backward(plain(**inputs)["loss"].float() * 1e-4)
-        report = step.step()
+        report = training.step(index, 1e-4)
     assert accelerator.last_report.loss == report.loss
-    return full_parameters(model), full_parameters(plain)
+    return full_parameters(model), training.parameters()
 
 
 def test_a_reproducible_accelerator_divides_gradients_once(ranks2):

@@ -1,6 +1,5 @@
 """Adapters of peft train as in one process of plain peft under torch.autocast: base in fp32, bf16 and NF4."""
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
 
@@ -10,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroamp
-from tests.models.adapters import VOCABULARY, Adapted, batch, quietly, train_in_one_process, trained
+from tests.models.adapters import Adapted, batch, quietly, train_in_one_process
+from tests.models.architectures import mixtral
 from tests.processes.adapter_training import AdapterTraining
 from tests.processes.training import config
 from tests.selection import needs_bitsandbytes, slow_but
@@ -56,43 +56,13 @@ def test_adapters_train_as_in_one_process(ranks2, name):
 
 class _Experts(Adapted):
     def base_model(self):
-        from transformers import MixtralConfig, MixtralForCausalLM
-
         torch.manual_seed(1)
-        config = MixtralConfig(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=64, num_local_experts=4, num_experts_per_tok=2,
-        )  # fmt: skip
-        return MixtralForCausalLM(config)
+        return mixtral("eager")[0]
 
 
 def test_adapters_of_parameters(ranks2):
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     _check(ranks2, _Experts(lora={"target_modules": ["q_proj"], "target_parameters": targets}), (3,))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Low(Adapted):
-    """Adapters in bf16, or that were rounded to bf16 and are in fp32 again."""
-
-    is_fp32: bool = False
-
-    def build(self):
-        model = super().build()
-        for parameter in trained(model).values():
-            parameter.data = parameter.data.bfloat16()
-            if self.is_fp32:
-                parameter.data = parameter.data.float()
-        return model
-
-
-@quietly
-def _low_adapters():
-    return AdapterTraining(_Low()).run(3).differences(train_in_one_process(_Low(is_fp32=True), [2, 2, 2]))
-
-
-def test_adapters_in_bf16_have_fp32_master_weights(ranks2):
-    assert ranks2.run(_low_adapters) == [[], []]
 
 
 @quietly

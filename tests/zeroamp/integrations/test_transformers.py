@@ -12,6 +12,7 @@ from tests.processes.trainer import (
     DDP,
     REDUCES_EACH,
     VOCAB,
+    arguments,
     examples,
     llama,
     outcome,
@@ -148,29 +149,22 @@ def _generated(folder):
     """Ranks generate sequences of different lengths, then training goes on."""
     from transformers import PrinterCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
-    from tests.processes.trainer import fresh
     from zeroamp.integrations.transformers import ZeroampMixin
 
-    def compute(prediction):
-        return {"sum": int(prediction.predictions.sum())}
-
+    changes = {
+        "predict_with_generate": True, "generation_max_length": 12 + 4 * dist.get_rank(), "max_steps": 2,
+        "per_device_eval_batch_size": 1, "eval_strategy": "steps", "eval_steps": 1,
+    }  # fmt: skip
+    given = {
+        "train_dataset": examples(12), "eval_dataset": examples(4, 1),
+        "compute_metrics": lambda prediction: {"sum": int(prediction.predictions.sum())},
+    }  # fmt: skip
     found = []
-    for is_ours in (False, True):
-        fresh()
-        args = Seq2SeqTrainingArguments(
-            output_dir=str(folder), use_cpu=True, bf16=True, report_to="none", predict_with_generate=True, max_steps=2,
-            generation_max_length=12 + 4 * dist.get_rank(), per_device_eval_batch_size=1, disable_tqdm=True,
-            max_grad_norm=0.0, save_strategy="no", eval_strategy="steps", eval_steps=1, logging_steps=1,
-            per_device_train_batch_size=2,
-        )  # fmt: skip
-        model = _t5()
-        bases = (ZeroampMixin, Seq2SeqTrainer) if is_ours else (Seq2SeqTrainer,)
-        given = {"zeroamp": {"zero_optimization": {"stage": 3}}} if is_ours else {}
-        trainer = type("Some", bases, {})(
-            model, args, train_dataset=examples(12), eval_dataset=examples(4, 1), compute_metrics=compute, **given
-        )
+    for bases, more in (((), {}), ((ZeroampMixin,), {"zeroamp": {"zero_optimization": {"stage": 3}}})):
+        args = arguments(DDP, folder, cls=Seq2SeqTrainingArguments, **changes)
+        trainer = type("Some", (*bases, Seq2SeqTrainer), {})(_t5(), args, **given, **more)
         trainer.remove_callback(PrinterCallback)
-        if is_ours:
+        if bases:
             trainer.evaluate()  # after which the stock Trainer would train without DDP
         trainer.train()
         sums = [entry["eval_sum"] for entry in trainer.state.log_history if "eval_sum" in entry]

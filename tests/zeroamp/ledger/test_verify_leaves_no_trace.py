@@ -105,7 +105,12 @@ def raise_in_the_loss(model):
         verify(model, refuse)
 
 
-ATTEMPTS = {"verify": verify, "raises": raise_in_the_loss}
+def verify_in_inference_mode(model):
+    with torch.inference_mode():
+        verify(model)
+
+
+ATTEMPTS = {"verify": verify, "raises": raise_in_the_loss, "inference mode": verify_in_inference_mode}
 
 
 def _hooks(model):
@@ -210,8 +215,9 @@ def test_nothing_is_left_and_training_goes_on_with_the_same_bits(ranks2, options
     assert ranks2.run(_compare, options, "verify") == [[], []]
 
 
-def test_nothing_is_left_by_a_verification_that_raises(ranks2):
-    assert ranks2.run(_compare, OPTIONS[2], "raises") == [[], []]
+@pytest.mark.parametrize("attempt", ["raises", "inference mode"])
+def test_nothing_is_left_by_a_verification_that_raises_or_runs_in_another_grad_mode(ranks2, attempt):
+    assert ranks2.run(_compare, OPTIONS[2], attempt) == [[], []]
 
 
 def _after_a_backward_that_raised():
@@ -226,23 +232,6 @@ def _after_a_backward_that_raised():
 def test_training_does_not_go_on_after_an_observed_backward_that_raised(ranks2):
     with pytest.raises(RankError, match=r"failure in backward .ValueError: asked to raise in backward.\. Restart"):
         ranks2.run(_after_a_backward_that_raised)
-
-
-def _with_and_without_gradients():
-    """What training reports after a verification inside `inference_mode`, and without one."""
-    found = []
-    for is_verified in (True, False):
-        model, step = noisy({"stage": 3})
-        if is_verified:
-            with torch.inference_mode():
-                verify(model)
-        found.append(train(model, step))
-    return found
-
-
-def test_it_runs_a_backward_whatever_grad_mode_it_is_called_in(ranks2):
-    for verified, plain in ranks2.run(_with_and_without_gradients):
-        assert verified == plain
 
 
 def _refused(options, how):

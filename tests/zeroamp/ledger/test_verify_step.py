@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import zeroamp
-from tests.models.small import batch, build
+from tests.models.small import ThreeUnits, batch, build
 from tests.processes.ranks import RankError
 from tests.processes.training import config, wrapped
 from tests.selection import slow_but
@@ -117,10 +117,6 @@ def cast_storage(model):
         linear.to(BF16)
 
 
-def gather_in_fp32(model):
-    _set_policy(model, param_dtype=FP32, reduce_dtype=FP32)
-
-
 def upcast_in_forward(model):
     linear = model.blocks[1].qkv
     linear.forward = lambda x: F.linear(x.float(), linear.weight.float()).to(x.dtype)
@@ -143,21 +139,10 @@ def cast_gradient(model):
     block.down.register_forward_hook(after)
 
 
-def _set_reduction(block, communication_dtype, reduce_dtype):
-    comm = fsdp_groups(block)[0]._reduce_scatter_comm
-    comm.communication_dtype, comm.reduce_dtype, comm.collective = communication_dtype, reduce_dtype, "reduce_scatter"
-
-
-def reduce_in_fp32(model):
-    _set_reduction(model.blocks[1], FP32, FP32)
-
-
-def average_in_bf16(model):
-    _set_reduction(model.blocks[1], BF16, BF16)
-
-
-def sum_unsharded_in_bf16(model):
-    _set_policy(model, param_dtype=BF16, reduce_dtype=BF16)
+def _set_reduction(model, dtype, index=1):
+    """Replace the dtypes in which the gradients of a block are communicated and summed."""
+    comm = fsdp_groups(model.blocks[index])[0]._reduce_scatter_comm
+    comm.communication_dtype, comm.reduce_dtype, comm.collective = dtype, dtype, "reduce_scatter"
 
 
 def sum_sharded_in_fp16(model):
@@ -200,13 +185,16 @@ def _tampered(tamper, options, mesh_shape=None, ranks=(0, 1, 2, 3)):
 
 
 QKV = "blocks.1.qkv.weight of Linear (blocks.1.qkv)"
+GATHERED_IN_FP32 = partial(_set_policy, param_dtype=FP32, reduce_dtype=FP32)
+REDUCED_IN_FP32 = partial(_set_reduction, dtype=FP32)
+SUMMED_IN_BF16 = partial(_set_policy, param_dtype=BF16, reduce_dtype=BF16)
 TAMPERINGS = [
     (cast_storage, {}, (QKV, "stored must be fp32", "bf16 (the shard)")),
-    (gather_in_fp32, {}, (QKV, "param must be bf16", "fp32 (the forward of blocks.1)")),
+    (GATHERED_IN_FP32, {}, (QKV, "param must be bf16", "fp32 (the forward of blocks.1)")),
     (upcast_in_forward, LOW, (QKV, "compute must be bf16", "fp32 (aten.mm)")),
     (cast_gradient, {}, (QKV, "gradient must be bf16", "fp32 (backward)")),
-    (reduce_in_fp32, {}, (QKV, "communication must be bf16", "fp32 (reduce_scatter of blocks.1)")),
-    (sum_unsharded_in_bf16, {"stage": 1, "accumulation": 2}, (QKV, "accumulate must be", "bf16 (the unsharded sum)")),
+    (REDUCED_IN_FP32, {}, (QKV, "communication must be bf16", "fp32 (reduce_scatter of blocks.1)")),
+    (SUMMED_IN_BF16, {"stage": 1, "accumulation": 2}, (QKV, "accumulate must be", "bf16 (the unsharded sum)")),
     (
         sum_sharded_in_fp16,
         {"stage": 2, "accumulation": 2, **LOW_SUMS},
@@ -216,9 +204,7 @@ TAMPERINGS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("tamper", "options", "parts"), TAMPERINGS, ids=[tamper.__name__ for tamper, _, _ in TAMPERINGS]
-)
+@pytest.mark.parametrize(("tamper", "options", "parts"), TAMPERINGS, ids=[parts[1] for *_, parts in TAMPERINGS])
 def test_one_dtype_that_is_not_the_expected_one_names_parameter_module_and_boundary(ranks2, tamper, options, parts):
     for message in ranks2.run(_tampered, tamper, {"stage": 3, **options}):
         assert message is not None
@@ -229,7 +215,7 @@ def test_one_dtype_that_is_not_the_expected_one_names_parameter_module_and_bound
 
 
 def test_the_average_over_replicas(ranks4):
-    for message in ranks4.run(_tampered, average_in_bf16, {"stage": 3}, (2, 2)):
+    for message in ranks4.run(_tampered, partial(_set_reduction, dtype=BF16), {"stage": 3}, (2, 2)):
         assert f"{QKV}: replicas must be fp32, but is bf16 (all_reduce of blocks.1)" in message
 
 
@@ -243,7 +229,7 @@ def test_a_difference_on_one_rank_is_raised_on_all(ranks2):
 def _many():
     model = wrapped("llama_tied", config(3))
     for index in range(3):
-        _set_reduction(model.blocks[index], FP32, FP32)
+        _set_reduction(model, FP32, index)
     verify(model, "llama_tied")
 
 
@@ -308,11 +294,7 @@ def test_what_a_module_makes_of_frozen_parameters_of_other_dtypes_is_its_own_bus
     assert ranks2.run(_quantized)[0] == expected
 
 
-class Reversed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
+class Reversed(ThreeUnits):
     def forward(self, x):
         for layer in reversed(self.layers):
             x = layer(x)

@@ -104,10 +104,7 @@ def test_the_default_is_fused_where_all_parameters_are_on_cuda(devices, params, 
     for kind in ("AdamW", "Adam", "SGD"):
         held = [_parameter(device) for device in devices]
         cfg = {"optimizer": {"type": kind, "params": {"lr": 0.1, **params}}}
-        for given in (held, iter(held), [{"params": held[:1]}, {"params": held[1:], "lr": 1.0}], _named(held)):
+        named = list(zip("ab", held, strict=True))
+        for given in (held, iter(held), [{"params": held[:1]}, {"params": held[1:], "lr": 1.0}], named):
             group = optimizer_from_config(cfg, given).param_groups[-1]
             assert (group["fused"], group["foreach"]) == (fused, foreach)
-
-
-def _named(parameters):
-    return [(str(index), parameter) for index, parameter in enumerate(parameters)]

@@ -84,13 +84,9 @@ def test_so_they_are_on_replicas_of_shards(ranks4):
     _check(ranks4, 3, mesh_shape=(2, 2))
 
 
-def _matrices():
-    return {fqn: tuple(p.shape) for fqn, p in build(NAME).named_parameters() if _is_matrix(fqn, p)}
-
-
 def test_each_matrix_is_orthogonalized_on_one_rank_and_moved_once_each_way(ranks2):
     found = ranks2.run(_trained, 3)
-    shapes = sorted(_matrices().values())
+    shapes = sorted(tuple(p.shape) for fqn, p in build(NAME).named_parameters() if _is_matrix(fqn, p))
     assert sorted(shape for each in found for shape in each[2]) == sorted(shapes * NUM_STEPS)
     work = [sum(rows * columns * min(rows, columns) for rows, columns in each[2]) for each in found]
     largest = max(rows * columns * min(rows, columns) for rows, columns in shapes)

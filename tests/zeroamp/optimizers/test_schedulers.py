@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import zeroamp
-from tests.models.small import batch, loss_of
 from tests.oracles import learning_rates as oracle
-from tests.processes.training import config, wrapped
 from zeroamp import ConfigError, scheduler_from_config
 
 NUM_STEPS = 1000
@@ -141,24 +138,3 @@ def test_what_does_not_fit_is_refused_before_the_optimizer_is_touched(case, opti
     with pytest.raises(ConfigError, match=words):
         scheduler_from_config(case, optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == before
-
-
-def _train(case, accumulation):
-    cfg = {**config(2, accumulation=accumulation, dtype="float16", fp16={"initial_scale_power": 10}), **case}
-    model = wrapped("llama_tied", cfg)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scheduler = scheduler_from_config(cfg, optimizer)
-    step = zeroamp.TrainStep(model, optimizer, scheduler)
-    rates = []
-    for index in range(4 * accumulation):
-        rates.append(optimizer.param_groups[0]["lr"])
-        loss = loss_of(model, batch("llama_tied", index))
-        step.backward(loss * (1e30 if index < accumulation else 1.0))  # the first step overflows and is skipped
-        step.step()
-    return rates
-
-
-def test_train_step_moves_it_once_per_step_that_is_not_skipped(ranks2):
-    params = {"total_num_steps": 9, "warmup_min_ratio": 0.25, "warmup_num_steps": 4, "warmup_type": "linear"}
-    rates = ranks2.run(_train, cfg("WarmupCosineLR", **params), 2)[0]
-    assert rates == [each * 1e-3 for each in (0.0, 0.0, 0.0, 0.0, 0.25, 0.25, 0.4375, 0.4375)]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import zeroamp
-from tests.models.architectures import mixtral, seeded_conv_net
+from tests.models.architectures import seeded_conv_net
 from tests.models.small import batch, build, hf_llama, loss_of
 from tests.processes.training import check_same_run, config, full_parameters, mesh_of, policy, same_bits, train, wrapped
 from tests.selection import slow_but
@@ -73,21 +73,6 @@ def test_several_files_from_shards_and_replicas(ranks4, tmp_path):
         assert tensors.keys() == {key for key, file in index["weight_map"].items() if file == name}
         assert sum(t.nbytes for t in tensors.values()) <= 5000 or len(tensors) == 1
     check_llama(tmp_path / "out", parameters, True, torch.bfloat16)
-
-
-def _export_mixtral(folder):
-    torch.manual_seed(0)
-    zeroamp.export_hf(zeroamp.wrap_model(mixtral("eager")[0], policy(config(3))), folder, "bf16")
-
-
-def test_a_mixture_of_experts_is_written_as_save_pretrained_writes_it(ranks2, tmp_path):
-    pytest.importorskip("transformers", reason="the model is transformers'")
-    ranks2.run(_export_mixtral, tmp_path / "ours")
-    torch.manual_seed(0)
-    mixtral("eager")[0].to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
-    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
-    assert any("experts.3.w1" in name for name in theirs)
-    assert same_bits(ours, theirs) == []
 
 
 def _export_conv(folder):

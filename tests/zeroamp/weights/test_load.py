@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file, save_model
 import zeroamp
 from tests.models.architectures import seeded_conv_net
 from tests.models.small import batch, build, hf_llama
-from tests.processes.training import config, full_parameters, policy, same_bits, wrapped
+from tests.processes.training import config, full_parameters, mesh_of, policy, same_bits, wrapped
 from zeroamp.weights.files import INDEX
 
 
@@ -93,9 +93,9 @@ class _Counts:
         return Part()
 
 
-def _bytes_read(folder):
+def _bytes_read(folder, mesh_shape):
     model = _without_values(seeded_conv_net)
-    model = zeroamp.wrap_model(model, policy(config(3)))
+    model = zeroamp.wrap_model(model, policy(config(3)), mesh_of(mesh_shape))
     read, real = {}, safetensors.safe_open
     safetensors.safe_open = lambda *args, **kwargs: _Counts(real(*args, **kwargs), read)
     try:
@@ -107,17 +107,17 @@ def _bytes_read(folder):
     return read, shards, full_parameters(model), buffers
 
 
-def test_a_rank_reads_its_own_rows_of_parameters_and_all_of_buffers(ranks4, tmp_path):
+@pytest.mark.parametrize(("mesh_shape", "of_5_rows"), [(None, [2, 2, 1, 0]), ((2, 2), [3, 2, 3, 2])])
+def test_a_rank_reads_its_own_rows_of_parameters_and_all_of_buffers(ranks4, tmp_path, mesh_shape, of_5_rows):
     expected = seeded_conv_net()
     expected.norm.running_mean.fill_(0.25)
     save_file(expected.state_dict(), tmp_path / "model.safetensors")
-    by_rank = ranks4.run(_bytes_read, tmp_path)
+    by_rank = ranks4.run(_bytes_read, tmp_path, mesh_shape)
     for read, shards, parameters, buffers in by_rank:
         assert read == shards | {name: buffer.nbytes for name, buffer in buffers.items()}
         assert same_bits(parameters, dict(expected.named_parameters())) == []
         assert same_bits(buffers, dict(expected.named_buffers())) == []
-    # Of 5 rows four ranks hold 2, 2, 1 and none.
-    assert [rank[0]["head.bias"] for rank in by_rank] == [8, 8, 4, 0]
+    assert [rank[0]["head.bias"] for rank in by_rank] == [4 * rows for rows in of_5_rows]
 
 
 def _load_plain(folder):

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 import zeroamp
-from tests.measuring.allocated import Allocated
+from tests.measuring.storage_peak import StoragePeak
 from tests.models.architectures import mixtral, seeded_conv_net
 from tests.processes.training import config, full_parameters, policy, same_bits, wrapped
 
@@ -41,18 +41,21 @@ def test_the_bits_are_those_of_each_full_tensor(ranks4, name, stage, mesh_shape,
     assert others == [[], [], []]
 
 
-def _published():
+def _published(folder):
     torch.manual_seed(0)
     model = zeroamp.wrap_model(mixtral("eager")[0], policy(config(3)))
+    zeroamp.export_hf(model, folder, "bf16")
     return {name: tensor.clone() for name, tensor in zeroamp.iter_weights(model, bucket_bytes=SMALL)}
 
 
-def test_names_and_layout_are_those_of_save_pretrained(ranks2, tmp_path):
+def test_names_and_layout_of_a_mixture_of_experts_are_those_of_save_pretrained_as_in_an_export(ranks2, tmp_path):
     pytest.importorskip("transformers", reason="the model is transformers'")
     torch.manual_seed(0)
-    mixtral("eager")[0].to(torch.bfloat16).save_pretrained(tmp_path)
-    theirs = load_file(tmp_path / "model.safetensors")
-    for ours in ranks2.run(_published):
+    mixtral("eager")[0].to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    theirs = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert any("experts.3.w1" in name for name in theirs)
+    streamed = ranks2.run(_published, tmp_path / "ours")
+    for ours in (*streamed, load_file(tmp_path / "ours" / "model.safetensors")):
         assert same_bits(ours, theirs) == []
 
 
@@ -60,15 +63,10 @@ def _peak():
     model = wrapped("llama_untied", config(3))
     largest = max(2 * parameter.numel() for parameter in model.parameters())
     bucket = max(SMALL, largest)
-    with Allocated() as allocated:
-        for parameter in model.parameters():
-            allocated.see(parameter.to_local())
-        held = allocated.now
-        allocated.reset_peak()
+    with StoragePeak(3 * bucket) as peak:
         for _name, tensor in zeroamp.iter_weights(model, bucket_bytes=SMALL):
             tensor.add_(0)
-        peak = allocated.peak - held
-    return peak, bucket
+    return peak.num_bytes, bucket
 
 
 def test_at_most_two_buckets_exist_beside_the_shards(ranks2):

@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
 
 import zeroamp
-from tests.zeroamp.checkpoint.checkpoint_files import rewrite_manifest
 
 pytestmark = pytest.mark.timeout(60)
 STEP, MARK = "step_00000001", "executed"
@@ -77,11 +76,20 @@ def good(tmp_path_factory):
     dist.destroy_process_group()  # which wrap_model has made in this process, for all tests here
 
 
+def _manifest(folder, change):
+    path = folder / STEP / "zeroamp.json"
+    content = json.loads(path.read_text())
+    content.pop("sha256")
+    change(content)
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({**content, "sha256": digest}))
+
+
 def _put(folder, name, content):
     """Replace a file of the checkpoint, and correct the manifest."""
     (folder / STEP / name).write_bytes(content)
     record = {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    rewrite_manifest(folder / STEP, lambda manifest: manifest["files"].update({name: record}))
+    _manifest(folder, lambda manifest: manifest["files"].update({name: record}))
 
 
 def _metadata(folder, change):
@@ -135,6 +143,7 @@ def _link_out(folder, name):
     (folder / STEP / name).symlink_to(folder / "outside")
 
 
+RECORD = {"num_bytes": 1, "sha256": "0" * 64}
 # From protocol 4 on, a name may lead through attributes: this one to the `os` of an allowed module, and to `system`.
 DOTTED = b"\x80\x04\x8c\x13torch.serialization\x8c\x09os.system\x93\x8c\x04true\x85R."
 CHECKPOINTS = {
@@ -151,18 +160,34 @@ CHECKPOINTS = {
     "train.pt: a FIFO": lambda f: _fifo(f, TRAIN),
     "rank: a call in extra": lambda f: _values(f, RANK, lambda v: v.update(extra=Harm(f))),
     "rank: a link out": lambda f: _link_out(f, RANK),
+    "manifest: another digest": lambda f: _manifest(f, lambda m: m["files"][DATA].update(sha256="0" * 64)),
+    "manifest: a file of ../": lambda f: _manifest(f, lambda m: m["files"].update({"../x": RECORD})),
+    "manifest: 100,000 levels": lambda f: (f / STEP / "zeroamp.json").write_text("[" * 100_000),
+    "manifest: a FIFO": lambda f: _fifo(f, "zeroamp.json"),
 }
 
 
-def _index_out(folder):
+def _index(folder, file):
     (folder / SINGLE).rename(folder.parent / "elsewhere.safetensors")
-    weight_map = {"0.weight": str(folder.parent / "elsewhere.safetensors")}
-    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"0.weight": file(folder)}}))
+
+
+def _file_out(folder):
+    (folder / SINGLE).rename(folder.parent / "elsewhere.safetensors")
+    (folder / SINGLE).symlink_to("../elsewhere.safetensors")
+
+
+def _pickle_instead(folder):
+    (folder / SINGLE).unlink()
+    torch.save({"0.weight": Harm(folder)}, folder / "pytorch_model.bin")
 
 
 SAFETENSORS = {
-    "the index: an absolute path": _index_out,
+    "the index: ../": lambda f: _index(f, lambda _: "../elsewhere.safetensors"),
+    "the index: an absolute path": lambda f: _index(f, lambda f: str(f.parent / "elsewhere.safetensors")),
+    "the file: a link out": _file_out,
     "the file: a header of 2**60 bytes": lambda f: (f / SINGLE).write_bytes((2**60).to_bytes(8, "little") + b"{}"),
+    "a pickle instead": _pickle_instead,
 }
 
 

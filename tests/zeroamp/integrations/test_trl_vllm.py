@@ -1,9 +1,12 @@
-"""TRL sends weights to a vLLM server by its own client: names, dtypes, shapes and bits, without the server.
+"""TRL sends weights to a vLLM server by its own client: names, dtypes, shapes and bits, on a stub of the server.
 
-vLLM needs a GPU. In its place are a session that records requests, and a communicator that records tensors.
+vLLM needs a GPU. In its place are a server that records requests, and a communicator that records tensors.
 """
 
-from json import dumps, loads
+import http.server
+import json
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -20,16 +23,39 @@ from zeroamp.integrations.peft import iter_merged_weights
 pytest.importorskip("trl", reason="trl is not installed: its client is tested")
 
 
-def _client(requests):
-    """TRL's client, without a server and its workers. Appends (path, body) to `requests`."""
+@contextmanager
+def _server():
+    """Yield the URL of a server that answers every request with {}, and the list of its (path, body)."""
+    requests = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            requests.append((self.path, json.loads(body) if body else None))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", requests
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def _client(url):
+    """TRL's client, without the connection to vLLM's workers."""
+    from requests import Session
     from trl.generation.vllm_client import VLLMClient
 
-    def post(path, json=None, **_):
-        requests.append((path, None if json is None else loads(dumps(json))))
-        return mock.Mock(status_code=200)
-
     client = VLLMClient.__new__(VLLMClient)
-    client.session, client.base_url = mock.Mock(post=post), ""
+    client.session, client.base_url = Session(), url
     client.communicator, client._updating_weights = "group", False
     return client
 
@@ -57,13 +83,13 @@ def _compared(lora, folder):
         case, 3, folder, reward=lambda completions, **_: [len(set(text)) / 10 for text in completions], **sizes
     )
     trainer.train()
-    tensors, requests, engine = {}, [], mock.Mock()
+    tensors, engine = {}, mock.Mock()
     engine.trainer_send_weights = lambda iterator, trainer_args: tensors.update(
         (name, tensor.clone()) for name, tensor in iterator
     )
     names = {"NCCLWeightTransferEngine": engine, "NCCLTrainerSendWeightsArgs": mock.Mock()}
-    with mock.patch.multiple(vllm_client, create=True, **names):
-        trainer.vllm_generation = _generation(trainer, _client(requests))
+    with _server() as (url, requests), mock.patch.multiple(vllm_client, create=True, **names):
+        trainer.vllm_generation = _generation(trainer, _client(url))
         trainer.vllm_generation.sync_weights()
     if lora:
         expected = dict(iter_merged_weights(trainer.model))

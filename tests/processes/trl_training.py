@@ -54,7 +54,7 @@ def llama(case, dtype=None):
         "vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
     }  # fmt: skip
-    return LlamaForCausalLM(LlamaConfig(**shape, **case.model)).to(getattr(torch, dtype or case.dtype))
+    return LlamaForCausalLM(LlamaConfig(**(shape | case.model))).to(getattr(torch, dtype or case.dtype))
 
 
 def rewarding(case):

@@ -1,0 +1,115 @@
+"""Models with Liger's kernels have the bits of the same kernels in plain torch. Triton interprets them on the CPU."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+
+import zeroamp
+from tests.models.adapters import quietly
+from tests.oracles import one_process
+from tests.processes import trainer, trl_training
+from tests.processes.ranks import Ranks
+from tests.processes.training import config, same_bits, train
+from tests.processes.triton_interpreter import interpret
+
+for module, why in {"liger_kernel": "its kernels are run", "triton": "it interprets Liger's kernels"}.items():
+    if find_spec(module) is None:  # importing it would import triton before the interpreter is switched on
+        pytest.skip(f"{module} is not installed: {why}", allow_module_level=True)
+
+KERNELS = {"rope": False, "swiglu": False, "rms_norm": True}
+OVERRIDE = {"own_units": False, "overrides": [{"modules": "@lm_head", "param": "fp32", "communication": "fp32"}]}
+LOW = {"dtype": None, "bf16": {"enabled": True}, "zeroamp": {"own_units": False}}
+
+
+@pytest.fixture(scope="module")
+def interpreting_ranks():
+    """Ranks of their own: Liger replaces functions of transformers' modules."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+def _prepare(model):
+    """Untie the head, leave one block, and apply the kernels."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    model.model.layers = model.model.layers[:1]
+    apply_liger_kernel_to_llama(model=model, **KERNELS, fused_linear_cross_entropy=True)
+
+
+def _loss(model, inputs):
+    few = inputs[:1, :8]  # the loss is computed in several chunks, whose gradients are added
+    return model(input_ids=few, labels=few).loss
+
+
+def _loss_of_step(step, inputs):
+    return _loss(step.model, inputs)
+
+
+@quietly
+def _differences(options, low_model, stages):
+    """What differs from the same kernels in one process, by stage."""
+    interpret()
+    given = {"world_size": 2, "num_steps": 2, "loss_fn": _loss}
+    _, norms, parameters = one_process.train("hf_llama", **given, prepare=_prepare, low_model=low_model)
+    found = {}
+    for stage in stages:
+        run = train("hf_llama", config(stage, **options), 2, prepare_before=_prepare, loss_fn=_loss_of_step)
+        found[stage] = same_bits(run.parameters, parameters) + ["norms"] * (run.norms != norms)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "low_model"), [({"zeroamp": OVERRIDE}, None), (LOW, torch.bfloat16)], ids=["autocast", "bf16"]
+)
+def test_fused_cross_entropy_and_norms_have_the_bits_of_one_process(interpreting_ranks, options, low_model):
+    assert interpreting_ranks.run(_differences, options, low_model, (2, 3)) == [{2: [], 3: []}] * 2
+
+
+def test_a_head_that_is_safe_by_its_class_has_other_bits(interpreting_ranks):
+    """Liger adds the gradients of the chunks in the dtype of the weight: this is why the head needs an override."""
+    for found in interpreting_ranks.run(_differences, {"zeroamp": {"own_units": False}}, None, (3,)):
+        assert "lm_head.weight" in found[3]
+
+
+def _ledger(model):
+    """The dtypes of the head and of a norm, once they are verified in an observed step."""
+    tokens = torch.arange(1, 9).view(1, 8)
+    ledger = zeroamp.explain(model)
+    ledger.verify(model, {"input_ids": tokens, "labels": tokens})
+    rows = {row["parameter"]: row for row in ledger.to_dict()["parameters"]}
+    return [(rows[name]["param"], rows[name]["gradient"]) for name in ("lm_head.weight", "model.norm.weight")]
+
+
+@quietly
+def _in_a_trainer(folder):
+    interpret()
+    given = {"use_liger_kernel": True, "liger_kernel_config": KERNELS, "max_steps": 2, "per_device_train_batch_size": 1}
+    runs = []
+    for kind in (trainer.DDP, 3):
+        made = trainer.trainer_of(kind, folder, model=trainer.llama(num_hidden_layers=1), **given)
+        made.train()
+        runs.append(trainer.outcome(made))
+    return runs[1].differences(runs[0], norms=False), _ledger(made.model)
+
+
+def test_a_trainer_that_applies_the_kernels_has_the_bits_of_ddp(interpreting_ranks, tmp_path):
+    for found, dtypes in interpreting_ranks.run(_in_a_trainer, tmp_path):
+        assert found == []
+        assert dtypes == [("fp32", "fp32"), ("fp32", "fp32")]
+
+
+@quietly
+def _in_sft(folder):
+    interpret()
+    case = trl_training.Case(model={"num_hidden_layers": 1}, arguments={"max_length": 8, "max_steps": 2})
+    given = {"use_liger_kernel": True, "liger_kernel_config": KERNELS, "per_device_train_batch_size": 1}
+    return trl_training.differences(case, (3,), folder, **given)
+
+
+def test_sft_with_the_kernels_has_the_bits_of_ddp(interpreting_ranks, tmp_path):
+    pytest.importorskip("trl", reason="trl is not installed: its trainer is run")
+    assert interpreting_ranks.run(_in_sft, str(tmp_path)) == [{3: []}] * 2

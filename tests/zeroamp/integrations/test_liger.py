@@ -24,7 +24,7 @@ LOW = {"dtype": None, "bf16": {"enabled": True}, "zeroamp": {"own_units": False}
 
 
 @pytest.fixture(scope="module")
-def interpreting_ranks():
+def interpreting():
     """Ranks of their own: Liger replaces functions of transformers' modules."""
     ranks = Ranks(2)
     yield ranks
@@ -45,10 +45,6 @@ def _loss(model, inputs):
     return model(input_ids=few, labels=few).loss
 
 
-def _loss_of_step(step, inputs):
-    return _loss(step.model, inputs)
-
-
 @quietly
 def _differences(options, low_model, stages):
     """What differs from the same kernels in one process, by stage."""
@@ -57,7 +53,8 @@ def _differences(options, low_model, stages):
     _, norms, parameters = one_process.train("hf_llama", **given, prepare=_prepare, low_model=low_model)
     found = {}
     for stage in stages:
-        run = train("hf_llama", config(stage, **options), 2, prepare_before=_prepare, loss_fn=_loss_of_step)
+        cfg = config(stage, **options)
+        run = train("hf_llama", cfg, 2, prepare_before=_prepare, loss_fn=lambda step, x: _loss(step.model, x))
         found[stage] = same_bits(run.parameters, parameters) + ["norms"] * (run.norms != norms)
     return found
 
@@ -65,13 +62,13 @@ def _differences(options, low_model, stages):
 @pytest.mark.parametrize(
     ("options", "low_model"), [({"zeroamp": OVERRIDE}, None), (LOW, torch.bfloat16)], ids=["autocast", "bf16"]
 )
-def test_fused_cross_entropy_and_norms_have_the_bits_of_one_process(interpreting_ranks, options, low_model):
-    assert interpreting_ranks.run(_differences, options, low_model, (2, 3)) == [{2: [], 3: []}] * 2
+def test_fused_cross_entropy_and_norms_have_the_bits_of_one_process(interpreting, options, low_model):
+    assert interpreting.run(_differences, options, low_model, (2, 3)) == [{2: [], 3: []}] * 2
 
 
-def test_a_head_that_is_safe_by_its_class_has_other_bits(interpreting_ranks):
+def test_a_head_that_is_safe_by_its_class_has_other_bits(interpreting):
     """Liger adds the gradients of the chunks in the dtype of the weight: this is why the head needs an override."""
-    for found in interpreting_ranks.run(_differences, {"zeroamp": {"own_units": False}}, None, (3,)):
+    for found in interpreting.run(_differences, {"zeroamp": {"own_units": False}}, None, (3,)):
         assert "lm_head.weight" in found[3]
 
 
@@ -96,8 +93,8 @@ def _in_a_trainer(folder):
     return runs[1].differences(runs[0], norms=False), _ledger(made.model)
 
 
-def test_a_trainer_that_applies_the_kernels_has_the_bits_of_ddp(interpreting_ranks, tmp_path):
-    for found, dtypes in interpreting_ranks.run(_in_a_trainer, tmp_path):
+def test_a_trainer_that_applies_the_kernels_has_the_bits_of_ddp(interpreting, tmp_path):
+    for found, dtypes in interpreting.run(_in_a_trainer, tmp_path):
         assert found == []
         assert dtypes == [("fp32", "fp32"), ("fp32", "fp32")]
 
@@ -110,6 +107,6 @@ def _in_sft(folder):
     return trl_training.differences(case, (3,), folder, **given)
 
 
-def test_sft_with_the_kernels_has_the_bits_of_ddp(interpreting_ranks, tmp_path):
+def test_sft_with_the_kernels_has_the_bits_of_ddp(interpreting, tmp_path):
     pytest.importorskip("trl", reason="trl is not installed: its trainer is run")
-    assert interpreting_ranks.run(_in_sft, str(tmp_path)) == [{3: []}] * 2
+    assert interpreting.run(_in_sft, str(tmp_path)) == [{3: []}] * 2

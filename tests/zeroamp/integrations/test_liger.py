@@ -14,11 +14,13 @@ from tests.processes.ranks import Ranks
 from tests.processes.training import config, same_bits, train
 from tests.processes.triton_interpreter import interpret
 
-for module, why in {"liger_kernel": "its kernels are run", "triton": "it interprets Liger's kernels"}.items():
-    if find_spec(module) is None:  # importing it would import triton before the interpreter is switched on
-        pytest.skip(f"{module} is not installed: {why}", allow_module_level=True)
+if not (find_spec("liger_kernel") and find_spec("triton")):  # they are imported in interpreting ranks only
+    pytest.skip("liger_kernel or triton is not installed: Triton interprets Liger's kernels", allow_module_level=True)
 
 KERNELS = {"rope": False, "swiglu": False, "rms_norm": True}
+ARGUMENTS = {
+    "use_liger_kernel": True, "liger_kernel_config": KERNELS, "max_steps": 2, "per_device_train_batch_size": 1,
+}  # fmt: skip
 OVERRIDE = {"own_units": False, "overrides": [{"modules": "@lm_head", "param": "fp32", "communication": "fp32"}]}
 LOW = {"dtype": None, "bf16": {"enabled": True}, "zeroamp": {"own_units": False}}
 
@@ -41,7 +43,7 @@ def _prepare(model):
 
 
 def _loss(model, inputs):
-    few = inputs[:1, :8]  # the loss is computed in several chunks, whose gradients are added
+    few = inputs[:1, :8]  # in several chunks, whose gradients are added
     return model(input_ids=few, labels=few).loss
 
 
@@ -72,39 +74,31 @@ def test_a_head_that_is_safe_by_its_class_has_other_bits(interpreting):
         assert "lm_head.weight" in found[3]
 
 
-def _ledger(model):
-    """The dtypes of the head and of a norm, once they are verified in an observed step."""
-    tokens = torch.arange(1, 9).view(1, 8)
-    ledger = zeroamp.explain(model)
-    ledger.verify(model, {"input_ids": tokens, "labels": tokens})
-    rows = {row["parameter"]: row for row in ledger.to_dict()["parameters"]}
-    return [(rows[name]["param"], rows[name]["gradient"]) for name in ("lm_head.weight", "model.norm.weight")]
-
-
 @quietly
 def _in_a_trainer(folder):
+    """What differs from the stock Trainer, and the head's dtypes in the ledger, after an observed step."""
     interpret()
-    given = {"use_liger_kernel": True, "liger_kernel_config": KERNELS, "max_steps": 2, "per_device_train_batch_size": 1}
     runs = []
     for kind in (trainer.DDP, 3):
-        made = trainer.trainer_of(kind, folder, model=trainer.llama(num_hidden_layers=1), **given)
+        made = trainer.trainer_of(kind, folder, model=trainer.llama(num_hidden_layers=1), **ARGUMENTS)
         made.train()
         runs.append(trainer.outcome(made))
-    return runs[1].differences(runs[0], norms=False), _ledger(made.model)
+    tokens = torch.arange(1, 9).view(1, 8)
+    ledger = zeroamp.explain(made.model)
+    ledger.verify(made.model, {"input_ids": tokens, "labels": tokens})
+    (row,) = (row for row in ledger.to_dict()["parameters"] if row["parameter"] == "lm_head.weight")
+    return runs[1].differences(runs[0], norms=False), (row["param"], row["gradient"])
 
 
 def test_a_trainer_that_applies_the_kernels_has_the_bits_of_ddp(interpreting, tmp_path):
-    for found, dtypes in interpreting.run(_in_a_trainer, tmp_path):
-        assert found == []
-        assert dtypes == [("fp32", "fp32"), ("fp32", "fp32")]
+    assert interpreting.run(_in_a_trainer, tmp_path) == [([], ("fp32", "fp32"))] * 2
 
 
 @quietly
 def _in_sft(folder):
     interpret()
-    case = trl_training.Case(model={"num_hidden_layers": 1}, arguments={"max_length": 8, "max_steps": 2})
-    given = {"use_liger_kernel": True, "liger_kernel_config": KERNELS, "per_device_train_batch_size": 1}
-    return trl_training.differences(case, (3,), folder, **given)
+    case = trl_training.Case(model={"num_hidden_layers": 1}, arguments={"max_length": 8})
+    return trl_training.differences(case, (3,), folder, **ARGUMENTS)
 
 
 def test_sft_with_the_kernels_has_the_bits_of_ddp(interpreting, tmp_path):

@@ -7,13 +7,25 @@ import torch
 
 # Widely used, but in private modules.
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch.autograd import Variable, profiler
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 untraced = torch._disable_dynamo  # type: ignore[attr-defined]
 """Keeps `torch.compile` out of a function. `torch.compiler.disable` would import torch._dynamo when it decorates."""
+
+
+class FakeTensorMode(_FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Makes fake tensors whose address cannot be read. By default it is 0, to which a kernel of Triton would write."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op on fake tensors."""
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        for tensor in out if isinstance(out, list | tuple) else (out,):
+            if isinstance(tensor, FakeTensor):
+                torch._C._set_throw_on_mutable_data_ptr(tensor)
+        return out
 
 
 def storage_key(tensor: torch.Tensor) -> int:

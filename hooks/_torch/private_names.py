@@ -34,10 +34,11 @@ REASONS = {
     # DTensor
     "_local_tensor": "`to_local` takes as long as a kernel launch, and is called for each parameter of each step",
     # Dispatcher, autograd, profiler
-    "_C": "the module with the next three names",
+    "_C": "the module with the next four names",
     "_current_graph_task_id": "whether a backward runs in this thread, and which",
     "_current_autograd_node": "whether FSDP2 ends a group within a backward, or at its end",
     "_will_engine_execute_node": "whether a backward sets `grad` of a leaf, before it does",
+    "_set_throw_on_mutable_data_ptr": "the address of a fake tensor is 0, to which a kernel of Triton would write",
     "_execution_engine": "queues a callback for the end of a backward",
     "_base": "whether a tensor is a view, as autocast asks before it caches a cast",
     "_disable_dynamo": "`torch.compiler.disable` imports torch._dynamo when it decorates, 2 s before any training",

@@ -49,7 +49,7 @@ def tokenizer():
 
 def llama(case, dtype=None):
     shape = {"vocab_size": 258, "intermediate_size": 48, "pad_token_id": None}
-    return tiny_llama(1, **shape, **case.model).to(getattr(torch, dtype or case.dtype))
+    return tiny_llama(1, **(shape | case.model)).to(getattr(torch, dtype or case.dtype))
 
 
 def rewarding(case):

@@ -6,12 +6,15 @@ Most trainers of TRL replace `model.forward`: a call with `fused_lm_head=True` c
 counts as safe. All-gathering and reducing it in low precision would give other bits than plain autocast. A traced run
 of the call in `compute_loss` detects this, so `"lower_precision_safe_modules": "auto"` is the default here. The weight
 must be unsharded during the whole forward, so `"own_units": false` is the default too.
+
+The run cannot be traced if the trainer generates the completions, or if Liger's kernels are in the model: they need the
+memory of real tensors. Then an override keeps the head in fp32. With Liger the other parameters go by their class.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,21 +26,11 @@ from zeroamp.host_memory.activations import save_on_cpu
 from zeroamp.integrations.peft import iter_merged_weights
 from zeroamp.integrations.transformers import ZeroampArguments
 from zeroamp.integrations.transformers import ZeroampMixin as ZeroampTrainerMixin
-from zeroamp.integrations.transformers.arguments import REFUSED
-from zeroamp.module_dtypes.patterns import find_matches
-from zeroamp.planning.parameter_uses import modules_around
+from zeroamp.integrations.transformers.arguments import with_head_in_fp32
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Policy
 from zeroamp.weights.stream import iter_weights
 from zeroamp.wrapping.state import wrap_state
-
-_REFUSED = {
-    "use_liger_kernel": (
-        "It replaces forwards when the training starts, and its Triton kernels read weights without autocast's casts. "
-        "Leave it out."
-    ),
-}
-"""Argument -> why it is refused if it is set."""
 
 
 class ZeroampMixin(ZeroampTrainerMixin):
@@ -48,7 +41,6 @@ class ZeroampMixin(ZeroampTrainerMixin):
     batch. A `ref_model` is frozen, sharded like the model, and evaluated under the same autocast.
     """
 
-    refused_arguments: Mapping[str, str] = {**REFUSED, **_REFUSED}
     is_for_trl = True
 
     @property
@@ -86,13 +78,11 @@ class ZeroampMixin(ZeroampTrainerMixin):
         filled = super().filled_config(model)
         filled["zeroamp"] = {"own_units": False} | filled.get("zeroamp", {})
         autocast = filled.get("torch_autocast", {})
-        if autocast.get("enabled"):
+        uses_liger = bool(self.args.use_liger_kernel)
+        if autocast.get("enabled") and not uses_liger:
             filled["torch_autocast"] = autocast = {"lower_precision_safe_modules": "auto"} | autocast
-            generates = hasattr(self, "reward_funcs")
-            if model is not None and generates and autocast["lower_precision_safe_modules"] == "auto":
-                own = filled["zeroamp"].get("overrides", ())
-                filled["zeroamp"]["overrides"] = [*own, *override_of_head(model, own)]
-        return filled
+        generates = hasattr(self, "reward_funcs") and autocast.get("lower_precision_safe_modules") == "auto"
+        return with_head_in_fp32(filled, model) if generates or uses_liger else filled
 
     def prepare_wrap(self, model: nn.Module, policy: Policy) -> dict[str, Any]:
         """Freeze a reference model, so that its shards keep their dtype. Returns more arguments of `wrap_model`."""
@@ -127,24 +117,6 @@ class ZeroampMixin(ZeroampTrainerMixin):
         if self.ref_model is None:
             self.wrap()
         return super().compute_ref_log_probs(model, inputs)
-
-
-def override_of_head(model: Any, own: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
-    """Yield what the traced run of a trainer's call would decide about the head: see [Note: The head outside ...].
-
-    GRPO and RLOO generate their batches, so there is no batch to trace `compute_loss` with. Nothing is yielded if one
-    of `own`, the overrides of the config, applies to the head: only the first that matches would apply.
-    """
-    head = model.get_output_embeddings()
-    weight = getattr(head, "weight", None)
-    is_tied = weight is model.get_input_embeddings().weight
-    if weight is None or not weight.requires_grad or weight.dtype != torch.float32 or is_tied:
-        return
-    name = next(fqn for fqn, module in model.named_modules() if module is head)
-    around = {"", name, *modules_around(name)}
-    patterns = ([each["modules"]] if isinstance(each["modules"], str) else each["modules"] for each in own)
-    if all(around.isdisjoint(find_matches(model, pattern).modules) for pattern in chain.from_iterable(patterns)):
-        yield {"modules": name, "param": "fp32", "communication": "fp32"}
 
 
 class _FirstCall(Exception):  # noqa: N818

@@ -86,6 +86,18 @@ def test_a_sharded_model_is_refused(ranks2):
         ranks2.run(_discover_sharded)
 
 
+class _LaunchesAKernel(Layer):
+    def forward(self, x):
+        y = super().forward(x)
+        y.data_ptr()  # a launch of a Triton kernel begins so
+        return y
+
+
+def test_a_kernel_that_takes_the_address_of_a_fake_tensor_is_an_error():
+    with pytest.raises(zeroamp.ConfigError, match=r"_LaunchesAKernel .*y\.data_ptr.*Cannot access.*list classes"):
+        zeroamp.discover_safe_parameters(_LaunchesAKernel(), (X,))
+
+
 def test_no_inputs_are_an_error_that_says_how_to_pass_them():
     with pytest.raises(zeroamp.ConfigError, match=r"example_inputs .*Pass a batch, as a tuple"):
         zeroamp.discover_safe_parameters(Layer())

@@ -149,17 +149,6 @@ def test_dpo_goes_on_from_an_adapter(ranks2, tmp_path):
 
 
 @quietly
-def _with_liger(folder):
-    silence()
-    with pytest.raises(zeroamp.ConfigError, match="- use_liger_kernel: .*Leave it out"):
-        build(FULL, 3, folder, use_liger_kernel=True)
-
-
-def test_liger_kernels_are_refused(ranks2, tmp_path):
-    ranks2.run(_with_liger, str(tmp_path))
-
-
-@quietly
 def _offloaded(folder):
     silence()
     outcomes = []

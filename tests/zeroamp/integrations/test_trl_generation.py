@@ -1,6 +1,7 @@
 """GRPO and RLOO on zeroamp: the completions, losses and weights of DDP under bf16 autocast."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from tests.selection import slow_but
 
 pytest.importorskip("trl", reason="trl is not installed: its trainers are tested")
 from zeroamp.integrations.transformers import ZeroampMixin as ZeroampTrainerMixin
-from zeroamp.integrations.trl import ZeroampMixin, override_of_head
+from zeroamp.integrations.transformers.arguments import override_of_head
+from zeroamp.integrations.trl import ZeroampMixin
 
 
 @quietly
@@ -78,12 +80,17 @@ def test_a_head_that_shares_the_embedding_is_not_safe_anyway():
     assert list(override_of_head(_model(tied=True), [])) == []
 
 
+@pytest.mark.parametrize("liger", [False, True])
 @pytest.mark.parametrize(("safe", "is_added"), [({}, True), ({"lower_precision_safe_modules": ["Linear"]}, False)])
-def test_a_list_of_safe_modules_decides_about_the_head(monkeypatch, safe, is_added):
+def test_a_list_of_safe_modules_decides_about_the_head(monkeypatch, liger, safe, is_added):
+    """With Liger's kernels, which cannot be traced, a list is the default, and the head gets an override anyway."""
     config = {"torch_autocast": {"enabled": True, "dtype": "bfloat16", **safe}}
     monkeypatch.setattr(ZeroampTrainerMixin, "filled_config", lambda *_: config)
     trainer = object.__new__(type("Generates", (ZeroampMixin,), {"reward_funcs": []}))
-    assert ("overrides" in trainer.filled_config(_model())["zeroamp"]) is is_added
+    trainer.args = SimpleNamespace(use_liger_kernel=liger)
+    filled = trainer.filled_config(_model())
+    assert ("overrides" in filled["zeroamp"]) is (is_added or liger)
+    assert ("auto" in filled["torch_autocast"].values()) is (is_added and not liger)
 
 
 REFERENCE = {"beta": 0.04}

@@ -1,14 +1,18 @@
 """`ZeroampTrainingArguments`, `fill_auto`, which fills a config from a Trainer's arguments, and what is refused."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import TrainingArguments
 
 from zeroamp.integrations.accelerate.arguments import asked_precision
 from zeroamp.integrations.config_values import CLIPPING, STEPS, KnownValues, fill_config
+from zeroamp.module_dtypes.patterns import find_matches
+from zeroamp.planning.parameter_uses import modules_around
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import ConfigLike
 
@@ -83,6 +87,37 @@ def fill_auto(
         model=model,
         is_complete=model is not None,
     )
+
+
+def with_head_in_fp32(filled: dict[str, Any], model: nn.Module | None) -> dict[str, Any]:
+    """Return the config for a loss that reads the head's weight outside of its module, and adds its gradients in fp32.
+
+    `own_units` is false if the config does not set it. Under autocast an override of the head is added.
+    """
+    keys = {"own_units": False} | filled.get("zeroamp", {})
+    if model is not None and filled.get("torch_autocast", {}).get("enabled"):
+        own = keys.get("overrides", ())
+        keys["overrides"] = [*own, *override_of_head(model, own)]
+    return {**filled, "zeroamp": keys}
+
+
+def override_of_head(model: Any, own: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
+    """Yield an override for a trained head that is not tied: a tied one is in fp32 by the class of the embedding.
+
+    Nothing is yielded if one of `own`, the overrides of the config, applies to the head: only the first that matches
+    would apply.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    weight = getattr(head, "weight", None)
+    if weight is None or not weight.requires_grad or weight.dtype != torch.float32:
+        return
+    if weight is model.get_input_embeddings().weight:
+        return
+    name = next(fqn for fqn, module in model.named_modules() if module is head)
+    around = {"", name, *modules_around(name)}
+    patterns = ([each["modules"]] if isinstance(each["modules"], str) else each["modules"] for each in own)
+    if all(around.isdisjoint(find_matches(model, pattern).modules) for pattern in chain.from_iterable(patterns)):
+        yield {"modules": name, "param": "fp32", "communication": "fp32"}
 
 
 def _known(args: TrainingArguments, num_training_steps: int | None) -> KnownValues:

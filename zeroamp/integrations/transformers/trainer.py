@@ -24,7 +24,7 @@ from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.integrations.accelerate import ZeroampAccelerator
 from zeroamp.integrations.config_values import without_open_keys
 from zeroamp.integrations.peft import export_adapter, load_adapter
-from zeroamp.integrations.transformers.arguments import REFUSED, fill_auto, refuse_arguments
+from zeroamp.integrations.transformers.arguments import REFUSED, fill_auto, refuse_arguments, with_head_in_fp32
 from zeroamp.optimizers.from_config import optimizer_from_config
 from zeroamp.optimizers.schedulers import scheduler_from_config
 from zeroamp.policies.auto_wrap import find_units
@@ -136,7 +136,11 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
     def filled_config(self, model: nn.Module | None) -> dict[str, Any]:
         """Return the config with its "auto" values filled from the arguments, and from a model if there is one."""
         num_steps = None if model is None else self._num_training_steps()
-        return fill_auto(self._config(), self.args, model, num_steps)
+        filled = fill_auto(self._config(), self.args, model, num_steps)
+        # Liger's fused cross entropy reads the head's weight outside of its module. It is on unless it is switched off.
+        kernels = {"fused_linear_cross_entropy": True} | (self.args.liger_kernel_config or {})
+        reads_head = self.args.use_liger_kernel and kernels["fused_linear_cross_entropy"]
+        return with_head_in_fp32(filled, model) if reads_head else filled
 
     def prepare_wrap(self, model: nn.Module, policy: Policy) -> dict[str, Any]:
         """Compile the units of a model. Returns more arguments of `wrap_model`."""

@@ -11,8 +11,7 @@ micro-batches and compute log-probabilities. verl's common keys that nothing her
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partialmethod
 from types import SimpleNamespace
 from typing import Any
@@ -24,30 +23,19 @@ from verl.utils import torch_functional
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.py_functional import convert_to_regular_types
 from verl.utils.torch_dtypes import PrecisionType
-from verl.workers.config import EngineConfig, FSDPOptimizerConfig
-from verl.workers.config.optimizer import build_optimizer
+from verl.workers.config import EngineConfig, FSDPOptimizerConfig, build_optimizer
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead as Fsdp
 
 import zeroamp
 from zeroamp.host_memory.sleep import PARTS, Part
-from zeroamp.integrations.config_values import flat_config
 from zeroamp.integrations.loop_driver import LoopDriver
 from zeroamp.integrations.peft import iter_merged_weights
-from zeroamp.policies.json_values import nest
 
 _FUNCTIONS = """_build_module _build_lora_module _build_lr_scheduler lr_scheduler_step prepare_model_inputs
 prepare_model_outputs _get_packed_pad_size _gather_and_unpad_packed forward_step forward_backward_batch disable_adapter
-get_data_parallel_rank get_data_parallel_size get_data_parallel_group is_mp_src_rank_with_outputs""".split()
-_OfFsdpEngine: Any = type("_OfFsdpEngine", (), {name: getattr(FSDPEngineWithLMHead, name) for name in _FUNCTIONS})
-_MUST_BE_DEFAULT = {
-    "engine": "strategy use_fused_kernels router_replay seed full_determinism ulysses_sequence_parallel_size",
-    "model": "use_liger use_fused_kernels enable_activation_offload tiled_mlp mtp",
-    "checkpoint": "save_contents load_contents async_save strict save_lora_only mbridge_config",
-}
-_SET_BY_VERL = """optimizer scheduler gradient_clipping gradient_accumulation_steps train_batch_size
-train_micro_batch_size_per_gpu""".split()
-"""Keys of a zeroamp config that are refused: `optim` and the batches of verl decide."""
+get_data_parallel_rank get_data_parallel_size get_data_parallel_group is_mp_src_rank_with_outputs"""
+_OfFsdpEngine: Any = type("_OfFsdpEngine", (), {name: getattr(Fsdp, name) for name in _FUNCTIONS.split()})
 
 
 @dataclasses.dataclass
@@ -55,8 +43,7 @@ class ZeroampEngineConfig(EngineConfig):  # type: ignore[misc]
     """The keys of all engines of verl, and those below.
 
     `zeroamp` is the config: a mapping, or the path of a JSON file. `dtype` must be None or its low dtype. The model is
-    loaded in `model_dtype`; trainable parameters are then sharded in fp32. `get_per_tensor_param` yields weights in
-    `weights_dtype`. `ulysses_sequence_parallel_size` is written by verl's actor config, and must be 1.
+    loaded in `model_dtype`; trainable parameters are then sharded in fp32. The rollout gets weights in `weights_dtype`.
     """
 
     _mutable_fields = EngineConfig._mutable_fields | {"ulysses_sequence_parallel_size"}
@@ -105,12 +92,11 @@ class ZeroampEngine(_OfFsdpEngine, BaseEngine):  # type: ignore[misc]
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         """Take verl's configs. Raises ConfigError for keys that would have no effect."""
         self.model_config, self.engine_config, self.optimizer_config = model_config, engine_config, optimizer_config
-        as_in_verl = {"zeroamp.sync_module_states": True, "zeroamp.skip_nonfinite_steps": True}
-        given = flat_config(convert_to_regular_types(engine_config.zeroamp))
-        self.policy = zeroamp.policy_from_config(nest(as_in_verl | given))
-        _refuse(self, checkpoint_config or CheckpointConfig(), given)
-        self.rank, self.mode = torch.distributed.get_rank(), None
-        self.use_remove_padding = model_config.use_remove_padding
+        policy = zeroamp.policy_from_config(convert_to_regular_types(engine_config.zeroamp))
+        as_in_verl = {"zeroamp.sync_module_states", "zeroamp.skip_nonfinite_steps"} - dict(policy.given).keys()
+        self.policy = policy.replace(**dict.fromkeys(as_in_verl, True))
+        _refuse(self, checkpoint_config or CheckpointConfig())
+        self.rank, self.use_remove_padding = torch.distributed.get_rank(), model_config.use_remove_padding
         self.pad_to_length, self.pad_to_length_bucket = engine_config.pad_to_length, engine_config.pad_to_length_bucket
         in_chunks = "_with_chunking" * engine_config.entropy_from_logits_with_chunking
         self.compute_entropy_from_logits = getattr(torch_functional, f"entropy_from_logits{in_chunks}")
@@ -135,8 +121,7 @@ class ZeroampEngine(_OfFsdpEngine, BaseEngine):  # type: ignore[misc]
         self.optimizer = build_optimizer(self.module.parameters(), self.optimizer_config) if trains else None
         self.lr_scheduler = self._build_lr_scheduler(self.optimizer) if trains else None
         self._driver.add([self.optimizer] * trains)
-        params = self.is_param_offload_enabled
-        self.to("cpu", model=params, optimizer=self.is_optimizer_offload_enabled, grad=params)
+        self.to("cpu", self.is_param_offload_enabled, self.is_optimizer_offload_enabled, self.is_param_offload_enabled)
 
     def _gradient_sync_context(self, *, is_last_micro_batch: bool) -> Any:
         return self._driver.accumulating(not is_last_micro_batch)
@@ -152,23 +137,15 @@ class ZeroampEngine(_OfFsdpEngine, BaseEngine):  # type: ignore[misc]
         return norm.item()
 
     def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
-        """Return an iterator of (published name, whole weight), with adapters merged. All ranks iterate to the end.
-
-        verl's arguments are for adapters that are not merged.
-        """
-        return self._iter_weights(), None
-
-    def _iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return an iterator of published names and whole weights, adapters merged. All ranks iterate to the end."""
+        self.to("device", optimizer=False, grad=False)  # verl moves them to the host again
         iterate = iter_merged_weights if self.model_config.lora_rank > 0 else zeroamp.iter_weights
-        with self._awake(["params"]):
-            yield from iterate(self.module, self._weights_dtype)
+        return iterate(self.module, self._weights_dtype), None
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move state to host memory if `device` is "cpu", else to the device. What is there already stays."""
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
-        self._move(device, {part for part, is_asked in zip(PARTS, (model, grad, optimizer), strict=True) if is_asked})
-
-    def _move(self, device: str, parts: set[Part]) -> None:
+        parts = {part for part, is_asked in zip(PARTS, (model, grad, optimizer), strict=True) if is_asked}
         if device == "cpu" and (moved := parts - self._asleep):
             zeroamp.sleep(self.module, self.optimizer or (), sorted(moved))
             self._asleep |= moved
@@ -176,59 +153,55 @@ class ZeroampEngine(_OfFsdpEngine, BaseEngine):  # type: ignore[misc]
             zeroamp.wake(self.module, sorted(moved))
             self._asleep -= moved
 
-    @contextmanager
-    def _awake(self, parts: Iterable[Part]) -> Iterator[None]:
-        before = self._asleep & set(parts)
-        self._move("device", before)
-        yield
-        self._move("cpu", before)
-
     def save_checkpoint(
         self, local_path: str, hdfs_path: Any = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
         """Save `local_path`/step_<global_step>, with the state of verl's scheduler."""
         if hdfs_path is not None:
-            raise zeroamp.ConfigError(f"hdfs_path is {hdfs_path!r}, but checkpoints are saved in local_path only.")
-        with self._awake(PARTS):
+            raise zeroamp.ConfigError(f"hdfs_path is {hdfs_path!r}, but must be left out: local_path is written.")
+        with self.train_mode():
             extra = {"lr_scheduler": self.lr_scheduler.state_dict()}
             zeroamp.save_checkpoint(local_path, self.module, self._driver.train, step=global_step, extra=extra)
         if self.rank == 0:
             self._saved.register_checkpoint(local_path, max_ckpt_to_keep)
 
-    def load_checkpoint(self, local_path: str, *_: Any, **__: Any) -> None:
-        """Load the newest checkpoint in `local_path`. It is no copy of a remote one, so it is never deleted."""
-        with self._awake(PARTS):
+    def load_checkpoint(self, local_path: str, hdfs_path: Any = None, del_local_after_load: bool = False) -> None:
+        """Load the newest checkpoint in `local_path`."""
+        if hdfs_path is not None or del_local_after_load:
+            raise zeroamp.ConfigError("hdfs_path and del_local_after_load must be left out: local_path is loaded.")
+        with self.train_mode():
             extra = zeroamp.load_checkpoint(local_path, self.module, self._driver.train)
             self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
 
 
-def _refuse(engine: ZeroampEngine, checkpoint: Any, given: dict[str, Any]) -> None:
+def _refuse(engine: ZeroampEngine, checkpoint: Any) -> None:
     """Raise ConfigError that names the keys without an effect: see [Note: Keys of verl]."""
     own, model, optim, policy = engine.engine_config, engine.model_config, engine.optimizer_config, engine.policy
-    wrong = [f"engine.zeroamp.{path}" for path in given if path.split(".")[0] in _SET_BY_VERL]
-    for where, config in (("engine", own), ("model", model), ("checkpoint", checkpoint)):
+    by_verl = ("optimizer", "scheduler", "gradient_", "train_")  # `optim` and the batches of verl decide
+    wrong = [f"engine.zeroamp.{path}: leave it out" for path, _ in policy.given if path.startswith(by_verl)]
+    for where, config, keys in (  # keys that nothing here reads
+        (
+            "engine",
+            own,
+            "strategy use_fused_kernels router_replay seed full_determinism ulysses_sequence_parallel_size",
+        ),
+        ("model", model, "use_liger use_fused_kernels enable_activation_offload tiled_mlp mtp"),
+        ("checkpoint", checkpoint, "save_contents load_contents async_save strict save_lora_only mbridge_config"),
+    ):
         for key in dataclasses.fields(config):
             default = key.default if key.default_factory is dataclasses.MISSING else key.default_factory()
-            if key.name in _MUST_BE_DEFAULT[where].split() and getattr(config, key.name) != default:
+            if key.name in keys.split() and getattr(config, key.name) != default:
                 wrong.append(f"{where}.{key.name}: it must be {default!r}")
-    has_lora, low = model.lora_rank > 0, str(policy.low_dtype or torch.float32).removeprefix("torch.")
-    wrong += [
-        text
-        for text, is_wrong in {
-            "engine.zeroamp.reproducible": policy.reproducible,
-            "engine.zeroamp.bf16 and fp16: use torch_autocast, in which verl computes losses": policy.mode
-            in ("bf16", "fp16"),
-            f"engine.dtype: it must be null or {low}, as in engine.zeroamp": own.dtype not in (None, low),
-            f"model.lora.merge: it must be {has_lora}, as model.lora_rank is {model.lora_rank}": model.lora.get(
-                "merge", False
-            )
-            != has_lora,
-            "model.lora.rank: use model.lora_rank": model.lora.get("rank"),
-            "model.lora_adapter_path: it needs model.lora_rank": model.lora_adapter_path is not None and not has_lora,
-            "optim.clip_grad: it must be above 0": not own.forward_only and not (optim.clip_grad or 0) > 0,
-            "optim: it must be an FSDPOptimizerConfig": not own.forward_only and type(optim) is not FSDPOptimizerConfig,
-        }.items()
-        if is_wrong
-    ]
-    if wrong:
-        raise zeroamp.ConfigError("The zeroamp engine of verl cannot do what these keys ask for: " + "; ".join(wrong))
+    low, rank = str(policy.low_dtype or torch.float32).removeprefix("torch."), model.lora_rank
+    others = {
+        "engine.zeroamp.zeroamp.reproducible: leave it out": policy.reproducible,
+        f"engine.zeroamp.{policy.mode}: write torch_autocast": policy.mode not in ("autocast", "fp32"),
+        f"engine.dtype: it must be null or {low}, as in engine.zeroamp": own.dtype not in (None, low),
+        f"model.lora.merge: it must be {rank > 0}": model.lora.get("merge", False) != (rank > 0),
+        "model.lora.rank: write model.lora_rank": model.lora.get("rank"),
+        "model.lora_adapter_path: it needs model.lora_rank": model.lora_adapter_path is not None and rank == 0,
+        "optim: it must be an FSDPOptimizerConfig": not (own.forward_only or type(optim) is FSDPOptimizerConfig),
+        "optim.clip_grad: it must be above 0": not (own.forward_only or (optim.clip_grad or 0) > 0),
+    }
+    if wrong := wrong + [text for text, is_wrong in others.items() if is_wrong]:
+        raise zeroamp.ConfigError("The zeroamp engine of verl does not do what these keys ask for. " + ". ".join(wrong))

@@ -1,7 +1,7 @@
 """verl: an engine that trains a causal language model on zeroamp. Tested with verl 0.9.1.
 
-Importing this module registers "zeroamp" in verl's `EngineRegistry` and in Hydra's group `engine`. verl imports it if
-VERL_USE_EXTERNAL_MODULES or `model.external_lib` is "zeroamp.integrations.verl".
+Importing this module registers "zeroamp" in verl's `EngineRegistry`. verl imports it if VERL_USE_EXTERNAL_MODULES or
+`model.external_lib` is "zeroamp.integrations.verl", or if it is the `_target_` of the engine's config in a YAML file.
 
 [Note: Keys of verl]
 A key of verl's configs has its effect or is an error. So the engine is no subclass of verl's FSDP engine, whose own
@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from hydra.core.config_store import ConfigStore
 from verl.trainer.config import CheckpointConfig
 from verl.utils import torch_functional
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
@@ -36,6 +35,7 @@ _FUNCTIONS = """_build_module _build_lora_module _build_lr_scheduler lr_schedule
 prepare_model_outputs _get_packed_pad_size _gather_and_unpad_packed forward_step forward_backward_batch disable_adapter
 get_data_parallel_rank get_data_parallel_size get_data_parallel_group is_mp_src_rank_with_outputs"""
 _OfFsdpEngine: Any = type("_OfFsdpEngine", (), {name: getattr(Fsdp, name) for name in _FUNCTIONS.split()})
+_ULYSSES = "ulysses_sequence_parallel_size"
 
 
 @dataclasses.dataclass
@@ -46,8 +46,7 @@ class ZeroampEngineConfig(EngineConfig):  # type: ignore[misc]
     loaded in `model_dtype`; trainable parameters are then sharded in fp32. The rollout gets weights in `weights_dtype`.
     """
 
-    _mutable_fields = EngineConfig._mutable_fields | {"ulysses_sequence_parallel_size"}
-    _target_: str = "zeroamp.integrations.verl.ZeroampEngineConfig"
+    _mutable_fields = EngineConfig._mutable_fields | {_ULYSSES}
     strategy: str = "zeroamp"
     zeroamp: Any = None
     dtype: str | None = None
@@ -59,10 +58,6 @@ class ZeroampEngineConfig(EngineConfig):  # type: ignore[misc]
     pad_to_length: bool = False
     pad_to_length_bucket: int = 1024
     ulysses_sequence_parallel_size: int = 1
-
-
-_FIELDS = {each.name: each.default for each in dataclasses.fields(ZeroampEngineConfig) if each.name != "router_replay"}
-ConfigStore.instance().store(group="engine", name="zeroamp", node=_FIELDS)
 
 
 class _Mode(BaseEngineCtx):  # type: ignore[misc]
@@ -118,9 +113,9 @@ class ZeroampEngine(_OfFsdpEngine, BaseEngine):  # type: ignore[misc]
         trains = not self.engine_config.forward_only
         self.module = zeroamp.wrap_model(module if trains else module.requires_grad_(False), self.policy)
         self._driver = LoopDriver(self.module, "forward_backward_batch.", reopens=True)
-        self.optimizer = build_optimizer(self.module.parameters(), self.optimizer_config) if trains else None
-        self.lr_scheduler = self._build_lr_scheduler(self.optimizer) if trains else None
-        self._driver.add([self.optimizer] * trains)
+        self.optimizer: Any = build_optimizer(self.module.parameters(), self.optimizer_config) if trains else None
+        self.lr_scheduler: Any = self._build_lr_scheduler(self.optimizer) if trains else None
+        self._driver.add(filter(None, [self.optimizer]))
         self.to("cpu", self.is_param_offload_enabled, self.is_optimizer_offload_enabled, self.is_param_offload_enabled)
 
     def _gradient_sync_context(self, *, is_last_micro_batch: bool) -> Any:
@@ -170,38 +165,34 @@ class ZeroampEngine(_OfFsdpEngine, BaseEngine):  # type: ignore[misc]
         if hdfs_path is not None or del_local_after_load:
             raise zeroamp.ConfigError("hdfs_path and del_local_after_load must be left out: local_path is loaded.")
         with self.train_mode():
-            extra = zeroamp.load_checkpoint(local_path, self.module, self._driver.train)
+            extra: Any = zeroamp.load_checkpoint(local_path, self.module, self._driver.train)
             self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
 
 
 def _refuse(engine: ZeroampEngine, checkpoint: Any) -> None:
     """Raise ConfigError that names the keys without an effect: see [Note: Keys of verl]."""
-    own, model, optim, policy = engine.engine_config, engine.model_config, engine.optimizer_config, engine.policy
+    ours, model, optim, policy = engine.engine_config, engine.model_config, engine.optimizer_config, engine.policy
     by_verl = ("optimizer", "scheduler", "gradient_", "train_")  # `optim` and the batches of verl decide
     wrong = [f"engine.zeroamp.{path}: leave it out" for path, _ in policy.given if path.startswith(by_verl)]
-    for where, config, keys in (  # keys that nothing here reads
-        (
-            "engine",
-            own,
-            "strategy use_fused_kernels router_replay seed full_determinism ulysses_sequence_parallel_size",
-        ),
+    for of, config, keys in (  # keys that nothing here reads
+        ("engine", ours, "strategy use_fused_kernels router_replay seed full_determinism " + _ULYSSES),
         ("model", model, "use_liger use_fused_kernels enable_activation_offload tiled_mlp mtp"),
         ("checkpoint", checkpoint, "save_contents load_contents async_save strict save_lora_only mbridge_config"),
     ):
         for key in dataclasses.fields(config):
             default = key.default if key.default_factory is dataclasses.MISSING else key.default_factory()
             if key.name in keys.split() and getattr(config, key.name) != default:
-                wrong.append(f"{where}.{key.name}: it must be {default!r}")
+                wrong.append(f"{of}.{key.name}: it must be {default!r}")
     low, rank = str(policy.low_dtype or torch.float32).removeprefix("torch."), model.lora_rank
     others = {
         "engine.zeroamp.zeroamp.reproducible: leave it out": policy.reproducible,
         f"engine.zeroamp.{policy.mode}: write torch_autocast": policy.mode not in ("autocast", "fp32"),
-        f"engine.dtype: it must be null or {low}, as in engine.zeroamp": own.dtype not in (None, low),
+        f"engine.dtype: it must be null or {low}, as in engine.zeroamp": ours.dtype not in (None, low),
         f"model.lora.merge: it must be {rank > 0}": model.lora.get("merge", False) != (rank > 0),
         "model.lora.rank: write model.lora_rank": model.lora.get("rank"),
         "model.lora_adapter_path: it needs model.lora_rank": model.lora_adapter_path is not None and rank == 0,
-        "optim: it must be an FSDPOptimizerConfig": not (own.forward_only or type(optim) is FSDPOptimizerConfig),
-        "optim.clip_grad: it must be above 0": not (own.forward_only or (optim.clip_grad or 0) > 0),
+        "optim: it must be an FSDPOptimizerConfig": not (ours.forward_only or type(optim) is FSDPOptimizerConfig),
+        "optim.clip_grad: it must be above 0": not (ours.forward_only or (optim.clip_grad or 0) > 0),
     }
     if wrong := wrong + [text for text, is_wrong in others.items() if is_wrong]:
         raise zeroamp.ConfigError("The zeroamp engine of verl does not do what these keys ask for. " + ". ".join(wrong))

@@ -140,6 +140,7 @@ class ZeroampEngine(_OfFsdpEngine, BaseEngine):  # type: ignore[misc]
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move state to host memory if `device` is "cpu", else to the device. What is there already stays."""
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
+        grad = grad or (model and device != "cpu")  # a forward needs both awake, also if there are no gradients
         parts = {part for part, is_asked in zip(PARTS, (model, grad, optimizer), strict=True) if is_asked}
         if device == "cpu" and (moved := parts - self._asleep):
             zeroamp.sleep(self.module, self.optimizer or (), sorted(moved))

@@ -4,9 +4,9 @@ Importing this module registers "zeroamp" in verl's `EngineRegistry`. verl impor
 `model.external_lib` is "zeroamp.integrations.verl", or if it is the `_target_` of the engine's config in a YAML file.
 
 [Note: Keys of verl]
-A key of verl's configs has its effect or is an error. So the engine is no subclass of verl's FSDP engine, whose own
-keys `ZeroampEngineConfig` does not have. It takes single functions of that engine: those that load a model, run
-micro-batches and compute log-probabilities. verl's common keys that nothing here reads must have their defaults.
+A key of verl's configs has its effect or is an error. So the engine is no subclass of verl's FSDP engine, and has none
+of its keys, but takes functions of it that load a model, run micro-batches and compute log-probabilities. `_refuse`
+names what it does not do.
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from verl.trainer.config import CheckpointConfig
-from verl.utils import torch_functional
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.py_functional import convert_to_regular_types
 from verl.utils.torch_dtypes import PrecisionType
+from verl.utils.torch_functional import entropy_from_logits
 from verl.workers.config import EngineConfig, FSDPOptimizerConfig, build_optimizer
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead as Fsdp
@@ -35,7 +35,6 @@ _FUNCTIONS = """_build_module _build_lora_module _build_lr_scheduler lr_schedule
 prepare_model_outputs _get_packed_pad_size _gather_and_unpad_packed forward_step forward_backward_batch disable_adapter
 get_data_parallel_rank get_data_parallel_size get_data_parallel_group is_mp_src_rank_with_outputs"""
 _OfFsdpEngine: Any = type("_OfFsdpEngine", (), {name: getattr(Fsdp, name) for name in _FUNCTIONS.split()})
-_ULYSSES = "ulysses_sequence_parallel_size"
 
 
 @dataclasses.dataclass
@@ -46,18 +45,17 @@ class ZeroampEngineConfig(EngineConfig):  # type: ignore[misc]
     loaded in `model_dtype`; trainable parameters are then sharded in fp32. The rollout gets weights in `weights_dtype`.
     """
 
-    _mutable_fields = EngineConfig._mutable_fields | {_ULYSSES}
+    _mutable_fields = EngineConfig._mutable_fields | {"ulysses_sequence_parallel_size"}
     strategy: str = "zeroamp"
     zeroamp: Any = None
     dtype: str | None = None
     model_dtype: str = "fp32"
     weights_dtype: str = "bf16"
-    entropy_from_logits_with_chunking: bool = False
-    entropy_from_logits_chunk_size: int = 2048
     entropy_checkpointing: bool = False
     pad_to_length: bool = False
     pad_to_length_bucket: int = 1024
     ulysses_sequence_parallel_size: int = 1
+    entropy_from_logits_with_chunking = False  # no key, but read by prepare_model_outputs
 
 
 class _Mode(BaseEngineCtx):  # type: ignore[misc]
@@ -80,6 +78,7 @@ class ZeroampEngine(_OfFsdpEngine, BaseEngine):  # type: ignore[misc]
 
     # The functions of the FSDP engine read these. Without a mesh, the first of all ranks loads the model.
     ulysses_sequence_parallel_size, use_ulysses_sp, ulysses_device_mesh, device_mesh = 1, False, None, None
+    compute_entropy_from_logits = staticmethod(entropy_from_logits)
     is_param_offload_enabled = property(lambda self: self.engine_config.param_offload)
     is_optimizer_offload_enabled = property(lambda self: self.engine_config.optimizer_offload)
     train_mode, eval_mode = partialmethod(_Mode, "train"), partialmethod(_Mode, "eval")
@@ -93,8 +92,6 @@ class ZeroampEngine(_OfFsdpEngine, BaseEngine):  # type: ignore[misc]
         _refuse(self, checkpoint_config or CheckpointConfig())
         self.rank, self.use_remove_padding = torch.distributed.get_rank(), model_config.use_remove_padding
         self.pad_to_length, self.pad_to_length_bucket = engine_config.pad_to_length, engine_config.pad_to_length_bucket
-        in_chunks = "_with_chunking" * engine_config.entropy_from_logits_with_chunking
-        self.compute_entropy_from_logits = getattr(torch_functional, f"entropy_from_logits{in_chunks}")
         self._autocast_dtype = self.policy.low_dtype or torch.float32
         # The loop over micro-batches calls `scaler.scale(loss).backward()`. The driver scales the loss.
         self.scaler = SimpleNamespace(scale=lambda loss: SimpleNamespace(backward=lambda: self._driver.backward(loss)))
@@ -176,7 +173,7 @@ def _refuse(engine: ZeroampEngine, checkpoint: Any) -> None:
     by_verl = ("optimizer", "scheduler", "gradient_", "train_")  # `optim` and the batches of verl decide
     wrong = [f"engine.zeroamp.{path}: leave it out" for path, _ in policy.given if path.startswith(by_verl)]
     for of, config, keys in (  # keys that nothing here reads
-        ("engine", ours, "strategy use_fused_kernels router_replay seed full_determinism " + _ULYSSES),
+        ("engine", ours, "use_fused_kernels router_replay seed full_determinism ulysses_sequence_parallel_size"),
         ("model", model, "use_liger use_fused_kernels enable_activation_offload tiled_mlp mtp"),
         ("checkpoint", checkpoint, "save_contents load_contents async_save strict save_lora_only mbridge_config"),
     ):
@@ -192,6 +189,8 @@ def _refuse(engine: ZeroampEngine, checkpoint: Any) -> None:
         f"model.lora.merge: it must be {rank > 0}": model.lora.get("merge", False) != (rank > 0),
         "model.lora.rank: write model.lora_rank": model.lora.get("rank"),
         "model.lora_adapter_path: it needs model.lora_rank": model.lora_adapter_path is not None and rank == 0,
+        "engine.use_remove_padding: it must be as in model": ours.use_remove_padding != model.use_remove_padding,
+        "engine.pad_to_length: it needs use_remove_padding": ours.pad_to_length and not model.use_remove_padding,
         "optim: it must be an FSDPOptimizerConfig": not (ours.forward_only or type(optim) is FSDPOptimizerConfig),
         "optim.clip_grad: it must be above 0": not (ours.forward_only or (optim.clip_grad or 0) > 0),
     }

@@ -7,6 +7,7 @@ import pytest
 import zeroamp
 from tests.models.adapters import Adapted, quietly
 from tests.processes.verl_training import STEPS, differing, engine_of, in_one_process, started, train, weights
+from zeroamp.planning.mesh import local_part
 
 if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed: it pins other libraries, so it is no extra", allow_module_level=True)
@@ -41,7 +42,8 @@ def _moved(folder, path):
     train(engine, range(2))
     before = weights(engine)
     engine.to("cpu")
-    assert all(each.to_local().untyped_storage().nbytes() == 0 for each in engine.module.parameters())
+    tensors = [each for own in engine.optimizer.state.items() for each in (own[0], own[1]["exp_avg"])]
+    assert all(local_part(each).untyped_storage().nbytes() == 0 for each in tensors)
     engine.to("device")
     differ = differing(weights(engine), before)
     engine.save_checkpoint(path, global_step=2)

@@ -254,8 +254,9 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         """Wrap `model` in place with the policy and `wrap_arguments`, and return it."""
         wrap_model(model, self.policy, **self.wrap_arguments)
         is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-        if (is_encoder_decoder or hasattr(model, "peft_config")) and hasattr(model, "generate"):
-            register_forward_method(model, "generate")  # it calls the encoder or the base model alone
+        has_images = any(each in getattr(model, "input_modalities", ()) for each in ("image", "video"))
+        if (is_encoder_decoder or has_images or hasattr(model, "peft_config")) and hasattr(model, "generate"):
+            register_forward_method(model, "generate")  # it calls an encoder or the base model alone
         return model
 
     def prepare_optimizer(

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 
 import zeroamp
 from tests.models import small
+from tests.models.adapters import quietly
+from tests.models.families import FAMILIES
 from tests.models.small import VOCAB, WIDTH, Block, RMSNorm
 from tests.processes.trainer import DDP, REDUCES_EACH, forget_accelerate, reduce_each
 from tests.processes.training import SmallTraining, adamw, config, full_parameters, same_bits
@@ -444,6 +446,21 @@ def _teacher():
 
 def test_a_frozen_teacher_and_another_training_with_the_same_accelerator(ranks2):
     assert ranks2.run(_teacher) == [([True] * 3, 5)] * 2
+
+
+@quietly
+def _generates_from_an_image():
+    model = FAMILIES["LLaVA"].seeded().eval()
+    inputs = {name: tensor for name, tensor in FAMILIES["LLaVA"].batch(0).items() if name != "labels"}
+    inputs |= {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model.generate(**inputs)
+    return torch.equal(accelerator_of(3).prepare_model(model).generate(**inputs), expected)
+
+
+def test_generation_encodes_an_image_before_the_first_forward(ranks2):
+    pytest.importorskip("transformers", reason="transformers is not installed: its model generates")
+    assert ranks2.run(_generates_from_an_image) == [True, True]
 
 
 def _filled():

@@ -19,7 +19,6 @@ import zeroamp
 from zeroamp.cli import arguments
 from zeroamp.cli.model_source import load_function, load_model
 from zeroamp.dry_run.gpu_memory import GPUS_GB
-from zeroamp.dry_run.render import title
 from zeroamp.dry_run.run_plan import plan_run
 from zeroamp.ledger.explain import Ledger
 from zeroamp.module_dtypes.extension import overridden
@@ -124,7 +123,7 @@ def plan(options: Namespace) -> str:
     )
     timelines = [{"stage": stage.stage, **stage.memory.drawn()} for stage in run.stages]
     data = {"plan": run.to_dict(), "timelines": timelines}
-    _write_page(options, "plan", f"plan of {options.model}", title(run), data)
+    _write_page(options, "plan", f"plan of {options.model}", run.title(), data)
     return _to_json(run.to_dict()) if options.json else str(run)
 
 

@@ -138,9 +138,9 @@ def _label_times(averages: Any) -> list[Row]:
         {
             "label": each.key,
             "calls": each.count,
-            "total_ms": each.cpu_time_total / 1e3,
-            "mean_ms": each.cpu_time_total / 1e3 / each.count,
-            **({"device_ms": device_us.get(each.key, 0.0) / 1e3} if device_us else {}),
+            "total ms": each.cpu_time_total / 1e3,
+            "mean ms": each.cpu_time_total / 1e3 / each.count,
+            **({"device ms": device_us.get(each.key, 0.0) / 1e3} if device_us else {}),
         }
         for each in sorted(on_host, key=lambda each: -each.cpu_time_total)
     ]

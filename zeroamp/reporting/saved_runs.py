@@ -99,7 +99,7 @@ def _is_lost(last: StepRecord, new: StepRecord) -> bool:
 
 def table(runs: Sequence[SavedRun]) -> str:
     """Return a table as text, with a column per run. Medians leave out the first step."""
-    return printable(render(_rows(runs), names=_names(runs)))
+    return printable(render(_rows(runs)))
 
 
 def _rows(runs: Sequence[SavedRun]) -> list[Row]:

@@ -13,7 +13,6 @@ from zeroamp.hooks.tensors import tensors_in
 from zeroamp.host_memory.between_steps import limited_to, parts_of
 from zeroamp.optimizers.bf16_states import example_optimizer
 from zeroamp.optimizers.from_config import optimizer_from_config
-from zeroamp.planning.groups import ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.shard_sizes import local_numel
@@ -46,11 +45,10 @@ def optimizer_costs(
             tensors. None: torch's choice.
     """
     with preserved_random_state("cpu"), torch.inference_mode(False), FakeTensorMode():
-        shards = [
-            nn.Parameter(torch.empty(local_numel(param, _shards(param, plan, ranks)), dtype=param.dtypes.stored))
-            for param in plan.params
-            if param.is_trainable
-        ]
+        shards = []
+        for param in (each for each in plan.params if each.is_trainable):
+            num_shards = ranks.of(is_expert=param.is_expert).shards(plan.policy) or 1
+            shards.append(nn.Parameter(torch.empty(local_numel(param, num_shards), dtype=param.dtypes.stored)))
         if not shards:
             return []
         if factory is None and plan.policy.optimizer is not None:
@@ -73,7 +71,3 @@ def optimizer_costs(
             changes = (event.num_bytes for event in recorder.events if isinstance(event, Change))
             costs.append(PartCosts(sum(tensor.nbytes for tensor in state), tuple(changes)))
     return costs
-
-
-def _shards(param: ParamPlan, plan: Plan, ranks: Ranks) -> int:
-    return ranks.of(is_expert=param.is_expert).shards(plan.policy) or 1

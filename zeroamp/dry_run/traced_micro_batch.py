@@ -13,9 +13,8 @@ So a trace on a machine with a GPU is more exact.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -177,9 +176,8 @@ def trace_micro_batch(
         handles += _record_gradients(fake_parameters, recorder)
         try:
             with recorder:
-                with ExitStack() as autocast:
-                    if plan.policy.mode == "autocast":
-                        autocast.enter_context(torch.autocast(device_type, dtype=plan.policy.param_dtype))
+                is_autocast = plan.policy.mode == "autocast"
+                with torch.autocast(device_type, dtype=plan.policy.param_dtype, enabled=is_autocast):
                     output = model(*args, **kwargs)
                 loss = loss_of(output, loss_fn, where=type(model).__name__, error=ConfigError)
                 del output
@@ -208,8 +206,8 @@ def _mark_units(
     handles: list[RemovableHandle] = []
     for unit in ("", *plan.units):
         module = model.get_submodule(unit)
-        if checkpointing and unit and unit not in is_inner:
-            module.forward = _checkpointed(module.forward)  # undone by `fake_run`
+        if checkpointing and unit and unit not in is_inner:  # undone by `fake_run`
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
         handles += _mark_unit(unit, module, recorder)
         if (dtype := plan.input_dtype(unit)) is not None:
             handles.append(module.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True))
@@ -256,14 +254,6 @@ class _EndOfBackward(torch.autograd.Function):
         recorder, unit = ctx.point
         recorder.mark("end backward", unit)
         return (None, None, *gradients)
-
-
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-    return run
 
 
 def _record_gradients(parameters: Mapping[str, nn.Parameter], recorder: EventRecorder) -> list[RemovableHandle]:

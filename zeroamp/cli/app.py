@@ -234,7 +234,6 @@ def _check_page(options: Namespace) -> None:
 
 def _write_page(options: Namespace, kind: PageKind, name: str, subtitle: str, data: dict[str, Any]) -> None:
     if options.html is not None:
-        options.html.parent.mkdir(parents=True, exist_ok=True)
         options.html.write_text(html_page(kind, name, subtitle, data), encoding="utf-8")
         sys.stderr.write(f"wrote {options.html}\n")
 

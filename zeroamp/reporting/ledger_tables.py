@@ -62,23 +62,16 @@ def parameter_text(ledger: "Ledger") -> str:
 
 def verification_text(verification: Verification) -> str:
     """Return a table of two rows per group: the expected and the observed dtypes."""
-    dicts = verification.to_dict()["groups"]
-    has_replicas = any(row["observed"][REPLICAS] for row in dicts)
+    groups = verification.to_dict()["groups"]
+    has_replicas = any(row["observed"][REPLICAS] for row in groups)
     used = (*DTYPE_COLUMNS, REPLICAS) if has_replicas else DTYPE_COLUMNS
-    pairs = fold(
-        [
-            {
-                "group": row["group"],
-                "expected": {column: row["expected"][column] or "-" for column in used},
-                "observed": {column: ", ".join(row["observed"][column]) or "-" for column in used},
-            }
-            for row in dicts
-        ]
-    )
+    for row in groups:
+        row["expected"] = cells(row["expected"], used)
+        row["observed"] = {column: ", ".join(row["observed"][column]) or "-" for column in used}
     rows = [
-        {"group": pair["group"], "groups": pair["groups"], "dtypes": what, **pair[what]}
-        for pair in pairs
-        for what in ("expected", "observed")
+        {"group": row["group"], "groups": row["groups"], "dtypes": dtypes, **row[dtypes]}
+        for row in fold(groups)
+        for dtypes in ("expected", "observed")
     ]
     note = (
         f'For "{PER_OP}" no dtype is expected. "-": nothing to observe, or a module that did not run.\n'

@@ -6,7 +6,6 @@ A page loads nothing, and its Content-Security-Policy forbids it to load anythin
 import html
 import importlib
 import json
-import os
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -69,17 +68,17 @@ def html_page(kind: PageKind, title: str, subtitle: str, data: Mapping[str, Any]
 
 
 def check_page(path: Path) -> None:
-    """Check that a page can be written, before computing what it shows.
+    """Create the file of a page, before computing what it shows.
 
     Raises:
-        ConfigError: plotly is not installed, the suffix is not .html, or the file cannot be written.
+        ConfigError: plotly is not installed, or the file cannot be written.
     """
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(f"--html: '{path}' must end in .html. Rename it.")
-    nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
-    if nearest.is_file() != (nearest is path) or not os.access(nearest, os.W_OK):
-        raise ConfigError(f"--html: '{path}' cannot be written. Name a file in another folder.")
     _plotly_script()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise ConfigError(f"--html: '{path}' cannot be written ({error.strerror}). Name another file.") from error
 
 
 def _plotly_script() -> str:

@@ -34,8 +34,6 @@ class SavedRun:
     """Records in the order of steps. After a resume from a checkpoint, the repeated steps replace the lost ones."""
     warnings: list[tuple[str, str]] = field(default_factory=list)
     """(name, text)."""
-    num_unreadable: int = 0
-    """Lines that RunReport did not write, or that a crash cut."""
 
 
 def read_run(path: str | os.PathLike[str]) -> SavedRun:
@@ -52,7 +50,6 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
             unreadable = [number for number, line in lines if line.strip() and not _read_line(run, line)]
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}. Name a file that RunReport wrote.") from error
-    run.num_unreadable = len(unreadable)
     if unreadable:
         what = "1 line is" if len(unreadable) == 1 else f"{len(unreadable):,} lines are"
         logger.warning("%s, from line %d: %s skipped: cut, or not written by RunReport", path, unreadable[0], what)

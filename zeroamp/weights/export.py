@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 from zeroamp.planning.mesh import is_first_rank
 from zeroamp.policies.dtypes import DTYPE_BY_NAME, short_name
 from zeroamp.policies.errors import CheckpointError, describe
-from zeroamp.policies.numbers import is_integer
 from zeroamp.rank_group import RankGroup
 from zeroamp.weights.files import require_libraries, write_weights
 from zeroamp.weights.layouts import outline_of_model, publish
@@ -54,8 +53,7 @@ def export_hf(
     Raises:
         CheckpointError: on all ranks. Before anything is written: the model has adapters of peft or weights that
             bitsandbytes quantized, the ranks pass different arguments, a finite value would be infinite in `dtype`,
-            the folder is a checkpoint, `max_shard_bytes` is no positive integer, or safetensors is not installed.
-            Later: the first rank cannot write.
+            the folder is a checkpoint, or safetensors is not installed. Later: the first rank cannot write.
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
@@ -66,10 +64,6 @@ def export_hf(
 
     def check() -> dict[str, object]:
         require_libraries()
-        if not is_integer(max_shard_bytes, at_least=1):
-            raise CheckpointError(
-                f"export_hf(max_shard_bytes=) must be an integer from 1 on, but is {max_shard_bytes!r}."
-            )
         _refuse_modules(root)
         weights.update((name, weight) for weight in find_weights(root) for name in weight.written_names)
         for name, weight in weights.items():
@@ -88,17 +82,14 @@ def export_hf(
 def _refuse_modules(root: nn.Module) -> None:
     """Raise CheckpointError for modules whose weights `from_pretrained` does not load: peft's and bitsandbytes'."""
     for fqn, module in root.named_modules():
-        if any(cls.__module__.startswith("peft.") for cls in type(module).__mro__):
+        is_of_peft = any(cls.__module__.startswith("peft.") for cls in type(module).__mro__)
+        # The scales of a quantized weight are not among the parameters.
+        if is_of_peft or getattr(module, "quant_state", None) is not None:
             raise CheckpointError(
-                f"export_hf cannot write {type(root).__name__}: {fqn or 'the model'} is a peft module, and "
-                "from_pretrained cannot load the names of adapters and of the layers that they wrap. Call "
-                "zeroamp.integrations.peft: export_adapter(model, folder) writes an adapter, which peft merges in one "
-                "process (docs/peft.md)."
-            )
-        if getattr(module, "quant_state", None) is not None:  # its scales are not among the parameters
-            raise CheckpointError(
-                f"export_hf cannot write {fqn}.weight: it is quantized by bitsandbytes. "
-                "zeroamp.integrations.peft.export_adapter writes adapters."
+                f"export_hf cannot write {type(root).__name__}: {fqn or 'the model'} is "
+                f"{'a peft module' if is_of_peft else 'quantized by bitsandbytes'}, which from_pretrained cannot load. "
+                "Call zeroamp.integrations.peft: export_adapter(model, folder) writes an adapter, which peft merges in "
+                "one process (docs/peft.md)."
             )
 
 

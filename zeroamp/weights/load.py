@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.planning.mesh import local_slices
 from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.rank_group import RankGroup
-from zeroamp.weights.files import NUM_NAMES, stored_tensors
+from zeroamp.weights.files import stored_tensors
 from zeroamp.weights.layouts import Part, parts_of_model
 from zeroamp.weights.model_weights import Weight, computed_buffers, find_weights
 from zeroamp.wrapping.state import wrap_state
@@ -38,9 +38,8 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         folder: a folder with `model.safetensors`, or with `model.safetensors.index.json` and the files that it lists.
 
     Raises:
-        CheckpointError: on all ranks. With the model unchanged: there are no such files, a file is a link out of the
-            folder (links into a hub's cache are followed), or names or shapes differ from the model's. With some
-            tensors loaded: a file cannot be read to its end.
+        CheckpointError: on all ranks. With the model unchanged: there are no such files, or names or shapes differ
+            from the model's. With some tensors loaded: a file cannot be read to its end.
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
@@ -91,7 +90,7 @@ def fill_weights(find: Callable[[ExitStack], Found], mesh: DeviceMesh, path: str
                 if name in parts and parts[name].shape != tuple(weight.tensor.shape)
             ],
         }
-        texts = [f"{len(names)} {what} ({some_of(names, NUM_NAMES)})" for what, names in problems.items() if names]
+        texts = [f"{len(names)} {what} ({some_of(names, 5)})" for what, names in problems.items() if names]
         if texts:
             raise CheckpointError(
                 f"{path} must have the tensors of the model, but {' and '.join(texts)}. If the architecture's files "

@@ -183,9 +183,6 @@ def _on_a_full_disk(folder):
     model = wrapped("llama_untied", config(3))
     real, safetensors.torch.save_file = safetensors.torch.save_file, _full_disk
     try:
-        for wrong in (0, 2.5, "5GB"):
-            with pytest.raises(zeroamp.CheckpointError, match=r"max_shard_bytes=?\)? must be an integer from 1 on"):
-                zeroamp.export_hf(model, folder, max_shard_bytes=wrong)
         with pytest.raises(zeroamp.CheckpointError) as raised:
             zeroamp.export_hf(model, folder, max_shard_bytes=20_000)
     finally:

@@ -24,7 +24,6 @@ from zeroamp.ledger.explain import Ledger
 from zeroamp.module_dtypes.extension import overridden
 from zeroamp.planning.mesh import mesh_shape
 from zeroamp.planning.plan import Plan, build_plan
-from zeroamp.policies.accumulation import STAGES
 from zeroamp.policies.errors import ConfigError, ZeroAmpError, some_of
 from zeroamp.policies.policy import Policy
 from zeroamp.reporting import saved_runs
@@ -109,7 +108,6 @@ def plan(options: Namespace) -> str:
         world_size=options.world_size,
         batch=options.batch,
         seq=options.seq,
-        stages=options.stages,
         checkpointing=options.checkpointing,
         gpu=options.gpu,
         inputs=None if options.inputs is None else load_function(options.inputs, "--inputs"),
@@ -139,8 +137,7 @@ def profile(options: Namespace) -> None:
 
     The script runs to its end. The first rank prints its labels with their times.
     """
-    schedule = {"wait": options.wait, "warmup": options.warmup, "active": options.active}
-    recording = Profile(None, options.out, **schedule)
+    recording = Profile(None, options.out, wait=options.wait, warmup=options.warmup, active=options.active)
     with recording, _as_main(options.script, options.arguments):
         try:
             runpy.run_path(str(options.script), run_name="__main__")
@@ -189,7 +186,6 @@ def parsers() -> list[ArgumentParser]:
         default=TRACED_TOKENS,
         help="Tokens per sample and rank. Default: 2048.",
     )
-    add("--stages", metavar="LIST", type=arguments.stages, default=STAGES, help="ZeRO stages to compare, such as 1,3.")
     add("--checkpointing", action="store_true", help="Each unit recomputes its forward.")
     gpu = f"One of {', '.join(GPUS_GB)} (the default is h100), or the memory of another GPU in GB."
     add("--gpu", metavar="NAME|GB", type=arguments.gpu, default="h100", help=gpu)

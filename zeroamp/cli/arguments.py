@@ -86,10 +86,3 @@ def gpu(text: str) -> str | float:
         return float(text)
     except ValueError:
         return text
-
-
-def stages(text: str) -> tuple[int, ...]:
-    """Return the ZeRO stages of a text such as "1,3"."""
-    if wrong := [name for name in text.split(",") if name not in ("0", "1", "2", "3")]:
-        raise ArgumentTypeError(f"{wrong[0]!r} is not one of 0, 1, 2, 3.")
-    return tuple(map(int, text.split(",")))

@@ -21,8 +21,8 @@ from zeroamp.planning.plan import Plan
 from zeroamp.planning.shard_sizes import padded_numel
 from zeroamp.policies.extensions import extensions_of
 
-_REPLICATED_BYTES = 2 * torch.float64.itemsize
-"""Bytes of a 0-D parameter in the step's all-reduce: its gradient, and whether there is one."""
+_NUMBERS_PER_REPLICATED = 2
+"""Numbers of a 0-D parameter in the step's all-reduce: its gradient, and whether there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,14 @@ def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
         traffic.num_bytes[calls.key] += sum(calls.num_bytes.values())
     for extension in extensions_of(plan.policy):
         extension.add_traffic(plan, ranks, traffic)
+    # The step's all-reduce: the mean loss, the sum of squares, and how many ranks used each sharded parameter.
+    num_numbers = 2 + math.ceil(sum(len(group.params) for group in plan.groups) / PARAMETERS_PER_NUMBER)
+    if plan.replicated is not None:
+        num_numbers += len(plan.replicated.params) * _NUMBERS_PER_REPLICATED
+    has_tensor = ranks.num_tensor > 1  # two numbers compare the gradients of the tensor axis' copies
+    num_numbers += (has_tensor or not ranks.is_one) + 2 * has_tensor  # several ranks compare a hash: one number
     key = TrafficKey("all_reduce", torch.float64, STEP)
     traffic.calls[key] += 1
-    # Several ranks compare a hash: one number.
-    has_tensor = ranks.num_tensor > 1  # two numbers compare the gradients of the tensor axis' copies
-    num_numbers = _num_statistics(plan) + (has_tensor or not ranks.is_one) + 2 * has_tensor
     traffic.num_bytes[key] += num_numbers * torch.float64.itemsize
     return traffic
 
@@ -80,16 +83,6 @@ def bytes_per_step(plan: Plan, ranks: Ranks) -> dict[str, tuple[int, int]]:
     for calls in _calls(plan, ranks):
         (gathered if calls.key.collective == "all_gather" else reduced).update(calls.num_bytes)
     if plan.replicated is not None:
-        reduced.update({param.fqn: _REPLICATED_BYTES for param in plan.replicated.params})
+        num_bytes = _NUMBERS_PER_REPLICATED * torch.float64.itemsize
+        reduced.update({param.fqn: num_bytes for param in plan.replicated.params})
     return {param.fqn: (gathered[param.fqn], reduced[param.fqn]) for param in plan.params}
-
-
-def _num_statistics(plan: Plan) -> int:
-    """Return how many fp64 numbers `TrainStep` sums over ranks in an optimizer step, without those of callbacks.
-
-    These are the mean loss, the sum of squares, the counts of ranks that used each sharded parameter, and the gradients
-    of 0-D parameters.
-    """
-    num_sharded = sum(len(group.params) for group in plan.groups)
-    num_replicated = 0 if plan.replicated is None else len(plan.replicated.params)
-    return 2 + math.ceil(num_sharded / PARAMETERS_PER_NUMBER) + 2 * num_replicated

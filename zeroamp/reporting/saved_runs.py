@@ -5,7 +5,7 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -110,9 +110,15 @@ def runs_to_dict(runs: Sequence[SavedRun]) -> dict[str, Any]:
 
     Keys are stable; new ones may be added. Non-finite numbers are strings.
     """
-    found = [asdict(run) | {"records": [record.to_json() for record in run.records]} for run in runs]
-    for name, run in zip(_names(runs), found, strict=True):
-        run |= {"name": name, "warnings": [{"name": warning, "text": text} for warning, text in run["warnings"]]}
+    found = [
+        {
+            "name": name,
+            "headers": run.headers,
+            "records": [record.to_json() for record in run.records],
+            "warnings": [{"name": warning, "text": text} for warning, text in run.warnings],
+        }
+        for name, run in zip(_names(runs), runs, strict=True)
+    ]
     return {"summary": _rows(runs), "runs": found}
 
 

@@ -15,7 +15,7 @@ from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.rank_group import RankGroup
 from zeroamp.weights.files import stored_tensors
 from zeroamp.weights.layouts import Part, parts_of_model
-from zeroamp.weights.model_weights import Weight, computed_buffers, find_weights
+from zeroamp.weights.model_weights import Weight, file_name, find_weights
 from zeroamp.wrapping.state import wrap_state
 
 Found = tuple[Mapping[str, Weight], Mapping[str, Part]]
@@ -57,7 +57,9 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             wanted[own] = weight
             for name in others:  # a tied parameter
                 parts.pop(name, None)
-        computed = set(computed_buffers(state.root))
+        # Non-persistent buffers: the model computes them itself.
+        buffers = {name for name, _ in state.root.named_buffers(remove_duplicate=False)}
+        computed = {name.rpartition(".")[2] for name in map(file_name, buffers) if name not in shapes}
         return wanted, {name: each for name, each in parts.items() if name.rpartition(".")[2] not in computed}
 
     fill_weights(find, state.axes.whole, folder)

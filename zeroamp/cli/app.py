@@ -10,6 +10,7 @@ import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ import zeroamp
 from zeroamp.cli import arguments
 from zeroamp.cli.model_source import load_function, load_model
 from zeroamp.dry_run.gpu_memory import GPUS_GB
-from zeroamp.dry_run.run_plan import plan_run
+from zeroamp.dry_run.run_plan import plan_run, ranks_at
 from zeroamp.ledger.explain import Ledger
 from zeroamp.module_dtypes.extension import overridden
-from zeroamp.planning.mesh import mesh_shape
+from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies.errors import ConfigError, ZeroAmpError, some_of
 from zeroamp.policies.policy import Policy
@@ -88,10 +89,8 @@ def explain(options: Namespace) -> str:
     policy = _policy(options, options.world_size)
     _check_page(options)
     plan = build_plan(load_model(options.model), policy, options.auto_wrap, _example_inputs(options))
-    ledger = Ledger(plan=plan)
-    if options.world_size is not None:
-        *replicas, num_shards = mesh_shape(policy.stage, options.world_size, policy.dp_replicate_size)
-        ledger = Ledger(plan=plan, num_shards=num_shards, num_replicas=replicas[0] if replicas else None)
+    ranks = Ranks() if options.world_size is None else ranks_at(policy, options.world_size)
+    ledger = Ledger(plan=plan, **asdict(ranks))
     _write_page(options, "ledger", f"dtype ledger of {options.model}", ledger.title(), ledger.to_dict())
     if options.json:
         return _to_json(ledger.to_dict())

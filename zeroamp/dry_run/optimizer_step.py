@@ -35,14 +35,9 @@ def optimizer_costs(
 ) -> list[PartCosts]:
     """Return the costs of each part of the optimizer's second step on fake shards, on the first rank.
 
-    The first rank holds the most. The first step creates the state.
-
-    Args:
-        plan: of the model.
-        ranks: of the mesh.
-        factory: parameters -> their optimizer. None: the config's optimizer, else `torch.optim.AdamW`.
-        foreach: value for param groups that do not set `foreach`. torch's default on accelerators is True, which copies
-            tensors. None: torch's choice.
+    The first rank holds the most. The first step creates the state. Param groups that do not set `foreach` get the
+    given value: torch's default on accelerators is True, which copies tensors. Without a factory the optimizer is the
+    config's, else `torch.optim.AdamW`.
     """
     with preserved_random_state("cpu"), torch.inference_mode(False), FakeTensorMode():
         shards = []

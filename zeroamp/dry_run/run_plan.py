@@ -139,15 +139,14 @@ class _Run:
     ) -> tuple[list[tuple[Plan, Ranks]], dict[Stage, str]]:
         """Return the plan and ranks of each stage that the config allows, in order, and why others are refused.
 
-        Raises:
-            ConfigError, WrapError: the policy's own stage is refused, or all stages are.
+        If the policy's own stage is refused, or all stages are, that is an error.
         """
         possible: list[tuple[Plan, Ranks]] = []
         refused: dict[Stage, str] = {}
         for stage in sorted(set(stages)):
             try:
                 of_stage = policy.replace(stage=stage)
-                possible.append((self.plan(of_stage), _ranks_at(of_stage, world_size)))
+                possible.append((self.plan(of_stage), ranks_at(of_stage, world_size)))
             except (ConfigError, WrapError) as error:
                 if stage == policy.stage or (stage == max(stages) and not possible):
                     raise
@@ -217,11 +216,7 @@ class _Run:
                 tried_ranks, before = 2 * tried_ranks, peak_bytes
 
     def micro_batch(self, plan: Plan, batch: int, checkpointing: bool) -> MicroBatch:
-        """Return the trace of a micro-batch of `batch` samples. Stages with the same units and dtypes share it.
-
-        Raises:
-            ConfigError: the model cannot run on fake tensors, or it returns no loss.
-        """
+        """Return the trace of a micro-batch of `batch` samples. Stages with the same units and dtypes share it."""
         dtypes: tuple[tuple[str, torch.dtype], ...] = tuple((p.fqn, p.group_key.param) for p in plan.params)
         key = (frozenset(dtypes), plan.units, batch, checkpointing)
         if key not in self.traced:
@@ -247,12 +242,8 @@ class _Run:
         return self.traced[key]
 
 
-def _ranks_at(policy: Policy, world_size: int) -> Ranks:
-    """Return the shards and replicas that `wrap_model` would make at the policy's stage.
-
-    Raises:
-        ConfigError: the replicas do not divide the ranks, or the secondary partition does not divide the shards.
-    """
+def ranks_at(policy: Policy, world_size: int) -> Ranks:
+    """Return the shards and replicas that `wrap_model` would make at the policy's stage, or raise its ConfigError."""
     *replicas, num_shards = mesh_shape(policy.stage, world_size, policy.dp_replicate_size)
     if policy.stage == 3:
         refuse_partition(policy, num_shards)

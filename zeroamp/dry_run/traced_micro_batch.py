@@ -147,17 +147,8 @@ def trace_micro_batch(
 ) -> MicroBatch:
     """Run forward and backward once on fake tensors. The model is not changed, and may be on the meta device.
 
-    Args:
-        model: the model of `plan`.
-        plan: has the `param_dtype` of each parameter, and the units.
-        arguments: (args, kwargs) of the model's forward.
-        device_type: the device type of the ops: "cpu", or an accelerator of this machine.
-        checkpointing: whether each unit (the outermost of nested ones) saves its inputs only, and recomputes its
-            forward in the backward.
-        loss_fn: the model's output -> a scalar loss. None: its `.loss`, or the output itself.
-
-    Raises:
-        ConfigError: the output has no scalar loss.
+    The ops are those of `device_type`: "cpu", or an accelerator of this machine. With `checkpointing`, each unit (the
+    outermost of nested ones) saves its inputs only, and recomputes its forward in the backward.
     """
     parameters = {param.fqn: model.get_parameter(param.fqn) for param in plan.params}
     dtypes = {id(parameters[param.fqn]): param.group_key.param for param in plan.params}

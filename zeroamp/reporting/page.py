@@ -43,16 +43,9 @@ style-src 'unsafe-inline'; img-src data: blob:; connect-src 'none'">
 
 
 def html_page(kind: PageKind, title: str, subtitle: str, data: Mapping[str, Any]) -> str:
-    """Return the HTML text of a page that shows `data`.
+    """Return the HTML text of a page that shows `data`, which `pages/<kind>.js` draws.
 
-    Args:
-        kind: which of the scripts in `pages/` draws the data.
-        title: plain text, in the browser's tab and at the top of the page.
-        subtitle: a sentence below the title, plain text.
-        data: values that JSON can represent. The page shows them as text, never as markup.
-
-    Raises:
-        ConfigError: plotly is not installed.
+    All texts are plain: the page shows them as text, never as markup. Raises ConfigError without plotly.
     """
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return _TEMPLATE.format(

@@ -46,17 +46,8 @@ _GIB = 1024**3
 class RunReport(Callback):
     """Writes a record of every step of a `TrainStep` to a file, and warns of a slow rank. Results do not change.
 
-    ```python
-    with zeroamp.RunReport(train, "runs/a.jsonl") as run:
-        for batch in loader:
-            train.backward(model(**batch).loss)
-            train.step()
-            run.last  # the newest StepRecord
-    ```
-
-    All ranks construct it; the first one writes. If the file exists, it is appended to: see `read_run`.
-
-    A model has at most one open RunReport.
+    All ranks construct it; the first one writes. If the file exists, it is appended to: see `read_run`. A model has at
+    most one open RunReport.
 
     Examples:
         >>> model = zeroamp.wrap_model(nn.Linear(8, 1), zeroamp.policy_from_config({}))

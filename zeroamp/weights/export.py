@@ -136,11 +136,7 @@ def _save_config(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
 
 
 def _export_dtype(requested: str | torch.dtype | None, default: torch.dtype) -> torch.dtype:
-    """Return `requested` as a torch dtype, or `default` for None.
-
-    Raises:
-        CheckpointError: `requested` is not fp32, bf16 or fp16.
-    """
+    """Return `requested` as a torch dtype, or `default` for None. Raise CheckpointError for one that is not valid."""
     named = DTYPE_BY_NAME.get(requested, requested) if isinstance(requested, str) else requested
     dtype = default if named is None else named
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_BY_NAME.values():

@@ -45,15 +45,9 @@ def write_weights(
 ) -> Iterator[bool]:
     """Write tensors to `folder`, one file after another. One rank iterates over this.
 
-    All files are written into a folder inside `folder` first. Then they replace the weights of an earlier export; other
-    files stay. Yields True after each file, so that other ranks need not wait longer than the writing of one file.
-
-    Args:
-        tensors: contiguous tensors on the CPU, by name.
-        folder: created if it does not exist.
-        write_config: writes config files into the folder that it is given.
-        max_shard_bytes: the largest number of bytes of tensors in one file. A larger tensor gets its own file.
-        stem: the beginning of the names of the files.
+    All files, and those that `write_config` writes, are written into a folder inside `folder` first. Then they replace
+    the weights of an earlier export; other files stay. Yields True after each file, so that other ranks need not wait
+    longer than the writing of one file. The tensors must be contiguous and on the CPU.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file

@@ -68,13 +68,8 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 def fill_weights(find: Callable[[ExitStack], Found], mesh: DeviceMesh, path: str | os.PathLike[str]) -> None:
     """Fill weights of a wrapped model from tensors of files. All ranks of `mesh` call it, and each reads its own part.
 
-    Args:
-        find: opens the files, in the given `ExitStack`, and returns the weights and the tensors that fill them.
-        mesh: the mesh of all ranks of the model.
-        path: where the files are, for errors.
-
-    Raises:
-        CheckpointError: on all ranks, if `find` raises it, or if names or shapes differ.
+    `find` opens the files in the given `ExitStack`, and returns the weights and the tensors that fill them. If it
+    raises, or names or shapes differ, all ranks raise a CheckpointError that names `path`.
     """
     weights: dict[str, Weight] = {}
     parts: dict[str, Part] = {}

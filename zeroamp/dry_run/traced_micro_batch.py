@@ -74,7 +74,6 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.is_forward = True
         self._births: dict[int, Change] = {}
-        self._watched: dict[int, Any] = {}  # the weak references, which must live
         self._existing = {storage_key(tensor) for tensor in existing}
 
     def mark(self, point: Point, unit: str) -> None:
@@ -111,10 +110,9 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         birth = self._births[key] = Change(storage.nbytes())
         self.events.append(birth)
-        self._watched[key] = weakref.ref(storage, lambda _: self._record_end(key))
+        weakref.finalize(storage, self._record_end, key).atexit = False
 
     def _record_end(self, key: int) -> None:
-        self._watched.pop(key)
         birth = self._births.pop(key)
         self.events.append(Change(-birth.num_bytes, birth.kind, birth.param))
 

@@ -38,11 +38,11 @@ def report_rows(policy: "Policy") -> list[dict[str, str]]:
 
 
 def _status(path: str, value: Any, key: Key, policy: "Policy") -> tuple[str, str]:
-    key_class, depth = key.key_class, key.path.count(".")
+    key_class = key.key_class
     if isinstance(key_class, Native):
         return "native", key_class.note
     if isinstance(key_class, Unsupported):
-        is_key = path.count(".") == depth
+        is_key = path == key.path
         return "off", "this value disables the key; any other value is an error" if is_key else "its block is off"
     if reason := _idle(path, policy):
         return "no effect", reason

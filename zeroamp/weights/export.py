@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.planning.mesh import is_first_rank
-from zeroamp.policies.dtypes import DTYPE_BY_NAME, short_name
+from zeroamp.policies.dtypes import DTYPE_BY_NAME
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.rank_group import RankGroup
 from zeroamp.weights.files import require_libraries, write_weights
@@ -46,14 +46,14 @@ def export_hf(
         model: a model that `wrap_model` returned, at any stage, before training, between two steps or after.
         folder: a folder that the first rank sees. It is created if it does not exist.
         dtype: dtype of floating-point parameters: "fp32", "bf16", "fp16" or a torch dtype. None: the config's low dtype
-            if it sets `stage3_gather_16bit_weights_on_model_save`, else fp32. Buffers keep their dtype. Of buffers and
-            of `ignored_params`, the first rank's values are written.
+            if it sets `stage3_gather_16bit_weights_on_model_save`, else fp32. A value beyond the dtype's range becomes
+            infinite. Buffers keep their dtype. Of buffers and of `ignored_params`, the first rank's values are written.
         max_shard_bytes: the largest number of bytes of tensors in one file. A larger tensor gets its own file.
 
     Raises:
         CheckpointError: on all ranks. Before anything is written: the model has adapters of peft or weights that
-            bitsandbytes quantized, the ranks pass different arguments, a finite value would be infinite in `dtype`,
-            the folder is a checkpoint, or safetensors is not installed. Later: the first rank cannot write.
+            bitsandbytes quantized, the ranks pass different arguments, the folder is a checkpoint, or safetensors is
+            not installed. Later: the first rank cannot write.
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
@@ -66,8 +66,6 @@ def export_hf(
         require_libraries()
         _refuse_modules(root)
         weights.update((name, weight) for weight in find_weights(root) for name in weight.written_names)
-        for name, weight in weights.items():
-            _refuse_overflow(name, weight, written_dtype())
         return {"folder": os.fspath(folder), "dtype": written_dtype()}
 
     ranks.refuse_different("export_hf", check)
@@ -91,17 +89,6 @@ def _refuse_modules(root: nn.Module) -> None:
                 "Call zeroamp.integrations.peft: export_adapter(model, folder) writes an adapter, which peft merges in "
                 "one process (docs/peft.md)."
             )
-
-
-def _refuse_overflow(name: str, weight: Weight, dtype: torch.dtype) -> None:
-    """Raise CheckpointError if a finite value of a weight would be infinite in an export as `dtype`."""
-    local, written = weight.local, weight.dtype_in(dtype)
-    if written != local.dtype and (beyond := local.to(written).isinf() & local.isfinite()).any():
-        raise CheckpointError(
-            f"{name} has a value of magnitude {float(local[beyond].abs().max()):g}, but the largest number of "
-            f"{short_name(written)} is {torch.finfo(written).max:g}. Export in fp32, or, if the model was trained in "
-            "it, in bf16."
-        )
 
 
 def gather_weights(

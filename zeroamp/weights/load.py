@@ -71,13 +71,10 @@ def fill_weights(find: Callable[[ExitStack], Found], mesh: DeviceMesh, path: str
     `find` opens the files in the given `ExitStack`, and returns the weights and the tensors that fill them. If it
     raises, or names or shapes differ, all ranks raise a CheckpointError that names `path`.
     """
-    weights: dict[str, Weight] = {}
-    parts: dict[str, Part] = {}
+    found: list[Found] = []
 
-    def check(stack: ExitStack) -> None:
-        own, stored = find(stack)
-        weights.update(own)
-        parts.update(stored)
+    def check() -> None:
+        weights, parts = find(stack)
         problems = {
             "are missing": [name for name in weights if name not in parts],
             "are not in the model": [name for name in parts if name not in weights],
@@ -93,13 +90,15 @@ def fill_weights(find: Callable[[ExitStack], Found], mesh: DeviceMesh, path: str
                 f"{path} must have the tensors of the model, but {' and '.join(texts)}. If the architecture's files "
                 "have another layout than the model, load it with transformers' from_pretrained before wrap_model."
             )
+        found.append((weights, parts))
 
     def copy_values() -> None:
+        weights, parts = found[0]
         for name, weight in weights.items():
             own = local_slices(weight.tensor) if isinstance(weight.tensor, DTensor) else None
             weight.local.copy_(parts[name].read(own))
 
     with torch.no_grad(), ExitStack() as stack:
         ranks = RankGroup.for_saving(mesh)
-        ranks.run(lambda: check(stack))
+        ranks.run(check)
         ranks.run(copy_values)

@@ -18,8 +18,6 @@ from zeroamp.weights.untrusted_files import open_regular
 logger = logging.getLogger("zeroamp")
 
 _MAX_LINE_BYTES = 16 * 1024**2
-NUM_WARM_UP = 1
-"""Steps that medians leave out, if the run has more: the first step allocates."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -125,7 +123,8 @@ def runs_to_dict(runs: Sequence[SavedRun]) -> dict[str, Any]:
 def _summary(run: SavedRun) -> dict[str, str]:
     """Return one run's column of the table as label -> text; "-" if a number is unknown."""
     header, taken = run.headers[-1], [record for record in run.records if not record.skipped]
-    steady, last = run.records[NUM_WARM_UP:] or run.records, run.records[-1:]
+    steady = run.records[1:] or run.records  # the first step allocates
+    last = run.records[-1:]
 
     def share(part: str) -> str:
         step_s = sum(each.step_s for each in steady)

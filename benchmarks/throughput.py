@@ -6,7 +6,7 @@ import zeroamp
 from benchmarks.peers.model import SHAPES, Decoder, Shape
 from benchmarks.peers.options import Options
 from benchmarks.peers.zeroamp import policy_of
-from zeroamp.dry_run.run_plan import StagePlan
+from zeroamp.dry_run.planned_run import StagePlan
 from zeroamp.policies.policy import Stage
 
 BF16_TFLOPS = {"a100": 312, "h100": 989, "h200": 989, "b200": 2250, "mi300x": 1307, "l40s": 362}

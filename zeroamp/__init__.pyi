@@ -6,7 +6,7 @@ from zeroamp.checkpoint.save import save_checkpoint as save_checkpoint
 from zeroamp.checkpoint.save import wait_for_save as wait_for_save
 from zeroamp.discovery.traced_parameters import SafeParameters as SafeParameters
 from zeroamp.discovery.traced_parameters import discover_safe_parameters as discover_safe_parameters
-from zeroamp.dry_run.run_plan import RunPlan as RunPlan
+from zeroamp.dry_run.planned_run import RunPlan as RunPlan
 from zeroamp.dry_run.run_plan import plan_run as plan_run
 from zeroamp.host_memory.activations import save_on_cpu as save_on_cpu
 from zeroamp.host_memory.sleep import sleep as sleep

@@ -10,6 +10,7 @@ import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,11 @@ import zeroamp
 from zeroamp.cli import arguments
 from zeroamp.cli.model_source import load_function, load_model
 from zeroamp.dry_run.gpu_memory import GPUS_GB
-from zeroamp.dry_run.render import title
-from zeroamp.dry_run.run_plan import plan_run
+from zeroamp.dry_run.run_plan import plan_run, ranks_at
 from zeroamp.ledger.explain import Ledger
 from zeroamp.module_dtypes.extension import overridden
-from zeroamp.planning.mesh import mesh_shape
+from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan, build_plan
-from zeroamp.policies.accumulation import STAGES
 from zeroamp.policies.errors import ConfigError, ZeroAmpError, some_of
 from zeroamp.policies.policy import Policy
 from zeroamp.reporting import saved_runs
@@ -58,15 +57,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def check(options: Namespace) -> str:
     """Print how every key of a config is used, or what is wrong with it."""
-    if options.config is None and not options.all:
-        raise ConfigError("The config is missing. Name a JSON file, or list all keys with --all.")
     if options.model is None and (options.auto_wrap is not None or options.inputs is not None):
         raise ConfigError("--auto-wrap and --inputs are about a model. Name one with --model, or leave them out.")
-    policy = zeroamp.policy_from_config({}) if options.config is None else _policy(options, options.world_size)
-    lines = [] if options.config is None else [str(options.config)]
-    lines.append(policy.report(defaults=options.all))
-    if not options.all:
-        lines.append("--all lists all other keys with their defaults.")
+    policy = _policy(options, options.world_size)
+    lines = [str(options.config), policy.report()]
     if options.model is None:
         lines.append("--model also checks the names of modules and classes.")
     else:
@@ -95,10 +89,8 @@ def explain(options: Namespace) -> str:
     policy = _policy(options, options.world_size)
     _check_page(options)
     plan = build_plan(load_model(options.model), policy, options.auto_wrap, _example_inputs(options))
-    ledger = Ledger(plan=plan)
-    if options.world_size is not None:
-        *replicas, num_shards = mesh_shape(policy.stage, options.world_size, policy.dp_replicate_size)
-        ledger = Ledger(plan=plan, num_shards=num_shards, num_replicas=replicas[0] if replicas else None)
+    ranks = Ranks() if options.world_size is None else ranks_at(policy, options.world_size)
+    ledger = Ledger(plan=plan, **asdict(ranks))
     _write_page(options, "ledger", f"dtype ledger of {options.model}", ledger.title(), ledger.to_dict())
     if options.json:
         return _to_json(ledger.to_dict())
@@ -115,7 +107,6 @@ def plan(options: Namespace) -> str:
         world_size=options.world_size,
         batch=options.batch,
         seq=options.seq,
-        stages=options.stages,
         checkpointing=options.checkpointing,
         gpu=options.gpu,
         inputs=None if options.inputs is None else load_function(options.inputs, "--inputs"),
@@ -124,7 +115,7 @@ def plan(options: Namespace) -> str:
     )
     timelines = [{"stage": stage.stage, **stage.memory.drawn()} for stage in run.stages]
     data = {"plan": run.to_dict(), "timelines": timelines}
-    _write_page(options, "plan", f"plan of {options.model}", title(run), data)
+    _write_page(options, "plan", f"plan of {options.model}", run.title(), data)
     return _to_json(run.to_dict()) if options.json else str(run)
 
 
@@ -145,8 +136,7 @@ def profile(options: Namespace) -> None:
 
     The script runs to its end. The first rank prints its labels with their times.
     """
-    schedule = {"wait": options.wait, "warmup": options.warmup, "active": options.active}
-    recording = Profile(None, options.out, **schedule)
+    recording = Profile(None, options.out, wait=options.wait, warmup=options.warmup, active=options.active)
     with recording, _as_main(options.script, options.arguments):
         try:
             runpy.run_path(str(options.script), run_name="__main__")
@@ -169,10 +159,9 @@ def parsers() -> list[ArgumentParser]:
     commands = root.add_subparsers(metavar="COMMAND", required=True)
 
     of_check = arguments.add_command(commands, check)
-    arguments.add_config(of_check, nargs="?")
+    arguments.add_config(of_check)
     arguments.add_model(of_check, required=False)
     arguments.add_ranks(of_check, required=False)
-    of_check.add_argument("--all", action="store_true", help="Also list the defaults of all other keys.")
 
     of_explain = arguments.add_command(commands, explain)
     arguments.add_config(of_explain)
@@ -196,7 +185,6 @@ def parsers() -> list[ArgumentParser]:
         default=TRACED_TOKENS,
         help="Tokens per sample and rank. Default: 2048.",
     )
-    add("--stages", metavar="LIST", type=arguments.stages, default=STAGES, help="ZeRO stages to compare, such as 1,3.")
     add("--checkpointing", action="store_true", help="Each unit recomputes its forward.")
     gpu = f"One of {', '.join(GPUS_GB)} (the default is h100), or the memory of another GPU in GB."
     add("--gpu", metavar="NAME|GB", type=arguments.gpu, default="h100", help=gpu)
@@ -241,7 +229,6 @@ def _check_page(options: Namespace) -> None:
 
 def _write_page(options: Namespace, kind: PageKind, name: str, subtitle: str, data: dict[str, Any]) -> None:
     if options.html is not None:
-        options.html.parent.mkdir(parents=True, exist_ok=True)
         options.html.write_text(html_page(kind, name, subtitle, data), encoding="utf-8")
         sys.stderr.write(f"wrote {options.html}\n")
 

@@ -22,9 +22,9 @@ def add_command(commands: Any, run: Callable[..., Any]) -> ArgumentParser:
     return parser
 
 
-def add_config(parser: ArgumentParser, nargs: str | None = None) -> None:
+def add_config(parser: ArgumentParser) -> None:
     """Add the config, and the values of its keys that are "auto"."""
-    parser.add_argument("config", type=Path, nargs=nargs, help="The config, a JSON file.")
+    parser.add_argument("config", type=Path, help="The config, a JSON file.")
     help = 'Value of a key that is "auto"; repeatable.'
     parser.add_argument("--auto", metavar="KEY=VALUE", type=key_value, action="append", default=[], help=help)
 
@@ -86,10 +86,3 @@ def gpu(text: str) -> str | float:
         return float(text)
     except ValueError:
         return text
-
-
-def stages(text: str) -> tuple[int, ...]:
-    """Return the ZeRO stages of a text such as "1,3"."""
-    if wrong := [name for name in text.split(",") if name not in ("0", "1", "2", "3")]:
-        raise ArgumentTypeError(f"{wrong[0]!r} is not one of 0, 1, 2, 3.")
-    return tuple(map(int, text.split(",")))

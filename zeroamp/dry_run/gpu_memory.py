@@ -1,12 +1,9 @@
-"""The memory of GPUs: what fits, the largest batch, and changes with which a run that does not fit would."""
+"""The memory of GPUs, and the largest batch that fits into it."""
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.numbers import is_finite
-from zeroamp.policies.policy import Stage
 
 GPUS_GB = {"a100-40gb": 40, "a100": 80, "h100": 80, "h200": 141, "b200": 180, "mi300x": 192, "l40s": 48}
 """Name of a GPU -> its memory in 10^9 bytes, by the vendor's data sheet. Devices report more: an "80 GB" one has
@@ -15,24 +12,6 @@ RESERVED_BYTES = 4_500_000_000
 """Memory of every GPU that a step may not take, because the driver's context and NCCL do. It is an assumption: a user
 measured 4.34 GB of both on 8 x H100, with all-to-alls (https://github.com/NVIDIA/nccl/issues/1685)."""
 MAX_BATCH = 2**20
-MAX_RANKS = 2**14
-"""The largest number of ranks that is tried."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Remedy:
-    """A change with which a run that does not fit would fit, and the memory of one rank with it."""
-
-    stage: Stage
-    num_ranks: int
-    checkpointing: bool
-    """Whether each unit recomputes its forward in the backward."""
-    offload: bool
-    """Whether shards, gradients and optimizer state are on the CPU (`zero_optimization.offload_param`)."""
-    peak_bytes: int
-    """Peak on the GPU."""
-    host_bytes: int
-    """Bytes in the memory of the host, for this rank."""
 
 
 def memory_of(gpu: str | float) -> int:
@@ -47,38 +26,6 @@ def memory_of(gpu: str | float) -> int:
             f"gpu must be one of {', '.join(GPUS_GB)}, or the memory of another GPU in GB (10^9 bytes), but is {gpu!r}."
         )
     return int(gigabytes * 1e9)
-
-
-def usable_bytes(gpu_bytes: int) -> int:
-    """Return the bytes of a GPU's memory that a step may take. A stage fits if its peak is no larger."""
-    return gpu_bytes - RESERVED_BYTES
-
-
-def find_remedies(
-    measured: Callable[[int, bool, bool], Remedy], num_ranks: int, changes: Sequence[tuple[bool, bool]], limit: int
-) -> Iterator[Remedy]:
-    """Yield changes with which a run fits: activation checkpointing, offload, and more ranks.
-
-    Ranks are doubled until the run fits, or until the peak falls by less than 1 %. A change that needs as many ranks as
-    one before it is left out.
-
-    Args:
-        measured: (ranks, activation checkpointing, offload) -> the change with its memory.
-        num_ranks: ranks of the run.
-        changes: pairs of activation checkpointing and offload, in the order in which they are tried.
-        limit: bytes that a step may take on the GPU.
-    """
-    most = MAX_RANKS
-    for checkpointing, offload in changes:
-        tried_ranks, before = num_ranks, math.inf
-        while tried_ranks <= most:
-            tried = measured(tried_ranks, checkpointing, offload)
-            if tried.peak_bytes <= limit:
-                yield tried
-                most = tried_ranks - 1
-            if tried.peak_bytes > 0.99 * before:
-                break
-            tried_ranks, before = 2 * tried_ranks, tried.peak_bytes
 
 
 def largest_batch(peak_bytes: Callable[[int], int], limit: int) -> int:

@@ -9,13 +9,13 @@ Per group, in bytes of the group's parameters padded to the number of shards (`p
   the background, see `hooks/_torch`), it is freed at once.
 * a reduction: the flat input in the communication dtype is allocated while the raw gradients still exist. Then these
   are freed, and the output is allocated in the reduce dtype; an fp32 output is the gradient shard itself. The input
-  exists until as many later reductions have begun as inputs may be in flight (one by default), or until the last
-  backward of the step has ended. All groups share one receive buffer per dtype for their all-to-alls. On an accelerator
-  the buffer has the size for the largest group and is retained, so it counts during the whole step. On a CPU it has the
-  size for the largest reduction so far, and is released at the end of the backward and before the reduction of an
-  embedding or head that is a unit of its own (`zeroamp.own_units`). Such a unit has its own receive buffer meanwhile.
-  A CPU sums in a few blocks of fp32. A sum over replicas needs a buffer of the shard's size, and one of a chunk's.
-  Shards that accumulate in a low dtype are each added to a sum of that dtype, and all sums are cast back at the end.
+  exists until the next reduction begins, or the last backward of the step has ended. All groups share one receive
+  buffer per dtype for their all-to-alls. On an accelerator the buffer has the size for the largest group and is
+  retained, so it counts during the whole step. On a CPU it has the size for the largest reduction so far, and is
+  released at the end of the backward and before the reduction of an embedding or head that is a unit of its own
+  (`zeroamp.own_units`). Such a unit has its own receive buffer meanwhile. A CPU sums in a few blocks of fp32. A sum
+  over replicas needs a buffer of the shard's size, and one of a chunk's. Shards that accumulate in a low dtype are each
+  added to a sum of that dtype, and all sums are cast back at the end.
 * parameters that are sharded over another dimension than 0: an all-gather copies them out twice, so that all those of
   the group exist twice for a moment. A reduction first copies their gradients one by one. Each copy is freed when the
   next one is made, the last one when the reduction was issued.
@@ -26,7 +26,7 @@ Groups on one shard have no flat output. Streams are not modelled: on an acceler
 until the stream that used it is done with it.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -122,7 +122,7 @@ class _GroupMemory(Replay):
 
     def __init__(self, plan: Plan, ranks: Ranks, writer: TimelineWriter, *, on_cpu: bool) -> None:
         super().__init__(plan)
-        self._plan, self._ranks, self._writer, self._on_cpu = plan, ranks, writer, on_cpu
+        self._writer, self._on_cpu = writer, on_cpu
         self._sizes = {group.name: _Sizes(group, plan, ranks) for group in plan.groups}
         self._group_of = {param.fqn: group.name for group in plan.groups for param in group.params}
         self._raw: Counter[str] = Counter()  # group -> bytes of its raw gradients
@@ -130,7 +130,7 @@ class _GroupMemory(Replay):
         self._with_gradient: set[str] = set()  # groups with gradient shards
         self._sums_shards_low = accumulation_dtype(plan.policy) != torch.float32 and plan.policy.stage >= 2
         self._kept_gather = 0  # bytes of the flat output of the forward's last all-gather
-        self._kept_inputs: deque[int] = deque()  # bytes of the flat inputs of the last reductions
+        self._kept_input = 0  # bytes of the flat input of the last reduction
         self._receive_buffers: Counter[torch.dtype] = Counter()  # communication dtype -> bytes
         self._partitions: set[str] = set()  # groups that are sharded over a partition
         writer.add("parameters", sum(sizes.shard for sizes in self._sizes.values()))
@@ -159,7 +159,7 @@ class _GroupMemory(Replay):
         self.end_micro_batch(is_last=is_last)
         self._release_buffers()
         if is_last:
-            self._free_inputs()
+            self._free_input()
 
     def end_step(self) -> None:
         """Cast sums of shards in a low dtype back to gradients."""
@@ -225,7 +225,7 @@ class _GroupMemory(Replay):
 
     def backward_ended(self, group: str, *, reduces: bool) -> None:
         if reduces:
-            self._free_inputs()
+            self._free_input()
             self._reduce(group)
         else:
             self._sum(group)
@@ -258,7 +258,7 @@ class _GroupMemory(Replay):
             writer.add("unsharded gradients", -last_copied)
             writer.add("unsharded gradients", last_copied := of_param[fqn])
         writer.add("communication buffers", sizes.sent)
-        self._kept_inputs.append(sizes.sent)
+        self._kept_input = sizes.sent
         # A local variable of FSDP2's `foreach_reduce` holds the last gradient; one that was copied is counted already.
         last = next(reversed(of_param), "")
         held = 0 if last in sizes.transposed or not sizes.is_sharded else min(raw, of_param.get(last, 0))
@@ -301,6 +301,6 @@ class _GroupMemory(Replay):
         self._writer.add("communication buffers", -self._kept_gather)
         self._kept_gather = 0
 
-    def _free_inputs(self) -> None:
-        while self._kept_inputs:
-            self._writer.add("communication buffers", -self._kept_inputs.popleft())
+    def _free_input(self) -> None:
+        self._writer.add("communication buffers", -self._kept_input)
+        self._kept_input = 0

@@ -13,7 +13,6 @@ from zeroamp.hooks.tensors import tensors_in
 from zeroamp.host_memory.between_steps import limited_to, parts_of
 from zeroamp.optimizers.bf16_states import example_optimizer
 from zeroamp.optimizers.from_config import optimizer_from_config
-from zeroamp.planning.groups import ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.shard_sizes import local_numel
@@ -36,21 +35,15 @@ def optimizer_costs(
 ) -> list[PartCosts]:
     """Return the costs of each part of the optimizer's second step on fake shards, on the first rank.
 
-    The first rank holds the most. The first step creates the state.
-
-    Args:
-        plan: of the model.
-        ranks: of the mesh.
-        factory: parameters -> their optimizer. None: the config's optimizer, else `torch.optim.AdamW`.
-        foreach: value for param groups that do not set `foreach`. torch's default on accelerators is True, which copies
-            tensors. None: torch's choice.
+    The first rank holds the most. The first step creates the state. Param groups that do not set `foreach` get the
+    given value: torch's default on accelerators is True, which copies tensors. Without a factory the optimizer is the
+    config's, else `torch.optim.AdamW`.
     """
     with preserved_random_state("cpu"), torch.inference_mode(False), FakeTensorMode():
-        shards = [
-            nn.Parameter(torch.empty(local_numel(param, _shards(param, plan, ranks)), dtype=param.dtypes.stored))
-            for param in plan.params
-            if param.is_trainable
-        ]
+        shards = []
+        for param in (each for each in plan.params if each.is_trainable):
+            num_shards = ranks.of(is_expert=param.is_expert).shards(plan.policy) or 1
+            shards.append(nn.Parameter(torch.empty(local_numel(param, num_shards), dtype=param.dtypes.stored)))
         if not shards:
             return []
         if factory is None and plan.policy.optimizer is not None:
@@ -73,7 +66,3 @@ def optimizer_costs(
             changes = (event.num_bytes for event in recorder.events if isinstance(event, Change))
             costs.append(PartCosts(sum(tensor.nbytes for tensor in state), tuple(changes)))
     return costs
-
-
-def _shards(param: ParamPlan, plan: Plan, ranks: Ranks) -> int:
-    return ranks.of(is_expert=param.is_expert).shards(plan.policy) or 1

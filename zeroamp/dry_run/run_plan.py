@@ -1,23 +1,23 @@
 """`plan_run`: predicts memory and traffic of a training run at each ZeRO stage."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import product
 
 import torch
 from torch import nn
 
 from zeroamp.discovery.extension import needs_run
-from zeroamp.dry_run.gpu_memory import Remedy, find_remedies, largest_batch, memory_of, usable_bytes
+from zeroamp.dry_run.gpu_memory import RESERVED_BYTES, largest_batch, memory_of
 from zeroamp.dry_run.inputs import Arguments, InputFactory, arguments_for
 from zeroamp.dry_run.memory import memory_timeline
 from zeroamp.dry_run.optimizer_step import OptimizerFactory, PartCosts, optimizer_costs
+from zeroamp.dry_run.planned_run import Remedy, RunPlan, StagePlan
 from zeroamp.dry_run.planned_traffic import plan_traffic
-from zeroamp.dry_run.render import render_run, run_to_dict, title
 from zeroamp.dry_run.timeline import Timeline
 from zeroamp.dry_run.traced_micro_batch import MicroBatch, trace_micro_batch
-from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.planning.mesh import Ranks, current_device_type, mesh_shape, refuse_partition
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies.accumulation import STAGES
@@ -27,61 +27,8 @@ from zeroamp.policies.numbers import is_integer
 from zeroamp.policies.policy import ConfigLike, Policy, Stage, as_policy
 from zeroamp.training.loss import LossFunction
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StagePlan:
-    """Predicted memory and traffic of a run at one ZeRO stage."""
-
-    plan: Plan
-    ranks: Ranks
-    memory: Timeline
-    """Memory of the first rank, which holds the most, over a step after the first."""
-    traffic: Traffic
-    """Bytes of the collectives of one step, as `zeroamp.traffic(model)` will count them."""
-    largest_batch: int
-    """Samples per micro-batch and rank that fit on the GPU. 0: none fits."""
-
-    @property
-    def stage(self) -> Stage:
-        """The ZeRO stage."""
-        return self.plan.policy.stage
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunPlan:
-    """The prediction of `plan_run`. `print` shows it as tables."""
-
-    policy: Policy
-    world_size: int
-    batch: int
-    """Samples per micro-batch and rank."""
-    seq: int
-    checkpointing: bool
-    gpu: str | float
-    """Name of the GPU, or its memory in 10^9 bytes."""
-    gpu_bytes: int
-    """Memory of the GPU."""
-    stages: tuple[StagePlan, ...]
-    refused: dict[Stage, str]
-    """Stage that the config's other keys do not allow -> the reason."""
-    remedies: tuple[Remedy, ...] | None = None
-    """If no stage fits: changes of the run, each with which it would fit. Empty: none of those tried fits."""
-
-    def __str__(self) -> str:
-        """Return tables of the stages, of the peaks by kind, and of the traffic."""
-        return render_run(self)
-
-    def __repr__(self) -> str:
-        """Return the model's size, the run and the GPU in one line."""
-        return f"RunPlan({title(self).removeprefix('zeroamp: ')})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a dict for JSON, in bytes. Its keys are stable; new ones may be added."""
-        return run_to_dict(self)
-
-    def fits(self, stage: StagePlan) -> bool:
-        """Return whether a stage's peak and the reserve are at most the GPU's memory."""
-        return stage.memory.peak_bytes() <= usable_bytes(self.gpu_bytes)
+MAX_RANKS = 2**14
+"""The largest number of ranks that is tried."""
 
 
 def plan_run(
@@ -138,7 +85,9 @@ def plan_run(
     """
     policy = as_policy(policy)
     batch = (policy.train_micro_batch_size_per_gpu or 1) if batch is None else batch
-    _check_counts(world_size=world_size, batch=batch, seq=seq)
+    for name, value in {"world_size": world_size, "batch": batch, "seq": seq}.items():
+        if not is_integer(value, at_least=1):
+            raise ConfigError(f"plan_run({name}=) must be an integer of 1 or more, but is {value!r}.")
     if not stages or set(stages) - set(STAGES):
         raise ConfigError(f"plan_run(stages=) must be one or more of {STAGES}, but is {stages!r}.")
     gpu_bytes = memory_of(gpu)
@@ -149,7 +98,7 @@ def plan_run(
         inputs=inputs,
         loss_fn=loss_fn,
         optimizer=optimizer,
-        limit=usable_bytes(gpu_bytes),
+        limit=gpu_bytes - RESERVED_BYTES,
     )
     possible, refused = run.possible_stages(policy, stages, world_size)
     planned = tuple(run.stage(plan, ranks, batch, checkpointing) for plan, ranks in possible)
@@ -164,14 +113,8 @@ def plan_run(
         gpu_bytes=gpu_bytes,
         stages=planned,
         refused=refused,
-        remedies=None if some_fits else run.remedies(planned[-1], world_size, batch, checkpointing),
+        remedies=None if some_fits else tuple(run.remedies(planned[-1], world_size, batch, checkpointing)),
     )
-
-
-def _check_counts(**counts: int) -> None:
-    for name, value in counts.items():
-        if not is_integer(value, at_least=1):
-            raise ConfigError(f"plan_run({name}=) must be an integer of 1 or more, but is {value!r}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,15 +139,14 @@ class _Run:
     ) -> tuple[list[tuple[Plan, Ranks]], dict[Stage, str]]:
         """Return the plan and ranks of each stage that the config allows, in order, and why others are refused.
 
-        Raises:
-            ConfigError, WrapError: the policy's own stage is refused, or all stages are.
+        If the policy's own stage is refused, or all stages are, that is an error.
         """
         possible: list[tuple[Plan, Ranks]] = []
         refused: dict[Stage, str] = {}
         for stage in sorted(set(stages)):
             try:
                 of_stage = policy.replace(stage=stage)
-                possible.append((self.plan(of_stage), _ranks_at(of_stage, world_size)))
+                possible.append((self.plan(of_stage), ranks_at(of_stage, world_size)))
             except (ConfigError, WrapError) as error:
                 if stage == policy.stage or (stage == max(stages) and not possible):
                     raise
@@ -242,34 +184,39 @@ class _Run:
             largest_batch=largest_batch(peak_bytes, self.limit),
         )
 
-    def remedies(self, stage: StagePlan, num_ranks: int, batch: int, checkpointing: bool) -> tuple[Remedy, ...]:
-        """Return changes of a run that does not fit with which it would, at this stage."""
+    def remedies(self, stage: StagePlan, num_ranks: int, batch: int, checkpointing: bool) -> Iterator[Remedy]:
+        """Yield changes with which a run fits, at this stage: activation checkpointing, offload, and more ranks.
+
+        Ranks are doubled until the run fits, or until the peak falls by less than 1 %. A change that needs as many
+        ranks as one before it is left out.
+        """
         policy, num_shards = stage.plan.policy, stage.ranks.num_shards or 1
         plans = {policy.offload.to_cpu: stage.plan}
         with suppress(ConfigError):  # another key of the config may exclude offload
             plans.setdefault(True, self.plan(policy.replace(offload_param={"device": "cpu"})))
-
-        def measured(tried_ranks: int, checkpointing: bool, offload: bool) -> Remedy:
-            ranks = replace(stage.ranks, num_shards=num_shards * tried_ranks // num_ranks)
-            memory = self.memory(plans[offload], ranks, batch, checkpointing)
-            return Remedy(
-                stage=stage.stage,
-                num_ranks=tried_ranks,
-                checkpointing=checkpointing,
-                offload=offload,
-                peak_bytes=memory.peak_bytes(),
-                host_bytes=memory.host_bytes(),
-            )
-
-        changes = [(recomputes, offload) for offload in plans for recomputes in dict.fromkeys((checkpointing, True))]
-        return tuple(find_remedies(measured, num_ranks, changes, self.limit))
+        most = MAX_RANKS
+        for offload, recomputes in product(plans, dict.fromkeys((checkpointing, True))):
+            tried_ranks, before = num_ranks, math.inf
+            while tried_ranks <= most:
+                ranks = replace(stage.ranks, num_shards=num_shards * tried_ranks // num_ranks)
+                memory = self.memory(plans[offload], ranks, batch, recomputes)
+                peak_bytes = memory.peak_bytes()
+                if peak_bytes <= self.limit:
+                    most = tried_ranks - 1
+                    yield Remedy(
+                        stage=stage.stage,
+                        num_ranks=tried_ranks,
+                        checkpointing=recomputes,
+                        offload=offload,
+                        peak_bytes=peak_bytes,
+                        host_bytes=memory.host_bytes(),
+                    )
+                if peak_bytes > 0.99 * before:
+                    break
+                tried_ranks, before = 2 * tried_ranks, peak_bytes
 
     def micro_batch(self, plan: Plan, batch: int, checkpointing: bool) -> MicroBatch:
-        """Return the trace of a micro-batch of `batch` samples. Stages with the same units and dtypes share it.
-
-        Raises:
-            ConfigError: the model cannot run on fake tensors, or it returns no loss.
-        """
+        """Return the trace of a micro-batch of `batch` samples. Stages with the same units and dtypes share it."""
         dtypes: tuple[tuple[str, torch.dtype], ...] = tuple((p.fqn, p.group_key.param) for p in plan.params)
         key = (frozenset(dtypes), plan.units, batch, checkpointing)
         if key not in self.traced:
@@ -295,12 +242,8 @@ class _Run:
         return self.traced[key]
 
 
-def _ranks_at(policy: Policy, world_size: int) -> Ranks:
-    """Return the shards and replicas that `wrap_model` would make at the policy's stage.
-
-    Raises:
-        ConfigError: the replicas do not divide the ranks, or the secondary partition does not divide the shards.
-    """
+def ranks_at(policy: Policy, world_size: int) -> Ranks:
+    """Return the shards and replicas that `wrap_model` would make at the policy's stage, or raise its ConfigError."""
     *replicas, num_shards = mesh_shape(policy.stage, world_size, policy.dp_replicate_size)
     if policy.stage == 3:
         refuse_partition(policy, num_shards)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -76,13 +77,13 @@ class Timeline:
         stretches, rows = list[dict[str, Any]](), list[int]()
         for events in np.split(np.arange(len(totals)), np.flatnonzero(np.diff(self.phases)) + 1):
             phase = PHASES[self.phases[events[0]]]
-            if phase != "init":
-                number = _DRAWN_POINTS[phase]
-                largest = [
-                    int(part[totals[part].argmax()]) for part in np.array_split(events, min(number, len(events)))
-                ]
-                stretches.append({"name": phase, "begin": len(rows)})
-                rows += [largest[index * len(largest) // number] for index in range(number)]
+            if phase == "init":
+                continue
+            stretches.append({"name": phase, "begin": len(rows)})
+            bounds = np.linspace(0, len(events), _DRAWN_POINTS[phase] + 1, dtype=int).tolist()
+            for begin, end in pairwise(bounds):
+                part = events[begin : max(end, begin + 1)]
+                rows.append(int(part[totals[part].argmax()]))
         kinds = {str(kind): column for column, kind in enumerate(KINDS) if kind not in self.on_host}
         return {
             "stretches": stretches,

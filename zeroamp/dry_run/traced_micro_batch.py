@@ -12,16 +12,14 @@ So a trace on a machine with a GPU is more exact.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.hooks import RemovableHandle
 
 from zeroamp.discovery.fake_run import fake_run
 from zeroamp.dry_run.inputs import Arguments, sequences_are_not_packed
@@ -76,7 +74,6 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.is_forward = True
         self._births: dict[int, Change] = {}
-        self._watched: dict[int, Any] = {}  # the weak references, which must live
         self._existing = {storage_key(tensor) for tensor in existing}
 
     def mark(self, point: Point, unit: str) -> None:
@@ -89,11 +86,11 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for change in self._births.values():
             change.kind = "activations"
 
-    def gradient_ready(self, param: str, gradient: torch.Tensor | None) -> None:
-        """Record that autograd has accumulated `gradient` into a parameter."""
-        birth = None if gradient is None else self._births.get(storage_key(gradient))
+    def gradient_ready(self, param: str, parameter: torch.Tensor) -> None:
+        """Record that autograd has accumulated a gradient into a parameter, whose FQN is `param`."""
+        birth = None if parameter.grad is None else self._births.get(storage_key(parameter.grad))
         if birth is None:
-            raise AssertionError(f"expected a gradient that the backward of {param} made, got {gradient}")
+            raise AssertionError(f"expected a gradient that the backward of {param} made, got {parameter.grad}")
         birth.kind, birth.param = "unsharded gradients", param
         self.events.append(GradientReady(param, birth.num_bytes))
 
@@ -113,10 +110,9 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         birth = self._births[key] = Change(storage.nbytes())
         self.events.append(birth)
-        self._watched[key] = weakref.ref(storage, lambda _: self._record_end(key))
+        weakref.finalize(storage, self._record_end, key).atexit = False
 
     def _record_end(self, key: int) -> None:
-        self._watched.pop(key)
         birth = self._births.pop(key)
         self.events.append(Change(-birth.num_bytes, birth.kind, birth.param))
 
@@ -149,17 +145,8 @@ def trace_micro_batch(
 ) -> MicroBatch:
     """Run forward and backward once on fake tensors. The model is not changed, and may be on the meta device.
 
-    Args:
-        model: the model of `plan`.
-        plan: has the `param_dtype` of each parameter, and the units.
-        arguments: (args, kwargs) of the model's forward.
-        device_type: the device type of the ops: "cpu", or an accelerator of this machine.
-        checkpointing: whether each unit (the outermost of nested ones) saves its inputs only, and recomputes its
-            forward in the backward.
-        loss_fn: the model's output -> a scalar loss. None: its `.loss`, or the output itself.
-
-    Raises:
-        ConfigError: the output has no scalar loss.
+    The ops are those of `device_type`: "cpu", or an accelerator of this machine. With `checkpointing`, each unit (the
+    outermost of nested ones) saves its inputs only, and recomputes its forward in the backward.
     """
     parameters = {param.fqn: model.get_parameter(param.fqn) for param in plan.params}
     dtypes = {id(parameters[param.fqn]): param.group_key.param for param in plan.params}
@@ -173,22 +160,19 @@ def trace_micro_batch(
         fake_parameters = {fqn: fakes.of(parameter) for fqn, parameter in parameters.items()}
         recorder = EventRecorder([*fake_parameters.values(), *constant])
         sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in constant}
-        handles = _mark_units(model, plan, recorder, device_type, checkpointing)
-        handles += _record_gradients(fake_parameters, recorder)
-        try:
-            with recorder:
-                with ExitStack() as autocast:
-                    if plan.policy.mode == "autocast":
-                        autocast.enter_context(torch.autocast(device_type, dtype=plan.policy.param_dtype))
-                    output = model(*args, **kwargs)
-                loss = loss_of(output, loss_fn, where=type(model).__name__, error=ConfigError)
-                del output
-                recorder.end_forward()
-                loss.float().div(plan.policy.gradient_accumulation_steps).backward()  # type: ignore[no-untyped-call]
-            del loss  # recorded as freed
-        finally:
-            for handle in handles:
-                handle.remove()
+        _mark_units(model, plan, recorder, device_type, checkpointing)
+        for fqn, parameter in fake_parameters.items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(recorder.gradient_ready, fqn))
+        with recorder:
+            is_autocast = plan.policy.mode == "autocast"
+            with torch.autocast(device_type, dtype=plan.policy.param_dtype, enabled=is_autocast):
+                output = model(*args, **kwargs)
+            loss = loss_of(output, loss_fn, where=type(model).__name__, error=ConfigError)
+            del output
+            recorder.end_forward()
+            loss.float().div(plan.policy.gradient_accumulation_steps).backward()  # type: ignore[no-untyped-call]
+        del loss  # recorded as freed
         return MicroBatch(tuple(recorder.events), sum(sizes.values()))
 
 
@@ -200,26 +184,22 @@ def _tensors_beside_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
                 yield value
 
 
-def _mark_units(
-    model: nn.Module, plan: Plan, recorder: EventRecorder, device_type: str, checkpointing: bool
-) -> list[RemovableHandle]:
-    """Mark where FSDP2 acts, and return the hooks' handles. `fake_run` undoes all other changes of modules."""
+def _mark_units(model: nn.Module, plan: Plan, recorder: EventRecorder, device_type: str, checkpointing: bool) -> None:
+    """Mark where FSDP2 acts. `fake_run` undoes all changes of modules, also their hooks."""
     is_inner = {unit for unit in plan.units if any(unit.startswith(f"{other}.") for other in plan.units)}
-    handles: list[RemovableHandle] = []
     for unit in ("", *plan.units):
         module = model.get_submodule(unit)
         if checkpointing and unit and unit not in is_inner:
-            module.forward = _checkpointed(module.forward)  # undone by `fake_run`
-        handles += _mark_unit(unit, module, recorder)
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+        _mark_unit(unit, module, recorder)
         if (dtype := plan.input_dtype(unit)) is not None:
-            handles.append(module.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True))
+            module.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True)
     output_dtype = None if plan.policy.mode == "autocast" else plan.policy.low_dtype
     for module in plan.fp32_regions.modules_of(model):
-        run_in_fp32(module, device_type, output_dtype)  # undone by `fake_run`
-    return handles
+        run_in_fp32(module, device_type, output_dtype)
 
 
-def _mark_unit(unit: str, module: nn.Module, recorder: EventRecorder) -> list[RemovableHandle]:
+def _mark_unit(unit: str, module: nn.Module, recorder: EventRecorder) -> None:
     """Mark a unit's forward and its backward."""
 
     def begin(_module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -240,7 +220,8 @@ def _mark_unit(unit: str, module: nn.Module, recorder: EventRecorder) -> list[Re
                     lambda _gradient: recorder.mark("begin backward", unit)
                 )
 
-    return [module.register_forward_pre_hook(begin, with_kwargs=True), module.register_forward_hook(end, prepend=True)]
+    module.register_forward_pre_hook(begin, with_kwargs=True)
+    module.register_forward_hook(end, prepend=True)
 
 
 class _EndOfBackward(torch.autograd.Function):
@@ -256,22 +237,3 @@ class _EndOfBackward(torch.autograd.Function):
         recorder, unit = ctx.point
         recorder.mark("end backward", unit)
         return (None, None, *gradients)
-
-
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-    return run
-
-
-def _record_gradients(parameters: Mapping[str, nn.Parameter], recorder: EventRecorder) -> list[RemovableHandle]:
-    def hook(fqn: str) -> Callable[[torch.Tensor], None]:
-        return lambda parameter: recorder.gradient_ready(fqn, parameter.grad)
-
-    return [
-        parameter.register_post_accumulate_grad_hook(hook(fqn))  # type: ignore[no-untyped-call]
-        for fqn, parameter in parameters.items()
-        if parameter.requires_grad
-    ]

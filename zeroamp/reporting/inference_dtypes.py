@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from zeroamp.ledger.explain import Ledger
-from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.dtypes import DTYPE_BY_NAME
 
 
 def inference_dtypes(ledger: Ledger) -> dict[str, Any]:
@@ -24,15 +24,14 @@ def inference_dtypes(ledger: Ledger) -> dict[str, Any]:
         '{"dtype": "bfloat16", "modules": {"0": "bfloat16"}}'
     """
     plan = ledger.plan
-    long_names = {short_name(dtype): _long(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
     by_owner: dict[str, set[str]] = {}
     for param in plan.params:
         for owner in param.owner_fqns:
             by_owner.setdefault(owner, set()).add(param.dtypes.compute)
     modules = {
-        owner: long_names[next(iter(computes))]
-        for owner, computes in by_owner.items()
-        if len(computes) == 1 and computes <= long_names.keys()
+        owner: _long(DTYPE_BY_NAME[compute])
+        for owner, (compute, *others) in by_owner.items()
+        if not others and compute in DTYPE_BY_NAME
     }
     modules |= dict.fromkeys(plan.fp32_regions.modules, "float32")  # with a tied weight, the module alone
     heads = {dtype for owner, dtype in modules.items() if owner.rpartition(".")[2] == "lm_head"}

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zeroamp.ledger.dtype_differences import REPLICAS, Verification
-from zeroamp.ledger.rows import DTYPE_COLUMNS, PER_RANK, PER_STEP, SHARD_DIM, cells, ledger_rows
+from zeroamp.ledger.rows import BYTES, DTYPE_COLUMNS, PER_RANK, PER_STEP, SHARD_DIM, SHARD_DIMS, cells, ledger_rows
 from zeroamp.planning.group_dtypes import PER_OP
 from zeroamp.policies.errors import some_of
-from zeroamp.reporting.tables import Row, Table, document, fold, in_one_unit, render
+from zeroamp.reporting.tables import Row, fold, headed, in_one_unit, paragraph, render
 
 if TYPE_CHECKING:
     from zeroamp.ledger.explain import Ledger
@@ -29,7 +29,9 @@ _UNKNOWN_NOTE = (
 )
 
 
-_BYTES = {
+_HEADERS = {
+    SHARD_DIM: "shard dim",
+    SHARD_DIMS: "shard dims",
     "bytes_per_all_gather": "per all-gather",
     PER_STEP[0]: "all-gathered per step",
     PER_STEP[1]: "reduced per step",
@@ -37,7 +39,8 @@ _BYTES = {
     PER_RANK[1]: "unsharded per rank",
     PER_RANK[2]: "gradients per rank",
 }
-"""Column of bytes -> its header, which `in_one_unit` ends with the unit."""
+"""Column -> its header, if that is not its key. `in_one_unit` ends those of bytes with the unit."""
+_BYTES = [_HEADERS[key] for key in ("bytes_per_all_gather", *BYTES)]
 
 
 def ledger_text(ledger: "Ledger") -> str:
@@ -48,8 +51,8 @@ def ledger_text(ledger: "Ledger") -> str:
         "Module classes": [cells(row, ("class", "params", "elements", *DTYPE_COLUMNS)) for row in all_rows.classes],
         "Groups": fold(ledger.group_rows()),
     }
-    drawn = [Table(heading, _in_units(rows)) for heading, rows in tables.items()]
-    return document([ledger.title(), *drawn, _notes(ledger)])
+    drawn = [headed(heading, _in_units(rows)) for heading, rows in tables.items()]
+    return "\n\n".join([paragraph(ledger.title()), *drawn, paragraph(_notes(ledger))])
 
 
 def parameter_text(ledger: "Ledger") -> str:
@@ -59,29 +62,22 @@ def parameter_text(ledger: "Ledger") -> str:
 
 def verification_text(verification: Verification) -> str:
     """Return a table of two rows per group: the expected and the observed dtypes."""
-    dicts = verification.to_dict()["groups"]
-    has_replicas = any(row["observed"][REPLICAS] for row in dicts)
+    groups = verification.to_dict()["groups"]
+    has_replicas = any(row["observed"][REPLICAS] for row in groups)
     used = (*DTYPE_COLUMNS, REPLICAS) if has_replicas else DTYPE_COLUMNS
-    pairs = fold(
-        [
-            {
-                "group": row["group"],
-                "expected": {column: row["expected"][column] or "-" for column in used},
-                "observed": {column: ", ".join(row["observed"][column]) or "-" for column in used},
-            }
-            for row in dicts
-        ]
-    )
+    for row in groups:
+        row["expected"] = cells(row["expected"], used)
+        row["observed"] = {column: ", ".join(row["observed"][column]) or "-" for column in used}
     rows = [
-        {"group": pair["group"], "groups": pair["groups"], "dtypes": what, **pair[what]}
-        for pair in pairs
-        for what in ("expected", "observed")
+        {"group": row["group"], "groups": row["groups"], "dtypes": dtypes, **row[dtypes]}
+        for row in fold(groups)
+        for dtypes in ("expected", "observed")
     ]
     note = (
         f'For "{PER_OP}" no dtype is expected. "-": nothing to observe, or a module that did not run.\n'
         f"C{verification.traffic_result()[1:]}."
     )
-    return document([Table(f"zeroamp: {verification.title()}", rows), note])
+    return f"{headed(f'zeroamp: {verification.title()}', rows)}\n\n{paragraph(note)}"
 
 
 def _notes(ledger: "Ledger") -> str:
@@ -105,4 +101,4 @@ def _of_dtypes(row: Row) -> Row:
 
 def _in_units(rows: Sequence[Row]) -> list[Row]:
     """Return rows with their bytes in one unit, and the headers of these columns."""
-    return in_one_unit([{_BYTES.get(key, key): value for key, value in row.items()} for row in rows], _BYTES.values())
+    return in_one_unit([{_HEADERS.get(key, key): value for key, value in row.items()} for row in rows], _BYTES)

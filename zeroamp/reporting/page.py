@@ -6,7 +6,6 @@ A page loads nothing, and its Content-Security-Policy forbids it to load anythin
 import html
 import importlib
 import json
-import os
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -44,16 +43,9 @@ style-src 'unsafe-inline'; img-src data: blob:; connect-src 'none'">
 
 
 def html_page(kind: PageKind, title: str, subtitle: str, data: Mapping[str, Any]) -> str:
-    """Return the HTML text of a page that shows `data`.
+    """Return the HTML text of a page that shows `data`, which `pages/<kind>.js` draws.
 
-    Args:
-        kind: which of the scripts in `pages/` draws the data.
-        title: plain text, in the browser's tab and at the top of the page.
-        subtitle: a sentence below the title, plain text.
-        data: values that JSON can represent. The page shows them as text, never as markup.
-
-    Raises:
-        ConfigError: plotly is not installed.
+    All texts are plain: the page shows them as text, never as markup. Raises ConfigError without plotly.
     """
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return _TEMPLATE.format(
@@ -69,17 +61,17 @@ def html_page(kind: PageKind, title: str, subtitle: str, data: Mapping[str, Any]
 
 
 def check_page(path: Path) -> None:
-    """Check that a page can be written, before computing what it shows.
+    """Create the file of a page, before computing what it shows.
 
     Raises:
-        ConfigError: plotly is not installed, the suffix is not .html, or the file cannot be written.
+        ConfigError: plotly is not installed, or the file cannot be written.
     """
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(f"--html: '{path}' must end in .html. Rename it.")
-    nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
-    if nearest.is_file() != (nearest is path) or not os.access(nearest, os.W_OK):
-        raise ConfigError(f"--html: '{path}' cannot be written. Name a file in another folder.")
     _plotly_script()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise ConfigError(f"--html: '{path}' cannot be written ({error.strerror}). Name another file.") from error
 
 
 def _plotly_script() -> str:

@@ -3,7 +3,6 @@
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -60,7 +59,6 @@ class Profile(Callback):
         self.rank = 0
         """This process's rank. 0 until the model is known."""
         self._train = train
-        self._is_attached = False
         self._num_before = wait + warmup
         self._profiler = torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1),
@@ -78,9 +76,7 @@ class Profile(Callback):
         self._profiler.start()
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         """Write the trace, if the steps ended early. After an error nothing is written: other ranks may still train.
 
         Raises:
@@ -107,9 +103,9 @@ class Profile(Callback):
         self._profiler.step()
 
     def _attach(self, train: TrainStep) -> None:
-        if self._is_attached:
+        if self._train not in (None, train):
             return
-        self._is_attached, self.rank = True, dist.get_rank()
+        self._train, self.rank = train, dist.get_rank()
         state = wrap_state(train.model)
         state.callbacks.append(self)
         self._contexts.callback(state.callbacks.remove, self)
@@ -138,9 +134,9 @@ def _label_times(averages: Any) -> list[Row]:
         {
             "label": each.key,
             "calls": each.count,
-            "total_ms": each.cpu_time_total / 1e3,
-            "mean_ms": each.cpu_time_total / 1e3 / each.count,
-            **({"device_ms": device_us.get(each.key, 0.0) / 1e3} if device_us else {}),
+            "total ms": each.cpu_time_total / 1e3,
+            "mean ms": each.cpu_time_total / 1e3 / each.count,
+            **({"device ms": device_us.get(each.key, 0.0) / 1e3} if device_us else {}),
         }
         for each in sorted(on_host, key=lambda each: -each.cpu_time_total)
     ]

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,8 +18,6 @@ from zeroamp.weights.untrusted_files import open_regular
 logger = logging.getLogger("zeroamp")
 
 _MAX_LINE_BYTES = 16 * 1024**2
-NUM_WARM_UP = 1
-"""Steps that medians leave out, if the run has more: the first step allocates."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,8 +32,6 @@ class SavedRun:
     """Records in the order of steps. After a resume from a checkpoint, the repeated steps replace the lost ones."""
     warnings: list[tuple[str, str]] = field(default_factory=list)
     """(name, text)."""
-    num_unreadable: int = 0
-    """Lines that RunReport did not write, or that a crash cut."""
 
 
 def read_run(path: str | os.PathLike[str]) -> SavedRun:
@@ -52,7 +48,6 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
             unreadable = [number for number, line in lines if line.strip() and not _read_line(run, line)]
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}. Name a file that RunReport wrote.") from error
-    run.num_unreadable = len(unreadable)
     if unreadable:
         what = "1 line is" if len(unreadable) == 1 else f"{len(unreadable):,} lines are"
         logger.warning("%s, from line %d: %s skipped: cut, or not written by RunReport", path, unreadable[0], what)
@@ -99,7 +94,7 @@ def _is_lost(last: StepRecord, new: StepRecord) -> bool:
 
 def table(runs: Sequence[SavedRun]) -> str:
     """Return a table as text, with a column per run. Medians leave out the first step."""
-    return printable(render(_rows(runs), names=_names(runs)))
+    return printable(render(_rows(runs)))
 
 
 def _rows(runs: Sequence[SavedRun]) -> list[Row]:
@@ -113,16 +108,23 @@ def runs_to_dict(runs: Sequence[SavedRun]) -> dict[str, Any]:
 
     Keys are stable; new ones may be added. Non-finite numbers are strings.
     """
-    found = [asdict(run) | {"records": [record.to_json() for record in run.records]} for run in runs]
-    for name, run in zip(_names(runs), found, strict=True):
-        run |= {"name": name, "warnings": [{"name": warning, "text": text} for warning, text in run["warnings"]]}
+    found = [
+        {
+            "name": name,
+            "headers": run.headers,
+            "records": [record.to_json() for record in run.records],
+            "warnings": [{"name": warning, "text": text} for warning, text in run.warnings],
+        }
+        for name, run in zip(_names(runs), runs, strict=True)
+    ]
     return {"summary": _rows(runs), "runs": found}
 
 
 def _summary(run: SavedRun) -> dict[str, str]:
     """Return one run's column of the table as label -> text; "-" if a number is unknown."""
     header, taken = run.headers[-1], [record for record in run.records if not record.skipped]
-    steady, last = run.records[NUM_WARM_UP:] or run.records, run.records[-1:]
+    steady = run.records[1:] or run.records  # the first step allocates
+    last = run.records[-1:]
 
     def share(part: str) -> str:
         step_s = sum(each.step_s for each in steady)

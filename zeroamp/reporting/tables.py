@@ -5,7 +5,6 @@ import re
 import shutil
 import textwrap
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -51,38 +50,21 @@ def in_one_unit(rows: Sequence[Row], keys: Collection[str]) -> list[Row]:
     return [dict(cell(*item) for item in row.items()) for row in rows]
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A part of a document: rows, and the line above them."""
-
-    heading: str
-    rows: Sequence[Row]
+def headed(heading: str, rows: Sequence[Row]) -> str:
+    """Return a table with a line above it."""
+    return f"{paragraph(heading)}\n{render(rows)}"
 
 
-def document(parts: Sequence[str | Table]) -> str:
-    """Return paragraphs and tables as one text, wrapped to the terminal."""
-    texts = [
-        paragraph(part) if isinstance(part, str) else f"{paragraph(part.heading)}\n{render(part.rows)}"
-        for part in parts
-    ]
-    return "\n\n".join(texts)
-
-
-def render(rows: Sequence[Row], *, names: Collection[str] = ()) -> str:
-    """Return a table with the rows' keys as its header, and underscores of keys as spaces.
+def render(rows: Sequence[Row]) -> str:
+    """Return a table with the rows' keys, which are equal, as its header.
 
     Integers have commas. The floats of a column have the same number of decimals. A float that would show as 0.00 is
     "<0.01", 0.0 is "0", and None is "-". In a table that is wider than the terminal, headers and the widest columns of
     text are wrapped. If that is not enough, the table is split into several, which all begin with the first column.
-
-    Args:
-        rows: dicts with equal keys.
-        names: keys that are names, such as the FQN of a module. Their headers are the keys, unchanged.
     """
     if not rows:
         return ""
-    columns = [(key if key in names else key.replace("_", " "), *_texts([row[key] for row in rows])) for key in rows[0]]
-    first, *others = columns
+    first, *others = ((key, *_texts([row[key] for row in rows])) for key in rows[0])
     parts = [[first]]
     for column in others:
         if len(parts[-1]) > 1 and _width(_limits([*parts[-1], column])) > terminal_width():

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from zeroamp.policies.errors import CheckpointError, some_of
-from zeroamp.weights.untrusted_files import is_file_name, leads_out, open_regular, read_json
+from zeroamp.policies.errors import CheckpointError
+from zeroamp.weights.untrusted_files import is_file_name, open_regular, read_json
 
 MANIFEST = "zeroamp.json"
 """A folder with this file is a checkpoint. Exports refuse to write into it."""
@@ -25,7 +25,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MODEL_STEM, ADAPTER_STEM = "model", "adapter_model"
 """The beginnings of the file names of a model, and of a peft adapter."""
-NUM_NAMES = 5  # names that an error lists at most
 
 
 def require_libraries() -> None:
@@ -46,15 +45,9 @@ def write_weights(
 ) -> Iterator[bool]:
     """Write tensors to `folder`, one file after another. One rank iterates over this.
 
-    All files are written into a folder inside `folder` first. Then they replace the weights of an earlier export; other
-    files stay. Yields True after each file, so that other ranks need not wait longer than the writing of one file.
-
-    Args:
-        tensors: contiguous tensors on the CPU, by name.
-        folder: created if it does not exist.
-        write_config: writes config files into the folder that it is given.
-        max_shard_bytes: the largest number of bytes of tensors in one file. A larger tensor gets its own file.
-        stem: the beginning of the names of the files.
+    All files, and those that `write_config` writes, are written into a folder inside `folder` first. Then they replace
+    the weights of an earlier export; other files stay. Yields True after each file, so that other ranks need not wait
+    longer than the writing of one file. The tensors must be contiguous and on the CPU.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
@@ -114,19 +107,12 @@ def stored_tensors(folder: Path, stack: ExitStack) -> dict[str, Stored]:
         if not single.exists():
             raise CheckpointError(_no_files(folder))
         return tensors_of_file(single, stack)
-    listed: dict[str, set[str]] = {}
-    for name, file in _read_index(index).items():
-        listed.setdefault(file, set()).add(name)
-    found: dict[str, Stored] = {}
-    for file, names in listed.items():
-        held = tensors_of_file(folder / file, stack)
-        if absent := sorted(names - held.keys()):
-            raise CheckpointError(
-                f"{folder / file} must have the tensors that {INDEX} lists, but lacks {some_of(absent, NUM_NAMES)}. "
-                "Get the files again."
-            )
-        found |= {name: held[name] for name in names}
-    return found
+    file_of = _read_index(index)
+    held = {file: tensors_of_file(folder / file, stack) for file in sorted(set(file_of.values()))}
+    for name, file in file_of.items():
+        if name not in held[file]:
+            raise CheckpointError(f"{folder / file} must have {name}, which {INDEX} lists. Get the files again.")
+    return {name: held[file][name] for name, file in file_of.items()}
 
 
 def _no_files(folder: Path) -> str:
@@ -160,17 +146,11 @@ def tensors_of_file(path: Path, stack: ExitStack) -> dict[str, Stored]:
     """Return the tensors of one safetensors file by name. The file stays open until `stack` ends.
 
     Raises:
-        CheckpointError: the file cannot be read, or is a link out of its folder. Links into a hub's cache are followed.
+        CheckpointError: the file cannot be read.
     """
     require_libraries()
     from safetensors import SafetensorError, safe_open
 
-    snapshots = path.parent.resolve().parent  # in a hub's cache: REPO/snapshots/REVISION/NAME links into REPO/blobs
-    if leads_out(path, *[snapshots.parent / "blobs"] * (snapshots.name == "snapshots")):
-        raise CheckpointError(
-            f"{path} must be a file in its folder, but is a link to {path.resolve()}. Copy the file into the "
-            "folder, or pass the folder that has it."
-        )
     try:
         open_regular(path).close()
         file = stack.enter_context(safe_open(path, framework="pt"))

@@ -19,17 +19,12 @@ from zeroamp.wrapping.step_state import Phase
 
 
 def _owner_of(parameter: nn.Parameter) -> tuple[WrapState, nn.Parameter]:
-    """Return the state of the wrapped model that has a sharded or unsharded parameter, and the sharded parameter.
-
-    Raises:
-        StepError: no wrapped model has the parameter.
-    """
+    """Return the state of the wrapped model that has a sharded or unsharded parameter, and the sharded parameter."""
     for root in wrapped_models():
-        for pair in parameter_pairs(root):
-            if any(parameter is each for each in pair):
-                return wrap_state(root), pair[0]
-        if any(parameter is each for each in root.parameters()):  # not sharded: 0-D, or without elements
-            return wrap_state(root), parameter
+        not_sharded = ((each, None) for each in root.parameters())  # 0-D, or without elements
+        for sharded, unsharded in (*parameter_pairs(root), *not_sharded):
+            if parameter is sharded or parameter is unsharded:
+                return wrap_state(root), sharded
     raise StepError(
         f"A parameter of shape {tuple(parameter.shape)} is not one of a wrapped model. Pass one that "
         "model.named_parameters() yields after wrap_model."

@@ -41,12 +41,9 @@ Part = Stored | Converted
 
 
 def parts_of_model(root: nn.Module, stored: Mapping[str, Stored], names: Iterable[str]) -> dict[str, Part]:
-    """Return the tensors of files by their names in a transformers model. Tensors without a rule keep their names.
+    """Return the tensors of files by their names in a transformers model, which has tensors of the given names.
 
-    Args:
-        root: the model, to which `fully_shard` may have been applied. If it is not transformers', all names stay.
-        stored: the tensors of the files, by name.
-        names: the names of all tensors of the model.
+    Tensors without a rule, and those of other models, keep their names.
     """
     outline = outline_of_model(root)
     if outline is None:

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from zeroamp.planning.mesh import local_slices
 from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.rank_group import RankGroup
-from zeroamp.weights.files import NUM_NAMES, stored_tensors
+from zeroamp.weights.files import stored_tensors
 from zeroamp.weights.layouts import Part, parts_of_model
-from zeroamp.weights.model_weights import Weight, computed_buffers, find_weights
+from zeroamp.weights.model_weights import Weight, file_name, find_weights
 from zeroamp.wrapping.state import wrap_state
 
 Found = tuple[Mapping[str, Weight], Mapping[str, Part]]
@@ -38,9 +38,8 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         folder: a folder with `model.safetensors`, or with `model.safetensors.index.json` and the files that it lists.
 
     Raises:
-        CheckpointError: on all ranks. With the model unchanged: there are no such files, a file is a link out of the
-            folder (links into a hub's cache are followed), or names or shapes differ from the model's. With some
-            tensors loaded: a file cannot be read to its end.
+        CheckpointError: on all ranks. With the model unchanged: there are no such files, or names or shapes differ
+            from the model's. With some tensors loaded: a file cannot be read to its end.
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
@@ -58,7 +57,9 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             wanted[own] = weight
             for name in others:  # a tied parameter
                 parts.pop(name, None)
-        computed = set(computed_buffers(state.root))
+        # Non-persistent buffers: the model computes them itself.
+        buffers = {name for name, _ in state.root.named_buffers(remove_duplicate=False)}
+        computed = {name.rpartition(".")[2] for name in map(file_name, buffers) if name not in shapes}
         return wanted, {name: each for name, each in parts.items() if name.rpartition(".")[2] not in computed}
 
     fill_weights(find, state.axes.whole, folder)
@@ -67,21 +68,13 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 def fill_weights(find: Callable[[ExitStack], Found], mesh: DeviceMesh, path: str | os.PathLike[str]) -> None:
     """Fill weights of a wrapped model from tensors of files. All ranks of `mesh` call it, and each reads its own part.
 
-    Args:
-        find: opens the files, in the given `ExitStack`, and returns the weights and the tensors that fill them.
-        mesh: the mesh of all ranks of the model.
-        path: where the files are, for errors.
-
-    Raises:
-        CheckpointError: on all ranks, if `find` raises it, or if names or shapes differ.
+    `find` opens the files in the given `ExitStack`, and returns the weights and the tensors that fill them. If it
+    raises, or names or shapes differ, all ranks raise a CheckpointError that names `path`.
     """
-    weights: dict[str, Weight] = {}
-    parts: dict[str, Part] = {}
+    found: list[Found] = []
 
-    def check(stack: ExitStack) -> None:
-        own, stored = find(stack)
-        weights.update(own)
-        parts.update(stored)
+    def check() -> None:
+        weights, parts = find(stack)
         problems = {
             "are missing": [name for name in weights if name not in parts],
             "are not in the model": [name for name in parts if name not in weights],
@@ -91,19 +84,21 @@ def fill_weights(find: Callable[[ExitStack], Found], mesh: DeviceMesh, path: str
                 if name in parts and parts[name].shape != tuple(weight.tensor.shape)
             ],
         }
-        texts = [f"{len(names)} {what} ({some_of(names, NUM_NAMES)})" for what, names in problems.items() if names]
+        texts = [f"{len(names)} {what} ({some_of(names, 5)})" for what, names in problems.items() if names]
         if texts:
             raise CheckpointError(
                 f"{path} must have the tensors of the model, but {' and '.join(texts)}. If the architecture's files "
                 "have another layout than the model, load it with transformers' from_pretrained before wrap_model."
             )
+        found.append((weights, parts))
 
     def copy_values() -> None:
+        weights, parts = found[0]
         for name, weight in weights.items():
             own = local_slices(weight.tensor) if isinstance(weight.tensor, DTensor) else None
             weight.local.copy_(parts[name].read(own))
 
     with torch.no_grad(), ExitStack() as stack:
         ranks = RankGroup.for_saving(mesh)
-        ranks.run(lambda: check(stack))
+        ranks.run(check)
         ranks.run(copy_values)

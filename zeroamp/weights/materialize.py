@@ -6,7 +6,6 @@ full parameters for its own initialisation, and the shards of these are copied.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -31,8 +30,7 @@ def materialize_model(model: nn.Module, mesh: DeviceMesh, device: torch.device, 
     Raises:
         WrapError: a module owns floating-point tensors that neither of the two initialises.
     """
-    meta = {module: [name for name, each in _own(module) if each.is_meta] for module in model.modules()}
-    fqns = {module: fqn for fqn, module in model.named_modules()}
+    on_meta = {module: (fqn, _meta_names(module)) for fqn, module in model.named_modules()}
 
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
         target = shard_device if isinstance(tensor, DTensor) else device
@@ -41,15 +39,17 @@ def materialize_model(model: nn.Module, mesh: DeviceMesh, device: torch.device, 
     model._apply(allocate)  # type: ignore[no-untyped-call]  # `to_empty` would discard the values of real buffers
 
     def initialize(module: nn.Module) -> None:
-        if names := meta.pop(module, []):  # `apply` calls this again for a module that two others share
-            _initialize(module, fqns[module], names, _initializers(model, module), device)
+        fqn, names = on_meta.pop(module, ("", []))  # `apply` calls this again for a module that two others share
+        if names:
+            _initialize(module, fqn, names, _initializers(model, module), device)
 
     with _same_seed(mesh, device), torch.no_grad():
         model.apply(initialize)
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+def _meta_names(module: nn.Module) -> list[str]:
+    own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    return [name for name, tensor in own if tensor.is_meta]
 
 
 def _initializers(model: nn.Module, module: nn.Module) -> list[Callable[[], object]]:

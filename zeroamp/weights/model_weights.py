@@ -1,6 +1,5 @@
 """Finds the parameters and persistent buffers of a wrapped model, and their names in files."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,14 +74,6 @@ def find_weights(root: nn.Module) -> list[Weight]:
 def file_name(key: str) -> str:
     """Return the name in files: `key` without the parts that torch.compile and checkpoint_wrapper insert."""
     return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
-
-
-def computed_buffers(root: nn.Module) -> Iterator[str]:
-    """Yield the last parts of the names of non-persistent buffers, which the model computes itself."""
-    stored = {file_name(key) for key in root.state_dict()}
-    for name, _ in root.named_buffers(remove_duplicate=False):
-        if file_name(name) not in stored:
-            yield name.rpartition(".")[2]
 
 
 def live_state(model: nn.Module) -> dict[str, Any]:

@@ -87,10 +87,7 @@ def test_the_memory_on_the_page_is_that_of_the_plan(pages):
         ]
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("page.png", "must end in .html"), ("zero.json/page.html", "cannot be written")]
-)
-def test_a_page_that_cannot_be_written_is_refused_before_the_work(tmp_path, name, words):
+def test_a_page_that_cannot_be_written_is_refused_before_the_work(tmp_path):
     (tmp_path / "zero.json").write_text("{}")
     (tmp_path / "giant.py").write_text("def build(): raise SystemExit('built')")
     model = ("--model", f"{tmp_path / 'giant.py'}:build")
@@ -98,9 +95,9 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_work(tmp_path, name
         ("explain", tmp_path / "zero.json", *model),
         ("plan", tmp_path / "zero.json", *model, "--world-size", 2),
     ):
-        code, out, err = run(*command, "--html", tmp_path / name)
+        code, out, err = run(*command, "--html", tmp_path / "zero.json" / "page.html")
         assert (code, out) == (1, "")
-        assert words in err
+        assert "cannot be written" in err
         assert "built" not in err
 
 

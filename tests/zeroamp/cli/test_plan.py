@@ -19,7 +19,7 @@ def arguments(tmp_path, python_file):
 
 def test_it_prints_tables(arguments, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")  # so that no header is wrapped
-    code, out, err = run(*arguments, "--stages", "1,3", "--batch", 4, "--seq", 3)
+    code, out, err = run(*arguments, "--batch", 4, "--seq", 3)
     assert (code, err) == (0, "")
     assert "mode autocast, 8 ranks, 1 x batch 4 x 3 per rank" in out
     assert {"peak", "fits", "traffic"} <= set(out.split())
@@ -28,19 +28,19 @@ def test_it_prints_tables(arguments, monkeypatch):
 def test_options_reach_the_plan(arguments):
     arguments[1].write_text(json.dumps(config(3, zeroamp={"dp_replicate_size": 2})))
     more = ("--gpu", "a100", "--checkpointing")
-    code, out, _ = run(*arguments, "--stages", "3", *more, "--json")
+    code, out, _ = run(*arguments, *more, "--json")
     data = json.loads(out)
     assert code == 0
-    assert [(stage["num_replicas"], stage["num_shards"]) for stage in data["stages"]] == [(2, 4)]
+    assert [(stage["num_replicas"], stage["num_shards"]) for stage in data["stages"]] == [(2, 4)] * 3
     assert data["gpu"] == {"name": "a100", "memory_bytes": 80 * 10**9, "reserved_bytes": RESERVED_BYTES}
     assert data["checkpointing"] is True
 
 
 def test_the_memory_of_a_gpu_is_a_number_too(arguments):
-    code, out, _ = run(*arguments, "--stages", "3", "--gpu", "1.5", "--json")
+    code, out, _ = run(*arguments, "--gpu", "1.5", "--json")
     data = json.loads(out)
     assert (code, data["gpu"]["memory_bytes"], data["stages"][0]["fits"]) == (0, 1_500_000_000, False)
-    assert "Nothing fits" in run(*arguments, "--stages", "3", "--gpu", "1.5")[1]
+    assert "Nothing fits" in run(*arguments, "--gpu", "1.5")[1]
 
 
 def test_a_loss_is_computed_from_the_output(arguments, python_file):

@@ -167,7 +167,9 @@ def test_the_model_is_left_as_it_was():
     modules, state = list(model.modules()), torch.get_rng_state()
     plan(model=model, stages=(3,), checkpointing=True)
     assert list(model.modules()) == modules
-    assert all("forward" not in vars(module) for module in modules)
+    for module in modules:
+        assert "forward" not in vars(module)
+        assert (*module._forward_hooks, *module._forward_pre_hooks) == ()
     assert torch.equal(torch.get_rng_state(), state)
     for name, parameter in model.named_parameters():
         assert id(parameter) == before[name][0]

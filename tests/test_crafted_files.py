@@ -172,6 +172,11 @@ def _index(folder, file):
     (folder / INDEX).write_text(json.dumps({"weight_map": {"0.weight": file(folder)}}))
 
 
+def _file_out(folder):
+    (folder / SINGLE).rename(folder.parent / "elsewhere.safetensors")
+    (folder / SINGLE).symlink_to("../elsewhere.safetensors")
+
+
 def _pickle_instead(folder):
     (folder / SINGLE).unlink()
     torch.save({"0.weight": Harm(folder)}, folder / "pytorch_model.bin")
@@ -180,6 +185,7 @@ def _pickle_instead(folder):
 SAFETENSORS = {
     "the index: ../": lambda f: _index(f, lambda _: "../elsewhere.safetensors"),
     "the index: an absolute path": lambda f: _index(f, lambda f: str(f.parent / "elsewhere.safetensors")),
+    "the file: a link out": _file_out,
     "the file: a header of 2**60 bytes": lambda f: (f / SINGLE).write_bytes((2**60).to_bytes(8, "little") + b"{}"),
     "a pickle instead": _pickle_instead,
 }

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.weights.files import MANIFEST
-from zeroamp.weights.untrusted_files import is_file_name, open_regular, read_json
+from zeroamp.weights.untrusted_files import is_file_name, leads_out, open_regular, read_json
 
 METADATA = ".metadata"
 """Written by torch: where the shards of each tensor are."""
@@ -135,7 +135,7 @@ def check_file(path: Path, record: FileRecord) -> None:
         DamagedCheckpointError: the file is another one, or is missing.
         OSError: the file could not be read this time.
     """
-    if not path.resolve().is_relative_to(path.parent.resolve()):
+    if leads_out(path):
         raise DamagedCheckpointError(_damage(path, "a link that leads out of the checkpoint"))
     try:
         found = record_file(path)

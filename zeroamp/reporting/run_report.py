@@ -33,7 +33,7 @@ from zeroamp.reporting.slow_rank import SlowRankCheck
 from zeroamp.reporting.step_clock import StepClock, time_communication
 from zeroamp.reporting.step_record import StepRecord
 from zeroamp.training.callbacks import Callback, Phase
-from zeroamp.training.step import TrainStep
+from zeroamp.training.step import TrainStep, driver_of
 from zeroamp.training.step_report import HostCopy, StepReport
 from zeroamp.version import __version__
 from zeroamp.wrapping.state import WrapState, wrap_state
@@ -76,7 +76,7 @@ class RunReport(Callback):
                 rank's forwards (`count_tokens`), times the number of ranks.
 
         Raises:
-            StepError: on all ranks, another RunReport is open on the model.
+            StepError: on all ranks, an optimizer step of `train` has begun, or another RunReport is open on the model.
             ConfigError: on all ranks, the file cannot be written.
         """
         self.last: StepRecord | None = None
@@ -86,7 +86,7 @@ class RunReport(Callback):
         self._device = device_of(state.mesh)
         self._file: TextIO | None = None  # the first rank's, until a write fails
         ranks = RankGroup.shared(state.axes.whole, "signals")
-        ranks.run(lambda: _refuse_second(state))
+        ranks.run(lambda: _check_is_possible(train, state))
         ranks.on_first(lambda: self._open(Path(path)))
 
         self._num_tokens: int | None = None  # in the forwards of this step so far, on this rank
@@ -250,7 +250,12 @@ def count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None
     return None
 
 
-def _refuse_second(state: WrapState) -> None:
+def _check_is_possible(train: "TrainStep", state: WrapState) -> None:
+    if not driver_of(train).is_between_steps:
+        raise StepError(
+            "RunReport must be constructed between two optimizer steps, but a backward of this TrainStep has begun. "
+            "Construct it after step() returned a report."
+        )
     if any(isinstance(each, RunReport) for each in state.listeners):
         raise StepError(
             "Another RunReport is open on this model, which can have one at a time. Close the other one first, or "

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.planning.mesh import is_first_rank
-from zeroamp.policies.dtypes import DTYPE_BY_NAME
+from zeroamp.policies.dtypes import DTYPE_BY_NAME, short_name
 from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.policies.numbers import is_integer
 from zeroamp.rank_group import RankGroup
 from zeroamp.weights.files import require_libraries, write_weights
 from zeroamp.weights.layouts import outline_of_model, publish
@@ -46,14 +47,15 @@ def export_hf(
         model: a model that `wrap_model` returned, at any stage, before training, between two steps or after.
         folder: a folder that the first rank sees. It is created if it does not exist.
         dtype: dtype of floating-point parameters: "fp32", "bf16", "fp16" or a torch dtype. None: the config's low dtype
-            if it sets `stage3_gather_16bit_weights_on_model_save`, else fp32. A value beyond the dtype's range becomes
-            infinite. Buffers keep their dtype. Of buffers and of `ignored_params`, the first rank's values are written.
+            if it sets `stage3_gather_16bit_weights_on_model_save`, else fp32. Buffers keep their dtype. Of buffers and
+            of `ignored_params`, the first rank's values are written.
         max_shard_bytes: the largest number of bytes of tensors in one file. A larger tensor gets its own file.
 
     Raises:
         CheckpointError: on all ranks. Before anything is written: the model has adapters of peft or weights that
-            bitsandbytes quantized, the ranks pass different arguments, the folder is a checkpoint, or safetensors is
-            not installed. Later: the first rank cannot write.
+            bitsandbytes quantized, the ranks pass different arguments, a finite value would be infinite in `dtype`,
+            the folder is a checkpoint, `max_shard_bytes` is no positive integer, or safetensors is not installed.
+            Later: the first rank cannot write.
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
@@ -64,8 +66,14 @@ def export_hf(
 
     def check() -> dict[str, object]:
         require_libraries()
+        if not is_integer(max_shard_bytes, at_least=1):
+            raise CheckpointError(
+                f"export_hf(max_shard_bytes=) must be an integer from 1 on, but is {max_shard_bytes!r}."
+            )
         _refuse_modules(root)
         weights.update((name, weight) for weight in find_weights(root) for name in weight.written_names)
+        for name, weight in weights.items():
+            _refuse_overflow(name, weight, written_dtype())
         return {"folder": os.fspath(folder), "dtype": written_dtype()}
 
     ranks.refuse_different("export_hf", check)
@@ -80,15 +88,29 @@ def export_hf(
 def _refuse_modules(root: nn.Module) -> None:
     """Raise CheckpointError for modules whose weights `from_pretrained` does not load: peft's and bitsandbytes'."""
     for fqn, module in root.named_modules():
-        is_of_peft = any(cls.__module__.startswith("peft.") for cls in type(module).__mro__)
-        # The scales of a quantized weight are not among the parameters.
-        if is_of_peft or getattr(module, "quant_state", None) is not None:
+        if any(cls.__module__.startswith("peft.") for cls in type(module).__mro__):
             raise CheckpointError(
-                f"export_hf cannot write {type(root).__name__}: {fqn or 'the model'} is "
-                f"{'a peft module' if is_of_peft else 'quantized by bitsandbytes'}, which from_pretrained cannot load. "
-                "Call zeroamp.integrations.peft: export_adapter(model, folder) writes an adapter, which peft merges in "
-                "one process (docs/peft.md)."
+                f"export_hf cannot write {type(root).__name__}: {fqn or 'the model'} is a peft module, and "
+                "from_pretrained cannot load the names of adapters and of the layers that they wrap. Call "
+                "zeroamp.integrations.peft: export_adapter(model, folder) writes an adapter, which peft merges in one "
+                "process (docs/peft.md)."
             )
+        if getattr(module, "quant_state", None) is not None:  # its scales are not among the parameters
+            raise CheckpointError(
+                f"export_hf cannot write {fqn}.weight: it is quantized by bitsandbytes. "
+                "zeroamp.integrations.peft.export_adapter writes adapters."
+            )
+
+
+def _refuse_overflow(name: str, weight: Weight, dtype: torch.dtype) -> None:
+    """Raise CheckpointError if a finite value of a weight would be infinite in an export as `dtype`."""
+    local, written = weight.local, weight.dtype_in(dtype)
+    if written != local.dtype and (beyond := local.to(written).isinf() & local.isfinite()).any():
+        raise CheckpointError(
+            f"{name} has a value of magnitude {float(local[beyond].abs().max()):g}, but the largest number of "
+            f"{short_name(written)} is {torch.finfo(written).max:g}. Export in fp32, or, if the model was trained in "
+            "it, in bf16."
+        )
 
 
 def gather_weights(
@@ -123,7 +145,11 @@ def _save_config(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
 
 
 def _export_dtype(requested: str | torch.dtype | None, default: torch.dtype) -> torch.dtype:
-    """Return `requested` as a torch dtype, or `default` for None. Raise CheckpointError for one that is not valid."""
+    """Return `requested` as a torch dtype, or `default` for None.
+
+    Raises:
+        CheckpointError: `requested` is not fp32, bf16 or fp16.
+    """
     named = DTYPE_BY_NAME.get(requested, requested) if isinstance(requested, str) else requested
     dtype = default if named is None else named
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_BY_NAME.values():

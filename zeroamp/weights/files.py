@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from zeroamp.policies.errors import CheckpointError
-from zeroamp.weights.untrusted_files import is_file_name, open_regular, read_json
+from zeroamp.weights.untrusted_files import is_file_name, leads_out, open_regular, read_json
 
 MANIFEST = "zeroamp.json"
 """A folder with this file is a checkpoint. Exports refuse to write into it."""
@@ -146,11 +146,17 @@ def tensors_of_file(path: Path, stack: ExitStack) -> dict[str, Stored]:
     """Return the tensors of one safetensors file by name. The file stays open until `stack` ends.
 
     Raises:
-        CheckpointError: the file cannot be read.
+        CheckpointError: the file cannot be read, or is a link out of its folder. Links into a hub's cache are followed.
     """
     require_libraries()
     from safetensors import SafetensorError, safe_open
 
+    snapshots = path.parent.resolve().parent  # in a hub's cache: REPO/snapshots/REVISION/NAME links into REPO/blobs
+    if leads_out(path, *[snapshots.parent / "blobs"] * (snapshots.name == "snapshots")):
+        raise CheckpointError(
+            f"{path} must be a file in its folder, but is a link to {path.resolve()}. Copy the file into the "
+            "folder, or pass the folder that has it."
+        )
     try:
         open_regular(path).close()
         file = stack.enter_context(safe_open(path, framework="pt"))

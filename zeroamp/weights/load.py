@@ -38,8 +38,9 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         folder: a folder with `model.safetensors`, or with `model.safetensors.index.json` and the files that it lists.
 
     Raises:
-        CheckpointError: on all ranks. With the model unchanged: there are no such files, or names or shapes differ
-            from the model's. With some tensors loaded: a file cannot be read to its end.
+        CheckpointError: on all ranks. With the model unchanged: there are no such files, a file is a link out of the
+            folder (links into a hub's cache are followed), or names or shapes differ from the model's. With some
+            tensors loaded: a file cannot be read to its end.
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from zeroamp.planning.mesh import device_of, is_first_rank, sharded_like
 from zeroamp.policies.errors import CheckpointError, StepError
+from zeroamp.policies.numbers import is_integer
 from zeroamp.weights.layouts import joins_tensors, outline_of_model, publish
 from zeroamp.weights.model_weights import Weight, find_weights
 from zeroamp.wrapping.state import WrapState, wrap_state
@@ -57,6 +58,8 @@ def iter_weights(
     for argument, value, valid in (("names", names, ("hf", "model")), ("to", to, ("all", "first"))):
         if value not in valid:
             raise CheckpointError(f"iter_weights({argument}=) must be one of {valid}, but is {value!r}.")
+    if not is_integer(bucket_bytes, at_least=1):
+        raise CheckpointError(f"iter_weights(bucket_bytes=) must be an integer from 1 on, but is {bucket_bytes!r}.")
     refuse_open_step(state, "iter_weights")
     return _yielded(state.root, state.axes.whole, dtype, bucket_bytes, is_published=names == "hf", to_all=to == "all")
 

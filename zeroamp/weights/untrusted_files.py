@@ -5,6 +5,7 @@ import json
 import os
 import stat
 from io import BufferedReader
+from pathlib import Path
 from typing import Any
 
 from zeroamp.policies.json_values import once_each
@@ -55,3 +56,8 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 def is_file_name(name: object) -> bool:
     """Return whether `name` is a printable file name without folders, so that it cannot lead out of its folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and name.isprintable()
+
+
+def leads_out(path: Path, *folders: Path) -> bool:
+    """Return whether symbolic links lead from `path` to a place outside of its folder and of `folders`."""
+    return not any(path.resolve().is_relative_to(folder.resolve()) for folder in (path.parent, *folders))

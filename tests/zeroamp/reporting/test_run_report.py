@@ -237,6 +237,24 @@ def test_a_model_has_one_report_at_a_time(ranks2, tmp_path):
     assert [record.step for record in zeroamp.read_run(tmp_path / "a.jsonl").records] == [1]
 
 
+def _inside_a_step(path):
+    """Begin a report at every moment of a step of two micro-batches, and after a step that was discarded."""
+    train = train_step(config(3, accumulation=2))
+    zeroamp.RunReport(train, path).close()
+    for act in (lambda: train.backward(loss_of(train.model, batch(NAME, 0))), train.step):
+        act()
+        with pytest.raises(zeroamp.StepError, match=r"Construct it after step\(\)"):
+            zeroamp.RunReport(train, path)
+    train.zero_grad()
+    zeroamp.RunReport(train, path).close()
+    take_steps(train, 1)
+    zeroamp.RunReport(train, path).close()
+
+
+def test_a_report_that_would_begin_inside_an_optimizer_step_is_refused(ranks2, tmp_path):
+    ranks2.run(_inside_a_step, str(tmp_path / "run.jsonl"))
+
+
 def ids(*shape, dtype=torch.int64):
     return torch.zeros(shape, dtype=dtype)
 

@@ -139,10 +139,38 @@ def test_the_config_chooses_the_dtype_where_the_caller_does_not(ranks2, tmp_path
         assert written["dtype"] == str(dtype).removeprefix("torch.")
 
 
+def _overflow(folder, dtype, value):
+    model = wrapped("llama_untied", config(3))
+    with torch.no_grad():
+        local = model.blocks[1].down.bias.to_local()
+        local[0] = float("inf")
+        if dist.get_rank() == 1:
+            local[1] = -value
+        model.norm.weight.to_local()[0] = value / 2
+    with pytest.raises(zeroamp.CheckpointError) as raised:
+        zeroamp.export_hf(model, folder, dtype)
+    zeroamp.export_hf(model, folder, "fp32")
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("dtype", "value", "limit"), [("fp16", 70_000.0, "65504"), ("bf16", 3.4e38, "3.38953e+38")])
+def test_a_finite_value_that_would_become_infinite_is_refused(ranks2, tmp_path, dtype, value, limit):
+    texts = ranks2.run(_overflow, tmp_path, dtype, value)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("rank 1: blocks.1.down.bias ")
+    for part in (f"{value:g}", limit, "Export in fp32"):
+        assert part in texts[0]
+    found = load_file(tmp_path / "model.safetensors")  # fp32: infinities that were there are no error
+    assert found["blocks.1.down.bias"].isinf().sum() == 2
+
+
 def _on_a_full_disk(folder):
     model = wrapped("llama_untied", config(3))
     real, safetensors.torch.save_file = safetensors.torch.save_file, _full_disk
     try:
+        for wrong in (0, 2.5, "5GB"):
+            with pytest.raises(zeroamp.CheckpointError, match=r"max_shard_bytes=?\)? must be an integer from 1 on"):
+                zeroamp.export_hf(model, folder, max_shard_bytes=wrong)
         with pytest.raises(zeroamp.CheckpointError) as raised:
             zeroamp.export_hf(model, folder, max_shard_bytes=20_000)
     finally:

@@ -207,6 +207,11 @@ def _index_out(folder, tensors):
     (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "a/../../outside.safetensors")}))
 
 
+def _link_out(folder, tensors):
+    save_file(tensors, folder.parent / "ffff")
+    (folder / "model.safetensors").symlink_to(folder.parent / "ffff")
+
+
 AGAIN = [r"^\S+/in/b\.safetensors .* Get the files? again"]
 REFUSED = {
     "other names": (
@@ -233,6 +238,7 @@ REFUSED = {
     "a file is cut": (_damaged(lambda path: path.write_bytes(path.read_bytes()[:-8])), AGAIN),
     "a file lacks a tensor": (_damaged(lambda path: save_file(dict(list(load_file(path).items())[1:]), path)), AGAIN),
     "an index to ../": (_index_out, ["is not the name of a file in its folder"]),
+    "a link out": (_link_out, ["model.safetensors .*is a link to .*ffff. Copy the file"]),
     "a FIFO": (lambda folder, tensors: os.mkfifo(folder / "model.safetensors"), ["not a regular file"]),
 }
 

@@ -83,6 +83,7 @@ def _buffers():
     for arguments, text in (
         ({"names": "vllm"}, r"iter_weights\(names=\) must be one of \('hf', 'model'\), but is 'vllm'"),
         ({"to": 0}, r"iter_weights\(to=\) must be one of \('all', 'first'\), but is 0"),
+        ({"bucket_bytes": 0}, r"iter_weights\(bucket_bytes=\) must be an integer from 1 on, but is 0"),
     ):
         with pytest.raises(zeroamp.CheckpointError, match=text):
             zeroamp.iter_weights(model, **arguments)

@@ -144,12 +144,15 @@ class Policy:
         """Return a config, with defaults written out, from which `policy_from_config` makes an equal policy."""
         return to_config(self)
 
-    def report(self) -> str:
+    def report(self, *, defaults: bool = False) -> str:
         """Return a text that lists each key of the config with its status and its note.
 
-        The status is honoured, native (accepted, without effect), off, without effect in this config, or default.
+        The status is honoured, native (accepted, without effect), off, or without effect in this config.
+
+        Args:
+            defaults: whether to list also the keys that the config does not have and whose defaults have an effect.
         """
-        text: str = load("Policy.key_report")(self)
+        text: str = load("Policy.key_report")(self, defaults=defaults)
         return text
 
     # Short names of keys, which their notes in the schema describe (docs/config.md).

@@ -57,10 +57,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def check(options: Namespace) -> str:
     """Print how every key of a config is used, or what is wrong with it."""
+    if options.config is None and not options.all:
+        raise ConfigError("The config is missing. Name a JSON file, or list all keys with --all.")
     if options.model is None and (options.auto_wrap is not None or options.inputs is not None):
         raise ConfigError("--auto-wrap and --inputs are about a model. Name one with --model, or leave them out.")
-    policy = _policy(options, options.world_size)
-    lines = [str(options.config), policy.report()]
+    policy = zeroamp.policy_from_config({}) if options.config is None else _policy(options, options.world_size)
+    lines = [] if options.config is None else [str(options.config)]
+    lines.append(policy.report(defaults=options.all))
+    if not options.all:
+        lines.append("--all lists all other keys with their defaults.")
     if options.model is None:
         lines.append("--model also checks the names of modules and classes.")
     else:
@@ -159,9 +164,10 @@ def parsers() -> list[ArgumentParser]:
     commands = root.add_subparsers(metavar="COMMAND", required=True)
 
     of_check = arguments.add_command(commands, check)
-    arguments.add_config(of_check)
+    arguments.add_config(of_check, nargs="?")
     arguments.add_model(of_check, required=False)
     arguments.add_ranks(of_check, required=False)
+    of_check.add_argument("--all", action="store_true", help="Also list the defaults of all other keys.")
 
     of_explain = arguments.add_command(commands, explain)
     arguments.add_config(of_explain)

@@ -22,9 +22,9 @@ def add_command(commands: Any, run: Callable[..., Any]) -> ArgumentParser:
     return parser
 
 
-def add_config(parser: ArgumentParser) -> None:
+def add_config(parser: ArgumentParser, nargs: str | None = None) -> None:
     """Add the config, and the values of its keys that are "auto"."""
-    parser.add_argument("config", type=Path, help="The config, a JSON file.")
+    parser.add_argument("config", type=Path, nargs=nargs, help="The config, a JSON file.")
     help = 'Value of a key that is "auto"; repeatable.'
     parser.add_argument("--auto", metavar="KEY=VALUE", type=key_value, action="append", default=[], help=help)
 

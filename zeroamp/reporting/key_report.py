@@ -2,12 +2,12 @@
 
 import json
 import textwrap
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from zeroamp.policies.normalise import unread
+from zeroamp.policies.json_values import flatten
+from zeroamp.policies.normalise import to_config, unread
 from zeroamp.policies.schema.config import Config
-from zeroamp.policies.schema.keys import Key, Native, Unsupported, iter_keys
+from zeroamp.policies.schema.keys import Honoured, Key, Native, Unsupported, iter_keys
 from zeroamp.reporting.tables import terminal_width
 
 if TYPE_CHECKING:
@@ -18,22 +18,32 @@ _TITLES = {
     "native": "Accepted, changes nothing",
     "off": "Off",
     "no effect": "Without effect here",
-    "default": "Default",
+    "default": "Not in the config, with their defaults",
 }
 """Status -> the line above its keys, in the order of the report."""
 
 
 def report_rows(policy: "Policy") -> list[dict[str, str]]:
-    """Return a dict of key, value, status and note for each key that was given.
+    """Return a dict of key, value, status and note for each key that was given or whose default has an effect.
 
     The status is "honoured", "native" (accepted, without effect; the note is the reason), "off" (an unsupported key
-    whose value disables it), "no effect" (a key of a mode or stage that is not on) or "default" (null, an empty block).
+    whose value disables it), "no effect" (a key of a mode or stage that is not on) or "default".
     """
-    keys, rows = list(iter_keys(Config)), []
-    for path, value in policy.given:
-        key = next((key for key in keys if f"{path}.".startswith(f"{key.path}.")), None)
-        status, note = ("default", "an empty block") if key is None else _status(path, value, key, policy)
-        rows.append({"key": path, "value": json.dumps(value, default=str), "status": status, "note": note})
+    given, effective = dict(policy.given), flatten(to_config(policy))
+    rows = []
+    for key in iter_keys(Config):
+        mine = {path: value for path, value in given.items() if path == key.path or path.startswith(f"{key.path}.")}
+        for path, value in mine.items():
+            status, note = _status(path, value, key, policy)
+            rows.append({"key": path, "value": json.dumps(value, default=str), "status": status, "note": note})
+        if not mine and key.path in effective and isinstance(key.key_class, Honoured):
+            value = json.dumps(effective[key.path])
+            rows.append({"key": key.path, "value": value, "status": "default", "note": key.key_class.note})
+    rows += [
+        {"key": path, "value": json.dumps(value), "status": "default", "note": "an empty block"}
+        for path, value in given.items()
+        if path not in {row["key"] for row in rows}
+    ]
     return sorted(rows, key=lambda row: list(_TITLES).index(row["status"]))
 
 
@@ -71,13 +81,17 @@ def _idle(path: str, policy: "Policy") -> str | None:
     return None
 
 
-def render_report(policy: "Policy") -> str:
+def render_report(policy: "Policy", *, defaults: bool) -> str:
     """Return the keys by status as text that fits the terminal: each with its value, and its note in the next line."""
-    parts = []
-    for status, rows in groupby(report_rows(policy), key=lambda row: row["status"]):
-        entries = list(map(_entry, rows))
-        parts.append("\n".join([f"{_TITLES[status]}: {len(entries)} key{'s' * (len(entries) > 1)}", *entries]))
-    return "\n\n".join([*parts, "All other keys have their defaults."])
+    rows, parts = report_rows(policy), []
+    for status, title in _TITLES.items():
+        own = [row for row in rows if row["status"] == status]
+        count = f"{len(own)} key{'' if len(own) == 1 else 's'}"
+        if own and (status != "default" or defaults):
+            parts.append("\n".join([f"{title}: {count}", *map(_entry, own)]))
+        elif own:
+            parts.append(f"{count} not in the config {'has its' if len(own) == 1 else 'have their'} default.")
+    return "\n\n".join(parts)
 
 
 def _entry(row: dict[str, str]) -> str:

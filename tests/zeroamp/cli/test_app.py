@@ -56,16 +56,19 @@ def asked(monkeypatch):
     return calls
 
 
-def test_check_prints_the_keys_of_the_config(cfg):
-    hint = "--model also checks the names of modules and classes.\n"
-    assert run("check", cfg) == (0, f"{cfg}\n{zeroamp.policy_from_config(cfg).report()}\n{hint}", "")
+def test_check_prints_the_keys_of_the_config_and_their_defaults_if_asked(cfg):
+    policy, hint = zeroamp.policy_from_config(cfg), "--all lists all other keys with their defaults.\n"
+    model = "--model also checks the names of modules and classes.\n"
+    assert run("check", cfg) == (0, f"{cfg}\n{policy.report()}\n{hint}{model}", "")
+    assert run("check", cfg, "--all") == (0, f"{cfg}\n{policy.report(defaults=True)}\n{model}", "")
+    assert run("check", "--all") == (0, f"{zeroamp.policy_from_config({}).report(defaults=True)}\n{model}", "")
 
 
 def test_check_with_a_model_adds_a_line_of_its_units_and_groups(cfg, net, llama):
     policy = zeroamp.policy_from_config(cfg)
     code, out, err = run("check", cfg, "--model", net)
     lines = re.fullmatch(
-        rf"{re.escape(str(cfg))} {re.escape(_words(policy.report()))} {re.escape(net)}: "
+        rf"{re.escape(str(cfg))} {re.escape(_words(policy.report()))} --all [^/]* {re.escape(net)}: "
         r"3 units below the root, 4 groups, "
         r"(\d+\.\d)% of the trainable elements in bf16",
         _words(out),
@@ -173,6 +176,11 @@ def test_a_mistake_in_the_arguments_exits_with_2(asked, arguments, words):
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
     assert words in err
+    assert not asked
+
+
+def test_check_without_a_config_is_a_mistake(asked):
+    assert run("check") == (1, "", "Error: The config is missing. Name a JSON file, or list all keys with --all.\n")
     assert not asked
 
 

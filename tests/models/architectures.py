@@ -95,16 +95,6 @@ def attention():
     return Attention(), (_noise(2, 5, 16), _noise(2, 7, 16)), {}
 
 
-def encoder():
-    layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), (_noise(2, 5, 16),), {}
-
-
-def encoder_eval():
-    model, args, kwargs = encoder()
-    return model.eval(), args, kwargs
-
-
 TRANSFORMERS = {
     "llama": _of_family(FAMILIES["Llama"], input_ids=IDS),
     "gpt2": _of_family(FAMILIES["GPT-2"], input_ids=IDS),
@@ -114,5 +104,5 @@ TRANSFORMERS = {
     "mixtral_batched": lambda: mixtral("batched_mm"),
     "mamba": _of_family(FAMILIES["Mamba"], input_ids=IDS),
 }
-PLAIN = {f.__name__: f for f in (conv_net, recurrent, attention, encoder, encoder_eval)}
+PLAIN = {f.__name__: f for f in (conv_net, recurrent, attention)}
 ARCHITECTURES = {**TRANSFORMERS, **PLAIN}

@@ -18,9 +18,7 @@ ONLY_ROUNDED = {
 add up in bf16."""
 
 UNDECIDED = {
-    "encoder": 4,  # in_proj of nn.MultiheadAttention: its dtype is read
-    "encoder_eval": 4,
-    "attention": 5,  # the same, and where query and key are different tensors: cast in parts
+    "attention": 5,  # in_proj of nn.MultiheadAttention: its dtype is read, or it is cast in parts
     "t5": 4,  # the dtype is read, to cast the input: wo
     "vit": 1,  # the same: the patches
     "mamba": 2,  # the same: conv1d
@@ -35,8 +33,7 @@ def architecture(request):
         pytest.importorskip("transformers", reason="the model is transformers'")
     torch.manual_seed(0)
     model, args, kwargs = ARCHITECTURES[request.param]()
-    if request.param != "encoder_eval":
-        model.train()
+    model.train()
     return request.param, randomise(model), args, kwargs
 
 

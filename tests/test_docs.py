@@ -90,13 +90,14 @@ def test_the_blocks_of_a_page_run(ranks2, path):
     assert ranks2.run(_run, RUNNING[path]) == [2, 2]
 
 
-@pytest.mark.parametrize("page", ["config.md", "accumulation.md", "deepspeed-api.md"])
+@pytest.mark.parametrize("page", ["config.md", "accumulation.md", "deepspeed-api.md", "precision.md"])
 def test_tables_are_what_the_code_generates(page):
     text = (ROOT / "docs" / page).read_text()
     assert "<!-- generated: " in text
     assert text == generator().render(text), "run: python docs/generate.py"
     for key in iter_keys(Config) if page == "config.md" else ():
         assert f"`{key.path}`" in text, key.path
+    assert page != "precision.md" or all(table in text for table in generator().precision_tables().values())
 
 
 def test_the_api_page_lists_every_public_name():

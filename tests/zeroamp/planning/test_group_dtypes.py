@@ -1,8 +1,5 @@
 """The dtypes and collectives that planning decides for a group, on the ranks that are given."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +9,6 @@ from tests.processes.training import config
 from zeroamp.planning.group_dtypes import GroupKey, group_dtypes
 from zeroamp.planning.mesh import Ranks
 
-ROOT = Path(__file__).parents[3]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 NATIVE = {"zeroamp": {"reduce_accumulate_dtype": "native"}}
@@ -47,12 +43,3 @@ def test_the_reduction_of_a_group(communication, options, ranks, expected):
     found = dtypes.reduction, dtypes.reduce, dtypes.reduction_op, dtypes.replica, dtypes.between_ranks
     assert found == expected
     assert dtypes.all_gathers == (dtypes.reduction is not None)
-
-
-def test_the_tables_of_the_docs_are_what_planning_decides():
-    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
-    generator = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generator)
-    text = (ROOT / "docs" / "precision.md").read_text()
-    assert text == generator.render(text), "run: python docs/generate.py"
-    assert all(table in text for table in generator.precision_tables().values())

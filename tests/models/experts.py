@@ -73,7 +73,6 @@ EXPERTS: dict[str, Family] = {
     "Mixtral": FAMILIES["Mixtral"],
     "Mixtral eager": _with("eager", FAMILIES["Mixtral"]),
     "Mixtral batched_mm": _with("batched_mm", FAMILIES["Mixtral"]),
-    "Qwen3-MoE": FAMILIES["Qwen3-MoE"],
     "DeepSeek-V3": FAMILIES["DeepSeek-V3"],
     "gpt-oss": FAMILIES["gpt-oss"],
     "modules": Family(build=ListModel, batch=_offered),

@@ -28,7 +28,6 @@ def train(
     device="cpu",
     make_optimizers=None,
     sent_as=None,
-    native=(),
     loss_fn=loss_of,
 ):
     """Return (losses[step][rank][micro], norms[step], {fqn: parameter}).
@@ -42,7 +41,6 @@ def train(
     replicas (HSDP), and divided by the number of all ranks.
     make_optimizers: {fqn: parameter} -> the optimizers, in place of AdamW.
     sent_as: FQN of a parameter -> the dtype in which ranks send its gradient; the others are sent as they are.
-    native: FQNs of parameters whose gradients two ranks send, add and average in bf16, one micro-batch each.
     loss_fn: (model, inputs) -> the loss, which is computed under autocast, too.
     """
     model = build(name)
@@ -69,9 +67,6 @@ def train(
         gradients = [[gradient for _, gradient in micros] for micros in by_rank]
         for index, (fqn, parameter) in enumerate(_trainable(model).items()):
             table = [[micro[index] for micro in rank] for rank in gradients]
-            if fqn in native:
-                parameter.grad = ((table[0][0].bfloat16() + table[1][0].bfloat16()) / 2).float()
-                continue
             parameter.grad = combine(table, reduce_each, num_replicas, (sent_as or {}).get(fqn))
             if parameter.grad is not None:
                 parameter.grad /= loss_scale

@@ -115,17 +115,6 @@ def test_a_mistake_in_the_config_goes_to_stderr_whole_and_without_a_traceback(tm
     assert words in str(raised.value)
 
 
-def test_check_with_a_model_finds_what_the_config_alone_cannot_show(tmp_path, net):
-    path = tmp_path / "zero.json"
-    block = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["Linaer"]}
-    path.write_text(json.dumps(config(3, dtype=None, torch_autocast=block)))
-    code, out, err = run("check", path)
-    assert (code, err) == (0, "")
-    code, out, err = run("check", path, "--model", net)
-    assert (code, out) == (1, "")
-    assert "'Linaer'" in err
-
-
 def test_a_model_that_cannot_be_built_goes_to_stderr(cfg, net):
     code, out, err = run("explain", cfg, "--model", net.replace("Net", "fail"))
     assert (code, out) == (1, "")

@@ -24,9 +24,6 @@ norm, and which of the model's parameters were used."""
 GROUP_NORMS = 128
 """Bytes: what four group norms keep of the mean and deviation of 16 samples in fp32, and in bf16 on fake tensors."""
 
-FAST = [(0, False), (1, True), (2, False), (3, True)]
-CASES = [(stage, checkpointing) for stage in (0, 1, 2, 3) for checkpointing in (False, True)]
-
 
 def check(answers, is_even=True, more=0):
     for rank, (found, predicted) in enumerate(answers):
@@ -41,20 +38,14 @@ def check(answers, is_even=True, more=0):
             assert predicted["optimizer state"] >= found["optimizer state"]
 
 
-@pytest.mark.parametrize(
-    ("stage", "checkpointing"),
-    [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.parametrize(("stage", "checkpointing"), [(0, False), (1, True), (2, False), (3, True)])
 def test_every_stage_with_and_without_checkpointing(ranks2, stage, checkpointing):
     check(ranks2.run(measured_step, "llama_tied", {"stage": stage, "threshold": 0}, checkpointing))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["encoder", "conv"])
-def test_other_models(ranks2, name):
-    for stage, checkpointing in FAST[2:]:
-        answers = ranks2.run(measured_step, name, {"stage": stage, "threshold": 0}, checkpointing)
-        check(answers, is_even=False, more=GROUP_NORMS * (name == "conv"))
+def test_a_model_with_sizes_that_the_ranks_do_not_divide(ranks2):
+    check(ranks2.run(measured_step, "conv", {"stage": 3, "threshold": 0}, True), is_even=False, more=GROUP_NORMS)
 
 
 def freeze_the_first(model):
@@ -69,8 +60,6 @@ WAYS = {
     "a window": ("llama_untied", {"stage": 1, "accumulation": 4}, True),
     "units of their own": ("scaled", {"stage": 3, "threshold": 1000, "accumulation": 2}),
     "units that cast their inputs": ("makes_fp32", {**EACH, **BF16}),
-    "units that cast their inputs, recomputed": ("makes_fp32", {"stage": 1, "threshold": 0, **BF16}, True),
-    "fp32 reductions": ("llama_tied", {"stage": 2, "comm": "fp32"}),
     "states in bf16": ("llama_tied", {"stage": 3, "data_types": {"optimizer_states_dtype": "bf16"}}),
     "native sums": ("llama_tied", {"stage": 2, "zeroamp": {"reduce_accumulate_dtype": "native"}}),
     "sums in bf16": (

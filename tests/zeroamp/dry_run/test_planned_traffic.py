@@ -16,7 +16,6 @@ from zeroamp.planning.mesh import Ranks
 BLOCK = 10_272 + 64  # elements of one of the three blocks of the LLaMA
 NATIVE = {"zeroamp": {"reduce_accumulate_dtype": "native"}}
 LOW = {"dtype": None, "bf16": {"enabled": True}}
-FP16 = {"dtype": None, "fp16": {"enabled": True, "initial_scale_power": 4}}
 
 
 def _of_model(name, options, fields, mesh_shape=None, prepare=None):
@@ -40,7 +39,7 @@ def test_every_mode_and_stage(ranks2, mode):
         check(ranks2.run(_of_model, "llama_tied", options, {}))
 
 
-@pytest.mark.parametrize("name", slow_but(["conv", "encoder", "moe", "odd_rows"], "moe", "odd_rows"))
+@pytest.mark.parametrize("name", ["moe", "odd_rows"])
 def test_every_model_with_sizes_that_the_ranks_do_not_divide(ranks2, name):
     for stage, accumulation in ((0, 2), (1, 1), (2, 2), (3, 1)):
         options = {"stage": stage, "accumulation": accumulation, "threshold": 0}
@@ -53,36 +52,21 @@ def _freeze_some(model):
         block.norm1.requires_grad_(False)
 
 
-def _freeze_the_first(model):
-    model.embed.requires_grad_(False)
-    model.blocks[0].requires_grad_(False)
-
-
-def _freeze_the_last(model):
-    model.blocks[2].requires_grad_(False)
-
-
 def _store_low(model):
     model.blocks[1].qkv.requires_grad_(False).to(torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    "prepare", slow_but([_freeze_some, _freeze_the_first, _freeze_the_last, _store_low], _freeze_some)
-)
+@pytest.mark.parametrize("prepare", slow_but([_freeze_some, _store_low], _freeze_some))
 def test_frozen_parameters(ranks2, prepare):
     for stage, accumulation, bucket in ((1, 2, 0), (3, 1, 0), (3, 3, BLOCK)):
         options = {"stage": stage, "accumulation": accumulation, "threshold": 0}
         check(ranks2.run(_of_model, "llama_untied", options, {"prefetch_bucket_size": bucket}, None, prepare))
 
 
-FIELDS = [
-    *({"max_live_parameters": n} for n in (BLOCK - 1, BLOCK)),
-    *({"prefetch_bucket_size": n} for n in (BLOCK - 1, BLOCK)),
-    {"max_live_parameters": BLOCK, "prefetch_bucket_size": 3 * BLOCK},
-]
+FIELDS = [{"max_live_parameters": BLOCK}, {"max_live_parameters": BLOCK, "prefetch_bucket_size": 3 * BLOCK}]
 
 
-@pytest.mark.parametrize("fields", slow_but(FIELDS, FIELDS[1], FIELDS[-1]), ids=str)
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
 def test_sharding_options(ranks2, fields):
     for accumulation, threshold in ((1, None), (3, None), (3, 0)):
         options = {"stage": 3, "threshold": threshold, "accumulation": accumulation}
@@ -93,7 +77,6 @@ def test_sharding_options(ranks2, fields):
     ("options", "fields", "mesh_shape"),
     [
         ({"stage": 3}, {}, (2, 2)),
-        pytest.param({"stage": 2, **FP16, **NATIVE}, {}, (1, 4), marks=pytest.mark.slow),
         ({"stage": 3, "threshold": 0}, {"hpz_partition_size": 2}, None),
     ],
     ids=str,

@@ -92,49 +92,25 @@ def test_mistakes_are_errors_and_nothing_is_written_after_one(ranks2, tmp_path):
         assert (num_callbacks, was_written) == (0, False)
 
 
-SCRIPT = """
-import sys
-import torch
-import torch.distributed as dist
-from torch import nn
-import zeroamp
-from neighbour import WIDTH
-
-assert __name__ == "__main__"
-dist.init_process_group()
-torch.manual_seed(0)
-model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2)))
-model = zeroamp.wrap_model(model, zeroamp.policy_from_config({"zero_optimization": {"stage": 3}}), None, ["Sequential"])
-train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-for _ in range(int(sys.argv[sys.argv.index("--steps") + 1])):
-    train.backward(model(torch.ones(2, WIDTH)).sum())
-    train.step()
-dist.destroy_process_group()
-sys.exit(0)
-"""
-
-
 @pytest.mark.slow
-def test_the_command_runs_a_script_under_torchrun_and_prints_the_first_ranks_labels(python_file, tmp_path):
-    python_file("neighbour.py", "WIDTH = 4")
-    script = python_file("script.py", SCRIPT)
-    options = ("--out", tmp_path / "out", "--wait", 0, "--active", 2)
-    # Three steps asked for, two made: what there is is written after the script has ended its process group.
-    printed = torchrun("-m", "zeroamp", "profile", *options, script, "--steps", 2)
+def test_the_command_runs_a_script_under_torchrun_and_prints_the_first_ranks_labels(tmp_path):
+    options = ("--out", tmp_path / "out", "--wait", 18, "--active", 2)
+    # 21 steps asked for, 20 made: what there is is written after the script has ended its process group.
+    printed = torchrun("-m", "zeroamp", "profile", *options, "examples/minimal.py")
     assert f"\n{tmp_path}/out/rank0.json\n" in printed
-    assert printed.count("zeroamp::optimizer (SGD)") == 1
+    assert printed.count("zeroamp::optimizer (AdamW)") == 1
     for rank in range(2):
         events = _read(tmp_path / "out" / f"rank{rank}.json")
         assert crossing(events) == []
-        assert [event["name"] for event in ours(events)].count("optimizer (SGD)") == 1
+        assert [event["name"] for event in ours(events)].count("optimizer (AdamW)") == 1
 
 
 def test_a_script_finds_its_arguments_and_without_a_train_step_the_command_fails(python_file, tmp_path, capsys):
-    script = python_file("script.py", "import sys, json; print(json.dumps([sys.argv[1:], sys.path[0]]))")
+    script = python_file("script.py", "import sys, json; print(json.dumps([sys.argv[1:], sys.path[0], __name__]))")
     before = list(sys.argv), list(sys.path)
     with pytest.raises(zeroamp.StepError, match="after 0 optimizer steps"):
         main(["profile", "--out", str(tmp_path / "out"), str(script), "--wait", "x", "--", "-v"])
-    assert json.loads(capsys.readouterr().out) == [["--wait", "x", "--", "-v"], str(tmp_path)]
+    assert json.loads(capsys.readouterr().out) == [["--wait", "x", "--", "-v"], str(tmp_path), "__main__"]
     assert (sys.argv, sys.path) == before
     assert not (tmp_path / "out").exists()
 

@@ -231,7 +231,7 @@ def _graph(index: int) -> Batch:
     }
 
 
-class _LoraLinear(nn.Module):
+class LoraLinear(nn.Module):
     """A frozen Linear and a trainable product of two small matrices beside it."""
 
     def __init__(self, base: nn.Linear, rank: int = 4) -> None:
@@ -253,7 +253,7 @@ class Lora(nn.Module):
         self.model = FAMILIES["Llama"].build().requires_grad_(False)
         for layer in self.model.model.layers:
             for name in ("q_proj", "v_proj"):
-                setattr(layer.self_attn, name, _LoraLinear(getattr(layer.self_attn, name)))
+                setattr(layer.self_attn, name, LoraLinear(getattr(layer.self_attn, name)))
 
     def forward(self, **batch: torch.Tensor) -> torch.Tensor:
         return self.model(**batch).loss

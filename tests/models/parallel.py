@@ -12,6 +12,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
+from tests.models.families import LoraLinear
+
 VOCAB, WIDTH, HEADS, LENGTH = 64, 32, 4, 16
 NUM_TOKENS = 16
 
@@ -75,18 +77,6 @@ def own_sequence(x, group):
     return received.permute(1, 2, 0, 3, 4).reshape(batch, length // size, size * heads, width)
 
 
-class Adapted(nn.Module):
-    """A frozen Linear and an adapter of rank 4, as LoRA has them."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a, self.b = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.b(self.a(x))
-
-
 class Block(nn.Module):
     def __init__(self, context=None):
         super().__init__()
@@ -117,7 +107,7 @@ class Decoder(nn.Module):
         if adapted:
             self.requires_grad_(False)
             for block in self.blocks:
-                block.attention.q, block.attention.v = Adapted(block.attention.q), Adapted(block.attention.v)
+                block.attention.q, block.attention.v = LoraLinear(block.attention.q), LoraLinear(block.attention.v)
 
     def forward(self, tokens, following):
         x = self.embed(tokens)
@@ -159,8 +149,8 @@ def tensor_parallel(model, mesh, *, tied=False, sequence=False):
     plan = {}
     for index in range(len(model.blocks)):
         for name in ("attention.q", "attention.k", "attention.v", "gate", "up"):
-            adapted = isinstance(model.get_submodule(f"blocks.{index}.{name}"), Adapted)
-            for part in (".base", ".b") if adapted else ("",):
+            adapted = isinstance(model.get_submodule(f"blocks.{index}.{name}"), LoraLinear)
+            for part in (".base", ".lora_b") if adapted else ("",):
                 plan[f"blocks.{index}.{name}{part}"] = ColwiseParallel(**columns)
         for name in ("attention.out", "down"):
             plan[f"blocks.{index}.{name}"] = RowwiseParallel(**rows)

@@ -50,8 +50,3 @@ def test_one_pattern_and_a_list_of_one_are_the_same_policy():
 def test_what_contradicts_itself_or_the_mode_is_refused_by_name(override, options, words):
     with pytest.raises(ConfigError, match=words):
         policy_of(override, **options)
-
-
-def test_a_list_of_overrides_is_no_object():
-    with pytest.raises(ConfigError, match="zeroamp.overrides must be a list, but is .*Put it in a list"):
-        policy_from_config({"zeroamp": {"overrides": {"modules": "head", "compute": "fp32"}}})

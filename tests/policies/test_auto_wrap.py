@@ -48,10 +48,6 @@ def test_experts_inside_a_block_are_no_units_by_default():
     assert sorted(find_units(mixture)) == BLOCKS
 
 
-def test_a_model_without_repeated_blocks_is_one_unit():
-    assert find_units(nn.Linear(2, 2)) == []
-
-
 @pytest.mark.parametrize("policy", [{nn.Conv2d}, ["Block", "Blok"]], ids=str)
 def test_a_policy_that_matches_nothing_names_the_classes_that_exist(policy):
     with pytest.raises(WrapError, match="auto_wrap_policy .* matches no module of Llama. Name .*Block, Embedding"):

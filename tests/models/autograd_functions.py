@@ -32,18 +32,3 @@ class CastsByHand(torch.autograd.Function):
     def backward(ctx, g):
         x, w = ctx.saved_tensors
         return (g.to(ctx.reads) @ w.to(ctx.reads)).float(), g.to(ctx.returns).t() @ x.to(ctx.returns), None, None
-
-
-class CastsOnce(torch.autograd.Function):
-    """Casts in the forward only: the backward reads what that saved."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        x, w = x.to(BF16), w.to(BF16)
-        ctx.save_for_backward(x, w)
-        return x @ w.t()
-
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return (g @ w).float(), g.t() @ x

@@ -17,8 +17,7 @@ X = torch.randn(3, 8, generator=torch.Generator().manual_seed(5)).requires_grad_
 
 
 UNDECIDED = {
-    **{use: {"w"} for use in ("disjoint rows", "transposed and copied")},
-    "checkpointed": {"w", "b"},
+    "disjoint rows": {"w"},
     "concatenated with another": {"w", "b", "lin.weight"},
     "asks for a dtype, to no effect": {"w"},
     "Function with cast_inputs": {"w"},

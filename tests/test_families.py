@@ -1,6 +1,7 @@
 """Families of models: trained, resumed and exported with the bits of one process of plain torch."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -14,35 +15,25 @@ pytest.importorskip("transformers", reason="most of the models are transformers'
 WITH_AUTO = ("Llama", "ResNet", "CLIP", "LLaVA", "GNN")
 NOT_EXACT = pytest.mark.xfail(reason="an activation feeds several units: autograd adds in another order", strict=True)
 
-
-@pytest.fixture(scope="module")
-def expected():
-    """What one process computes, once for each family."""
-    found = {}
-
-    def of(name):
-        if name not in found:
-            found[name] = expected_of(name)
-        return found[name]
-
-    return of
+expected = functools.cache(expected_of)
+"""What one process computes of a family."""
 
 
 @pytest.mark.parametrize("name", slow_but(WITH_AUTO, "Llama"))
-def test_a_family_with_auto_at_stage_3_has_the_bits_of_one_process(ranks2, expected, name):
+def test_a_family_with_auto_at_stage_3_has_the_bits_of_one_process(ranks2, name):
     result = run_case(ranks2, name, "auto", 3, expected(name))
     assert result.is_exact, result.difference
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=NOT_EXACT if name == "UNet" else ()) for name in FAMILIES])
-def test_a_family_with_the_default_list_has_the_bits_of_one_process(ranks2, expected, name):
+def test_a_family_with_the_default_list_has_the_bits_of_one_process(ranks2, name):
     stage = (0, 2, 3)[list(FAMILIES).index(name) % 3]
     result = run_case(ranks2, name, "default", stage, expected(name))
     assert result.is_exact or result.is_refused, result.difference
 
 
-def test_another_bit_is_found_in_every_answer(ranks2, expected, monkeypatch):
+def test_another_bit_is_found_in_every_answer(ranks2):
     right = expected("LoRA")
     parameters = dict(right.parameters)
     first = next(iter(parameters))

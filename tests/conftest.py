@@ -11,25 +11,18 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
-def ranks2():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
+def _started(num_ranks, scope):
+    @pytest.fixture(scope=scope)
+    def ranks():
+        started = Ranks(num_ranks)
+        yield started
+        started.stop()
+
+    return ranks
 
 
-@pytest.fixture(scope="session")
-def ranks4():
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture(scope="module")
-def ranks8():
-    ranks = Ranks(8)
-    yield ranks
-    ranks.stop()
+ranks1, ranks8 = _started(1, "module"), _started(8, "module")
+ranks2, ranks4 = _started(2, "session"), _started(4, "session")
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import torch.distributed as dist
 
 import zeroamp
 from tests.processes import reproducible
-from tests.processes.ranks import Ranks
 from tests.processes.training import config, full_parameters, same_bits
 
 NUM_MICRO_BATCHES = 4
@@ -41,15 +40,11 @@ def _train(folder, stage, until):
     return norms, full_parameters(model)
 
 
-def test_a_run_on_4_2_and_1_ranks_and_other_stages_is_the_run_that_was_never_stopped(tmp_path, ranks2, ranks4):
-    alone = Ranks(1)
-    try:
-        (whole,) = alone.run(_train, tmp_path / "whole", 3, 11)
-        parts = [*ranks4.run(_train, tmp_path / "parts", 2, 3)[0][0]]
-        parts += ranks2.run(_train, tmp_path / "parts", 3, 6)[0][0]
-        parts += ranks2.run(_train, tmp_path / "parts", 2, 8)[0][0]
-        (last,) = alone.run(_train, tmp_path / "parts", 3, 11)
-    finally:
-        alone.stop()
+def test_a_run_on_4_2_and_1_ranks_and_other_stages_is_one_that_was_never_stopped(tmp_path, ranks1, ranks2, ranks4):
+    (whole,) = ranks1.run(_train, tmp_path / "whole", 3, 11)
+    parts = [*ranks4.run(_train, tmp_path / "parts", 2, 3)[0][0]]
+    parts += ranks2.run(_train, tmp_path / "parts", 3, 6)[0][0]
+    parts += ranks2.run(_train, tmp_path / "parts", 2, 8)[0][0]
+    (last,) = ranks1.run(_train, tmp_path / "parts", 3, 11)
     assert parts + last[0] == whole[0]
     assert same_bits(last[1], whole[1]) == []

@@ -57,13 +57,6 @@ def check(run, expected):
     assert same_bits(run.parameters, expected.parameters) == []
 
 
-@pytest.fixture(scope="module")
-def ranks1():
-    ranks = Ranks(1)
-    yield ranks
-    ranks.stop()
-
-
 CASES = {
     "overflows": ((2,), "llama_untied", "fp16", 3, 8),
     "a unit that runs several times": ((2,), "recurrent", "autocast", 3, 8),

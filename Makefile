@@ -77,7 +77,7 @@ test-torch-%: .venv-torch-%/.installed
 .venv-torch-%/.installed: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet torch==$*
-	$(@D)/bin/python -m pip install --quiet --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'pytest-xdist>=3.8' 'hypothesis>=6.100' \
+	$(@D)/bin/python -m pip install --quiet --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'pytest-xdist>=3.8' \
 		'safetensors>=0.8' 'transformers>=5.0'
 	touch $@
 

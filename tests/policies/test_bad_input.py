@@ -69,6 +69,7 @@ BAD_VALUES = [
     ({"zero_optimization.stage3_max_live_parameters": 1e308}, "must be at most 9223372036854775807, but is 1e", ""),
     ({"zeroamp.overrides": {"modules": "head", "compute": "fp32"}}, "must be a list, but is", "Put it in a list"),
     ({"zeroamp.shard_dim": "1"}, 'must be "auto" or 0, but is the string "1"', "Change the"),
+    ({"zeroamp.shard_dim": False}, "is false", "Change the value"),
     ({"gradient_clipping": -1}, "is -1", "Change the value"),
     ({"gradient_allreduce_op": "sum"}, 'is "sum"', 'Write "zeroamp": {"reduce": "sum"}'),
     ({"fp32_allreduce": True}, "is true", 'Write "communication_data_type"'),

@@ -44,3 +44,10 @@ def test_a_native_key_is_accepted_and_reported(path):
     assert {row["status"] for row in report_rows(policy) if row["key"].startswith(path)} == {"native"}
     assert f"  {path} = " in policy.report().partition("Accepted, changes nothing: 1 key\n")[2]
     assert policy == policy_from_config(required)
+
+
+def test_the_report_says_which_key_has_no_effect_and_which_block_is_empty():
+    policy = policy_from_config({"bf16": {}, "zero_optimization": {"stage": 1, "stage3_max_live_parameters": 5}})
+    notes = {row["key"]: (row["status"], row["note"]) for row in report_rows(policy)}
+    assert notes["bf16"] == ("default", "an empty block")
+    assert notes["zero_optimization.stage3_max_live_parameters"] == ("no effect", "stage is 1")

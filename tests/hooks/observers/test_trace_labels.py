@@ -63,7 +63,7 @@ def _recorded_step(stage, how):
         return recorded(_one_step, model, train_step)
 
 
-@pytest.mark.parametrize(("stage", "how"), [(3, "recomputed"), (0, "eager")])
+@pytest.mark.parametrize(("stage", "how"), [pytest.param(3, "recomputed", marks=pytest.mark.slow), (0, "eager")])
 def test_each_label_is_there_with_its_fqn_and_all_events_nest(ranks2, stage, how):
     expected = STEP | FORWARDS | (GATHERS | REDUCTIONS if stage else ALL_REDUCES)
     if how == "recomputed":

@@ -68,7 +68,14 @@ def _loaded(axes, experts, folder, data_ranks):
 @pytest.mark.parametrize(
     ("before", "after", "experts", "bound"),
     [
-        pytest.param(TENSOR, {"dp": 1, "tp": 2}, False, BOUND, id="tensor axis on half as many data ranks"),
+        pytest.param(
+            TENSOR,
+            {"dp": 1, "tp": 2},
+            False,
+            BOUND,
+            id="tensor axis on half as many data ranks",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(EXPERTS, {"dp": 2}, True, BOUND, id="expert axis on data ranks"),
         pytest.param({"dp": 4}, EXPERTS, True, BOUND, id="data ranks on an expert axis", marks=pytest.mark.slow),
         pytest.param(

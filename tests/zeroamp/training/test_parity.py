@@ -104,6 +104,7 @@ CASES = {
 }
 SLOW = {
     "autocast, moe",
+    "units that run again, micro-batches",
     "a group per unit and dtype",
     "replicas, micro-batches summed before them",
     "a weight of two units",

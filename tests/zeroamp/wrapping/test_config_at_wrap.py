@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import zeroamp
 from tests.models.small import build
@@ -16,11 +15,9 @@ from zeroamp.wrapping.model_checks import check_device
 NAME = "llama_untied"
 
 
-def _error_of(cfg, mesh_shape=None, **changes):
-    policy = zeroamp.policy_from_config(cfg).replace(**changes)
-    mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
+def _error_of(cfg, mesh_shape=None):
     with pytest.raises(zeroamp.ConfigError) as caught:
-        zeroamp.wrap_model(build(NAME), policy, mesh)
+        wrapped(NAME, cfg, mesh_shape=mesh_shape)
     return str(caught.value)
 
 

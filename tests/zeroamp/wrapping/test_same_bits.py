@@ -105,6 +105,7 @@ CASES = {
     "checkpointed inside of units": Case(options={"accumulation": 2}, after=checkpoint_inside, oracle=TWICE),
     "checkpointed around units": Case(options={"accumulation": 2}, after=checkpoint_outside, oracle=TWICE),
     "offload": Case(stages=(2, 3), options={"accumulation": 3, "threshold": 0}, fields=ON_CPU, oracle=ACCUMULATED),
+    "offload, stages 0 and 1": Case(stages=(0, 1), fields=ON_CPU),
     # An evaluation in another order leaves gathers that nothing waited for. The next step must not use them.
     "prefetch, reversed, evaluations": Case(fields=AHEAD, before=reverse, between=evaluate),
     "live units": Case(model="llama_untied", fields={"max_live_parameters": 2 * BLOCK}, between=evaluate),

@@ -142,7 +142,8 @@ OF_CASES = {
 """Case -> fault -> the failure that it must give."""
 
 
-@pytest.mark.parametrize("name", slow_but(nccl.CASES, nccl.REDUCTIONS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", nccl.CASES)
 def test_each_case_of_several_ranks_passes_and_finds_its_faults(ranks4, expected_of_ranks, tmp_path, name):
     for number, (fault, text) in enumerate({"": "", **OF_CASES[name]}.items()):
         (tmp_path / str(number)).mkdir()

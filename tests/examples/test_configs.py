@@ -7,6 +7,7 @@ import torch.distributed as dist
 import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.launch import ROOT
+from tests.selection import slow_but
 
 CONFIGS = sorted((ROOT / "examples" / "configs").glob("*.json"))
 NAME = "llama_tied"
@@ -44,7 +45,7 @@ STEPPED = (
 """Each stage and each mode once."""
 
 
-@pytest.mark.parametrize("name", STEPPED)
+@pytest.mark.parametrize("name", slow_but(STEPPED, "zero1_bf16", "zero3_autocast_bf16", "accumulation_autocast_bf16"))
 def test_a_small_model_learns_with_it(ranks2, name):
     path = ROOT / "examples" / "configs" / f"{name}.json"
     losses, num_micro_batches = ranks2.run(_losses, path)[0]

@@ -21,6 +21,7 @@ def _losses(output, before="loss"):
     return [float(loss) for loss in re.findall(rf"{before} (\d+\.\d+)", output)]
 
 
+@pytest.mark.slow
 def test_the_quick_start_of_the_readme_trains_on_two_ranks_and_prints_the_ledger():
     assert f"```python\n{(ROOT / 'examples' / 'minimal.py').read_text()}```" in (ROOT / "README.md").read_text()
     output = torchrun("examples/minimal.py")

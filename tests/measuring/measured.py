@@ -1,7 +1,10 @@
 """One rank's memory in a real training step, beside what the dry run says of it."""
 
+import ctypes
+from contextlib import nullcontext
 from functools import partial
 
+import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -14,6 +17,7 @@ from zeroamp.dry_run.optimizer_step import optimizer_costs
 from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.dry_run.timeline import KINDS
 from zeroamp.dry_run.traced_micro_batch import trace_micro_batch
+from zeroamp.hooks._torch.dispatch import is_part_of_parameter
 from zeroamp.planning.mesh import ranks_of
 from zeroamp.wrapping.state import wrap_state
 
@@ -38,17 +42,40 @@ def _recompute(model, units):
         )
 
 
-def measured_step(name, options, checkpointing=False, fields=None, mesh_shape=None, prepare=None):
+def _outside_of_torch(sizes):
+    """As `zeroamp.save_on_cpu`, with memory that torch has not allocated as the host's. Appends bytes to `sizes`."""
+
+    def pack(tensor):
+        if is_part_of_parameter(tensor):
+            return tensor
+        storage, item = tensor.untyped_storage(), tensor.element_size()
+        buffer, strides = ctypes.string_at(storage.data_ptr(), storage.nbytes()), [item * s for s in tensor.stride()]
+        offset = item * tensor.storage_offset()
+        sizes.append(tensor.nbytes)
+        return tensor.dtype, np.ndarray(tuple(tensor.shape), f"u{item}", buffer, offset, strides).copy()
+
+    def unpack(packed):
+        if isinstance(packed, torch.Tensor):
+            return packed
+        dtype, values = packed
+        tensor = torch.empty(values.shape, dtype=dtype)
+        ctypes.memmove(tensor.data_ptr(), values.ctypes.data, values.nbytes)
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def measured_step(name, options, checkpointing=False, fields=None, mesh_shape=None, prepare=None, offload=False):
     """Train, and return what a step held and moved and what was predicted, as plain numbers."""
     with Allocated() as allocated:
         inputs = batch(name, 0, SAMPLES)
         model = wrapped(name, config(**options), fields=fields, mesh_shape=mesh_shape, prepare_before=prepare)
-        found = _measured(allocated, model, forward_arguments(name, inputs), checkpointing)
+        found = _measured(allocated, model, forward_arguments(name, inputs), checkpointing, offload)
     state = wrap_state(model)
-    return found, predicted_step(name, state.plan, ranks_of(state.mesh), inputs, checkpointing, prepare)
+    return found, predicted_step(name, state.plan, ranks_of(state.mesh), inputs, checkpointing, prepare, offload)
 
 
-def _measured(allocated, model, arguments, checkpointing):
+def _measured(allocated, model, arguments, checkpointing, offload=False):
     """Train a wrapped model; return what a step held and moved."""
     state = wrap_state(model)
     if checkpointing:
@@ -59,16 +86,21 @@ def _measured(allocated, model, arguments, checkpointing):
     sizes = _gradient_sizes(optimizer, model)
     step = zeroamp.TrainStep(model, optimizer)
     args, kwargs = arguments
-    peaks = []
+    peaks, on_host = [], []
     for _ in range(NUM_STEPS):
         allocated.reset_peak()
+        on_host.clear()
         state.traffic.reset()
         for _ in range(state.plan.policy.gradient_accumulation_steps):
-            step.backward(_loss(model(*args, **kwargs)))
+            with _outside_of_torch(on_host) if offload else nullcontext():
+                loss = _loss(model(*args, **kwargs))
+            step.backward(loss)
+            del loss
             step.step()
         peaks.append(allocated.peak)
     return {
         "peak": min(peaks[1:]),
+        "on the host": sum(on_host),
         "parameters": sum(p.to_local().untyped_storage().nbytes() for p in model.parameters()),
         "gradients": sizes.pop("gradients"),
         "optimizer state": sum(
@@ -81,22 +113,25 @@ def _measured(allocated, model, arguments, checkpointing):
     }
 
 
-def predicted_step(name, plan, ranks, inputs, checkpointing, prepare):
+def predicted_step(name, plan, ranks, inputs, checkpointing, prepare, offload):
     model = build(name)
     if prepare is not None:
         prepare(model)
-    return predicted(model, plan, ranks, forward_arguments(name, inputs), checkpointing)
+    return predicted(model, plan, ranks, forward_arguments(name, inputs), checkpointing, offload)
 
 
-def predicted(model, plan, ranks, arguments, checkpointing):
+def predicted(model, plan, ranks, arguments, checkpointing, offload=False):
     """What the dry run says of a step of a model that is not wrapped."""
     costs = optimizer_costs(plan, ranks, None, foreach=False)
-    traced = trace_micro_batch(model, plan, arguments, device_type="cpu", checkpointing=checkpointing)
+    traced = trace_micro_batch(
+        model, plan, arguments, device_type="cpu", checkpointing=checkpointing, offload_activations=offload
+    )
     timeline = memory_timeline(plan, ranks, traced, costs, on_cpu=True)
     at_start = timeline.peak("init")
     at_end = dict(zip(KINDS, timeline.num_bytes[-1].tolist(), strict=True))
     return {
         "peak": timeline.peak_bytes(),
+        "on the host": timeline.host_activations,
         **{kind: at_end[kind] for kind in ("parameters", "gradients", "optimizer state")},
         "traffic": _rows(plan_traffic(plan, ranks)),
         "left over": {kind: at_end[kind] - at_start[kind] for kind in KINDS if at_end[kind] != at_start[kind]},

@@ -115,13 +115,6 @@ class CheckpointedScaledLookup(WithHead):
         return checkpoint(lambda tokens: (self.embed(tokens) * 2).tanh(), tokens, use_reentrant=False)
 
 
-class TwoLookups(WithHead):
-    """Looks up twice in each forward."""
-
-    def look_up(self, tokens):
-        return self.embed(tokens) + self.embed(tokens.flip(1))
-
-
 class FirstRows(nn.Embedding):
     """A learned position table: returns a slice of its weight, whatever the tokens are."""
 
@@ -163,13 +156,6 @@ class Positions(WithHead):
         return self.embed(tokens) + self.positions(tokens)
 
 
-class Padded(WithHead):
-    """Embeds with `padding_idx` and `scale_grad_by_freq`."""
-
-    def __init__(self, vocab, width):
-        super().__init__(vocab, width, lambda vocab, width: nn.Embedding(vocab, width, 3, scale_grad_by_freq=True))
-
-
 EMBEDDING_MODELS = {
     "chunked_calls": ChunkedCalls,
     "checkpointed_chunks": CheckpointedChunks,
@@ -180,10 +166,8 @@ EMBEDDING_MODELS = {
     "inference_reads": InferenceReads,
     "checkpointed_lookup": CheckpointedLookup,
     "checkpointed_scaled_lookup": CheckpointedScaledLookup,
-    "two_lookups": TwoLookups,
     "positions": Positions,
     "scaled": lambda vocab, width: WithHead(vocab, width, Scaled),
     "biased": lambda vocab, width: WithHead(vocab, width, Biased),
     "times_weight": lambda vocab, width: WithHead(vocab, width, TimesWeight),
-    "padded": Padded,
 }

@@ -104,6 +104,7 @@ def _lost(folder):
     raise zeroamp.CheckpointError(text)  # a body without an answer would have the test wait for the other ranks
 
 
+@pytest.mark.slow
 def test_all_ranks_learn_of_a_lost_one_at_once_and_what_the_exchange_was_for(tmp_path, monkeypatch):
     monkeypatch.setattr(rank_processes, "GRACE_S", GRACE_S)
     ranks = Ranks(4)

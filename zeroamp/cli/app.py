@@ -113,6 +113,7 @@ def plan(options: Namespace) -> str:
         batch=options.batch,
         seq=options.seq,
         checkpointing=options.checkpointing,
+        offload_activations=options.offload_activations,
         gpu=options.gpu,
         inputs=None if options.inputs is None else load_function(options.inputs, "--inputs"),
         loss_fn=None if options.loss is None else load_function(options.loss, "--loss"),
@@ -192,6 +193,7 @@ def parsers() -> list[ArgumentParser]:
         help="Tokens per sample and rank. Default: 2048.",
     )
     add("--checkpointing", action="store_true", help="Each unit recomputes its forward.")
+    add("--offload-activations", action="store_true", help="The forward runs under zeroamp.save_on_cpu.")
     gpu = f"One of {', '.join(GPUS_GB)} (the default is h100), or the memory of another GPU in GB."
     add("--gpu", metavar="NAME|GB", type=arguments.gpu, default="h100", help=gpu)
     add("--loss", metavar="FUNCTION", help="Of the model's output; returns the loss. Default: the output's .loss.")

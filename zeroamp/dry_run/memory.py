@@ -75,7 +75,7 @@ def memory_timeline(
         for change in part.changes:
             writer.add("workspace", change)
         writer.add("optimizer state", -part.state_bytes * is_offloaded)
-    return writer.timeline(HOST_KINDS if plan.policy.offload.to_cpu else ())
+    return writer.timeline(HOST_KINDS if plan.policy.offload.to_cpu else (), micro_batch.host_bytes)
 
 
 class _Sizes:

@@ -66,6 +66,7 @@ class RunPlan:
     """Samples per micro-batch and rank."""
     seq: int
     checkpointing: bool
+    offload_activations: bool
     gpu: str | float
     """Name of the GPU, or its memory in 10^9 bytes."""
     gpu_bytes: int
@@ -99,11 +100,12 @@ class RunPlan:
         plan = self.stages[0].plan
         numel = sum(param.numel for param in plan.params)
         checkpointing = "with" if self.checkpointing else "without"
+        on_host = ", activations on the host" * self.offload_activations
         low = f", {text}" if (text := plan.describe_low_share()) else ""
         return (
             f"zeroamp: {numel:,} parameters, mode {self.policy.mode}, {self.world_size} ranks, "
             f"{self.policy.gradient_accumulation_steps} x batch {self.batch} x {self.seq} per rank, {checkpointing} "
-            f"activation checkpointing, {self._gpu_name} ({self.gpu_bytes / 2**30:.1f} GiB){low}"
+            f"activation checkpointing{on_host}, {self._gpu_name} ({self.gpu_bytes / 2**30:.1f} GiB){low}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,6 +116,7 @@ class RunPlan:
             "batch": self.batch,
             "seq": self.seq,
             "checkpointing": self.checkpointing,
+            "offload_activations": self.offload_activations,
             "gpu": {"name": self._gpu_name, "memory_bytes": self.gpu_bytes, "reserved_bytes": RESERVED_BYTES},
             "low_share": self.stages[0].plan.low_share,
             "stages": [

@@ -40,6 +40,7 @@ def plan_run(
     seq: int = 2048,
     stages: Sequence[Stage] = STAGES,
     checkpointing: bool = False,
+    offload_activations: bool = False,
     gpu: str | float = "h100",
     inputs: InputFactory | None = None,
     loss_fn: LossFunction | None = None,
@@ -60,6 +61,7 @@ def plan_run(
         seq: tokens per sample. `inputs` may give it another meaning.
         stages: the ZeRO stages to compare.
         checkpointing: whether each unit recomputes its forward in the backward.
+        offload_activations: whether the forward and the loss run under `zeroamp.save_on_cpu`.
         gpu: a name such as "h100" (`zeroamp plan --help` lists them), or the memory of another GPU in 10^9 bytes.
         inputs: (batch, seq) -> the forward's arguments; called under `torch.device("meta")`. None: a transformers
             model's token ids and labels.
@@ -97,6 +99,7 @@ def plan_run(
         seq=seq,
         inputs=inputs,
         loss_fn=loss_fn,
+        offload_activations=offload_activations,
         optimizer=optimizer,
         limit=gpu_bytes - RESERVED_BYTES,
     )
@@ -109,6 +112,7 @@ def plan_run(
         batch=batch,
         seq=seq,
         checkpointing=checkpointing,
+        offload_activations=offload_activations,
         gpu=gpu,
         gpu_bytes=gpu_bytes,
         stages=planned,
@@ -126,6 +130,7 @@ class _Run:
     seq: int
     inputs: InputFactory | None
     loss_fn: LossFunction | None
+    offload_activations: bool
     optimizer: OptimizerFactory | None
     limit: int
     """Bytes that a step may take on the GPU."""
@@ -227,6 +232,7 @@ class _Run:
                     self.arguments(batch),
                     device_type=self.device_type,
                     checkpointing=checkpointing,
+                    offload_activations=self.offload_activations,
                     loss_fn=self.loss_fn,
                 )
             except ZeroAmpError:

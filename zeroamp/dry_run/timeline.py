@@ -44,6 +44,8 @@ class Timeline:
     """[events]: index into `PHASES`."""
     on_host: tuple[MemoryKind, ...] = ()
     """Kinds in host memory. They are in `num_bytes`, but do not count for peaks."""
+    host_activations: int = 0
+    """Bytes of activations in host memory. They are not in `num_bytes`."""
 
     def device_bytes(self) -> npt.NDArray[np.int64]:
         """Return the bytes on the device after each event: [events]."""
@@ -54,7 +56,7 @@ class Timeline:
     def host_bytes(self) -> int:
         """Return the largest number of bytes that offload holds on the host."""
         columns = [KINDS.index(kind) for kind in self.on_host]
-        return int(self.num_bytes[:, columns].sum(axis=1).max()) if columns else 0
+        return self.host_activations + (int(self.num_bytes[:, columns].sum(axis=1).max()) if columns else 0)
 
     def peak(self, phase: Phase | None = None) -> dict[MemoryKind, int]:
         """Return the bytes of each kind at the moment of the device's peak, in one phase or in the whole step."""
@@ -117,6 +119,7 @@ class TimelineWriter:
         self._rows.append(tuple(self._now))
         self._phases.append(PHASES.index(self.phase))
 
-    def timeline(self, on_host: Sequence[MemoryKind] = ()) -> Timeline:
+    def timeline(self, on_host: Sequence[MemoryKind] = (), host_activations: int = 0) -> Timeline:
         """Return the timeline of all events so far."""
-        return Timeline(np.array(self._rows, np.int64), np.array(self._phases, np.int8), tuple(on_host))
+        rows, phases = np.array(self._rows, np.int64), np.array(self._phases, np.int8)
+        return Timeline(rows, phases, tuple(on_host), host_activations)

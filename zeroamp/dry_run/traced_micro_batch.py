@@ -13,17 +13,19 @@ So a trace on a machine with a GPU is more exact.
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from zeroamp.discovery.fake_run import fake_run
 from zeroamp.dry_run.inputs import Arguments, sequences_are_not_packed
-from zeroamp.hooks._torch.dispatch import TorchDispatchMode, run_op, storage_key
+from zeroamp.hooks._torch.dispatch import TorchDispatchMode, is_part_of_parameter, run_op, storage_key
 from zeroamp.hooks.precision.module_casts import cast_inputs, run_in_fp32
 from zeroamp.hooks.tensors import map_tensors, tensors_in
 from zeroamp.planning.plan import Plan
@@ -73,6 +75,8 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.is_forward = True
+        self.host_bytes = 0
+        """Of what `offload` has moved."""
         self._births: dict[int, Change] = {}
         self._existing = {storage_key(tensor) for tensor in existing}
 
@@ -85,6 +89,21 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_forward = False
         for change in self._births.values():
             change.kind = "activations"
+
+    def offload(self, tensor: torch.Tensor) -> torch.Tensor | tuple[Any, ...]:
+        """Do what the pack hook of `zeroamp.save_on_cpu` does: what is not of a parameter leaves the device."""
+        if is_part_of_parameter(tensor):
+            return tensor
+        self.host_bytes += tensor.nbytes
+        return tensor.size(), tensor.dtype, tensor.device
+
+    @staticmethod
+    def reload(packed: torch.Tensor | tuple[Any, ...]) -> torch.Tensor:
+        """Do what its unpack hook does."""
+        if isinstance(packed, torch.Tensor):
+            return packed
+        size, dtype, device = packed
+        return torch.empty(size, dtype=dtype, device=device)
 
     def gradient_ready(self, param: str, parameter: torch.Tensor) -> None:
         """Record that autograd has accumulated a gradient into a parameter, whose FQN is `param`."""
@@ -132,6 +151,8 @@ class MicroBatch:
     events: Sequence[Event]
     constant_bytes: int
     """Bytes of the inputs and of the buffers, which exist during the whole step."""
+    host_bytes: int = 0
+    """Bytes of the activations in host memory."""
 
 
 def trace_micro_batch(
@@ -141,12 +162,14 @@ def trace_micro_batch(
     *,
     device_type: str,
     checkpointing: bool,
+    offload_activations: bool = False,
     loss_fn: LossFunction | None = None,
 ) -> MicroBatch:
     """Run forward and backward once on fake tensors. The model is not changed, and may be on the meta device.
 
     The ops are those of `device_type`: "cpu", or an accelerator of this machine. With `checkpointing`, each unit (the
-    outermost of nested ones) saves its inputs only, and recomputes its forward in the backward.
+    outermost of nested ones) saves its inputs only, and recomputes its forward in the backward. With
+    `offload_activations`, the forward runs under `zeroamp.save_on_cpu`.
     """
     parameters = {param.fqn: model.get_parameter(param.fqn) for param in plan.params}
     dtypes = {id(parameters[param.fqn]): param.group_key.param for param in plan.params}
@@ -164,16 +187,18 @@ def trace_micro_batch(
         for fqn, parameter in fake_parameters.items():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(recorder.gradient_ready, fqn))
+        hooks = saved_tensors_hooks(recorder.offload, recorder.reload) if offload_activations else nullcontext()
         with recorder:
             is_autocast = plan.policy.mode == "autocast"
-            with torch.autocast(device_type, dtype=plan.policy.param_dtype, enabled=is_autocast):
-                output = model(*args, **kwargs)
-            loss = loss_of(output, loss_fn, where=type(model).__name__, error=ConfigError)
+            with hooks:
+                with torch.autocast(device_type, dtype=plan.policy.param_dtype, enabled=is_autocast):
+                    output = model(*args, **kwargs)
+                loss = loss_of(output, loss_fn, where=type(model).__name__, error=ConfigError)
             del output
             recorder.end_forward()
             loss.float().div(plan.policy.gradient_accumulation_steps).backward()  # type: ignore[no-untyped-call]
         del loss  # recorded as freed
-        return MicroBatch(tuple(recorder.events), sum(sizes.values()))
+        return MicroBatch(tuple(recorder.events), sum(sizes.values()), recorder.host_bytes)
 
 
 def _tensors_beside_parameters(model: nn.Module) -> Iterator[torch.Tensor]:

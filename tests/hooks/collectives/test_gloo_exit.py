@@ -9,21 +9,16 @@ from zeroamp.hooks.collectives import gloo_exit as exit_pause
 
 exit_pause.time = type("Time", (), {"sleep": staticmethod(lambda seconds: print("paused for", seconds))})
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-for index in range(WRAPS):
+for index in range(2):
     zeroamp.wrap_model(nn.Linear(2, 2), zeroamp.policy_from_config({}))
     atexit.register(print, "registered after wrapping", index)
 dist.destroy_process_group()
 print("destroyed")
-RAISE
+raise ValueError
 """
-
-
-def _output(num_wraps, raises):
-    program = PROGRAM.replace("WRAPS", str(num_wraps)).replace("RAISE", raises)
-    done = completed("-c", program)
-    return done.returncode, done.stdout.splitlines()
 
 
 def test_once_after_all_that_was_registered_later_and_also_after_an_exception():
     registered = [f"registered after wrapping {index}" for index in (1, 0)]
-    assert _output(2, "raise ValueError") == (1, ["destroyed", *registered, "paused for 0.1"])
+    done = completed("-c", PROGRAM)
+    assert (done.returncode, done.stdout.splitlines()) == (1, ["destroyed", *registered, "paused for 0.1"])

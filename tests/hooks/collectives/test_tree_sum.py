@@ -67,18 +67,13 @@ NEEDS_TRITON = pytest.mark.skipif(
 )
 
 
-def _run(call, **environment):
-    code = f"from tests.hooks.collectives.test_tree_sum import *; {call}"
-    done = completed("-c", code, **environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 @pytest.mark.slow
 @NEEDS_TRITON
 def test_the_kernel_has_the_bits_of_the_tree_in_the_interpreter():
-    found = _run("print(kernel_equals_the_tree('cpu'))", TRITON_INTERPRET="1")
-    assert found == str(LAUNCHES)
+    code = "from tests.hooks.collectives.test_tree_sum import *; print(kernel_equals_the_tree('cpu'))"
+    done = completed("-c", code, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(LAUNCHES)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -29,7 +29,7 @@ def check(answers, is_even=True, more=0):
     for rank, (found, predicted) in enumerate(answers):
         assert predicted["traffic"] == found["traffic"]
         assert predicted["left over"] == {"gradients": predicted["gradients"]}
-        for kind in ("parameters", "gradients"):
+        for kind in ("parameters", "gradients", "on the host"):
             assert predicted[kind] == found[kind], kind
         if rank == 0 or is_even:
             assert predicted["optimizer state"] == found["optimizer state"]
@@ -76,6 +76,13 @@ WAYS = {
 @pytest.mark.parametrize("way", slow_but(WAYS, "units of their own", "states in bf16"))
 def test_every_way_to_train(ranks2, way):
     check(ranks2.run(measured_step, *WAYS[way]))
+
+
+@pytest.mark.parametrize("checkpointing", slow_but([False, True], False))
+def test_activations_on_the_host(ranks2, checkpointing):
+    for stage in (1, 3):
+        options = {"stage": stage, "threshold": 0}
+        check(ranks2.run(measured_step, "llama_tied", options, checkpointing, offload=True))
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ def test_what_a_page_draws_has_the_parts_of_the_step_in_order_and_its_peak(accum
     assert [sum(values) for values in zip(*(kind["bytes"] for kind in drawn["kinds"]), strict=True)] == drawn["total"]
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_the_next_does_not():
     gpu = (4_000_000 + RESERVED_BYTES) / 1e9
     run = plan(gpu=gpu, stages=(1, 3))
@@ -103,6 +104,7 @@ def test_a_stage_that_the_config_excludes_is_refused_with_the_reason():
     assert "stage 1: not possible: " in str(run)
 
 
+@pytest.mark.slow
 def test_replicas():
     run = plan({"zeroamp": {"dp_replicate_size": 2}})
     assert [(stage.stage, stage.ranks.num_replicas, stage.ranks.num_shards) for stage in run.stages] == [

@@ -69,6 +69,7 @@ def test_the_bits_are_those_without_and_no_state_stays_on_the_device(ranks2, tmp
         assert 0 < share < 0.7
 
 
+@pytest.mark.slow
 def test_the_plan_has_one_part_of_the_state_during_the_update_only(monkeypatch):
     without, whole = (plan(options, stages=[3]).stages[0].memory for options in ({}, OFFLOAD))
     monkeypatch.setattr(between_steps, "PART_BYTES", 1000)

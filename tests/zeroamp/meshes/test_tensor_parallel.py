@@ -17,6 +17,7 @@ from zeroamp.policies.errors import StepError
 AXES = {"dp": 2, "tp": 2}
 
 
+@pytest.mark.slow
 def test_an_embedding_and_a_head_that_are_units_of_their_own_have_the_same_bits(ranks4):
     """FSDP2 warns of outputs that are views, as those of parallelize_module are. Warnings are errors in ranks."""
     own, in_root = (

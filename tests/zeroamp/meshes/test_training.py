@@ -99,7 +99,7 @@ def test_it_equals_one_process(ranks4, name):
 @pytest.mark.parametrize(
     ("axes", "options", "stages"),
     [
-        (TENSOR, {}, (1, 2)),
+        pytest.param(TENSOR, {}, (1, 2), marks=pytest.mark.slow),
         pytest.param(EXPERTS, {"experts": True}, (1, 2), marks=pytest.mark.slow),
         (CONTEXT, {}, (0,)),
     ],

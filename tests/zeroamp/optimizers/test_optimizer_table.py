@@ -25,7 +25,8 @@ FAST = (
 def _rows():
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {row[0]: dict(zip(COLUMNS, row, strict=False)) for row in cells if row[0] in CASES}
+    named = [(name, row[1:]) for row in cells for name in row[0].split("; ") if name in CASES]
+    return {name: dict(zip(COLUMNS, (name, *row), strict=False)) for name, row in named}
 
 
 def _row(name, found):

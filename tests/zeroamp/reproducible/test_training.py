@@ -70,7 +70,7 @@ CASES = {
 """Numbers of ranks, model, mode, stage, and micro-batches per optimizer step."""
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "overflows", "a unit that runs several times"))
+@pytest.mark.parametrize("case", slow_but(CASES, "overflows"))
 def test_any_number_of_ranks_has_the_bits_of_the_tree(request, case):
     sizes, name, mode, stage, num_micro_batches = CASES[case]
     arguments = {"num_micro_batches": num_micro_batches, "overflow_at": (8, 5) if mode == "fp16" else None}

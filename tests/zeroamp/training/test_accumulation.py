@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
-import zeroamp
 from tests.measuring.accumulation import NAME, all_cells, relative_errors
-from tests.models.small import batch, build, loss_of
-from tests.processes.training import config, full_parameters, same_bits, train, wrapped
+from tests.models.small import build
+from tests.processes.training import SmallTraining, config, same_bits, train
 from zeroamp.policies.accumulation import COMPUTE
 from zeroamp.policies.dtypes import short_name
 
@@ -35,20 +33,21 @@ def test_the_error_of_sixteen_micro_batches(ranks2, mode, low_dtype):
 
 def _late_comers(stage):
     """A parameter without elements, and one that is unfrozen after wrapping."""
-    model = build(NAME)
-    model.nothing = torch.nn.Parameter(torch.empty(0, 4))
-    model.blocks[0].requires_grad_(False)
+
+    def prepare(model):
+        model.nothing = torch.nn.Parameter(torch.empty(0, 4))
+        model.blocks[0].requires_grad_(False)
+
     cfg = config(stage, accumulation=2, data_types={"grad_accum_dtype": "bf16"})
-    model = zeroamp.wrap_model(model, zeroamp.policy_from_config(cfg))
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    training = SmallTraining(cfg, name=NAME, prepare_before=prepare)
+    model, step = training.model, training.train
     model.blocks[0].requires_grad_(True)
-    step.backward(loss_of(model, batch(NAME, 0)) + model.nothing.sum())
+    step.backward(training.loss() + model.nothing.sum())
     step.step()
     held = [fqn for fqn, p in model.named_parameters() if p.grad is not None and p.numel() > 0]
     sums = model._zeroamp_state.step.shard_accumulator.sums
     dtypes = [total.dtype for total in sums.values()]
-    step.backward(loss_of(model, batch(NAME, 1)))
-    return held, dtypes, step.step().grad_norm
+    return held, dtypes, training.step(1).grad_norm
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -61,10 +60,7 @@ def test_all_gradients_are_bf16_between_micro_batches_also_of_parameters_that_ar
 
 def _one_micro_batch(stage, accumulate):
     cfg = config(stage, dtype="float16", fp16={"loss_scale": 2}, data_types={"grad_accum_dtype": accumulate})
-    model = wrapped(NAME, cfg)
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    step.backward(loss_of(model, batch(NAME, dist.get_rank())) * 5e-4)  # gradients among fp16's subnormals
-    return step.step().grad_norm
+    return SmallTraining(cfg, name=NAME).step(factor=5e-4).grad_norm  # gradients among fp16's subnormals
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -73,13 +69,12 @@ def test_with_one_micro_batch_the_key_has_no_effect(ranks2, stage):
 
 
 def _sums_of_one_micro_batch_after_two():
-    model = wrapped(NAME, config(3, accumulation=2, data_types={"grad_accum_dtype": "bf16"}))
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    training = SmallTraining(config(3, accumulation=2, data_types={"grad_accum_dtype": "bf16"}), name=NAME)
     for is_last in (False, True, True):
-        step.backward(loss_of(model, batch(NAME, 0)), is_last=is_last)
-        sums = len(model._zeroamp_state.step.shard_accumulator.sums)
+        training.backward(is_last=is_last)
+        sums = len(training.model._zeroamp_state.step.shard_accumulator.sums)
         if is_last:
-            step.step()
+            training.train.step()
     return sums
 
 
@@ -94,20 +89,18 @@ def test_replicas_sum_each_micro_batch_where_the_shards_accumulate_in_another_dt
 
 
 def _frozen_between_micro_batches(stage, by):
-    model = wrapped(NAME, config(stage, accumulation=2))
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    before = full_parameters(model)
+    training = SmallTraining(config(stage, accumulation=2), name=NAME)
+    model, before = training.model, training.parameters()
     sharded = dict(model.named_parameters())
     model.blocks[0].requires_grad_(False)
-    step.backward(loss_of(model, batch(NAME, 0)))
-    step.step()
+    training.step(0)
     model.blocks[0].requires_grad_(True)
     for fqn, parameter in (sharded if by == "sharded" else dict(model.named_parameters())).items():
         parameter.requires_grad_("blocks.1" not in fqn)
-    step.backward(loss_of(model, batch(NAME, 1)))
+    training.backward(1)
     grads = [fqn for fqn, parameter in sharded.items() if not parameter.requires_grad]
-    step.step()
-    return before, full_parameters(model), grads
+    training.train.step()
+    return before, training.parameters(), grads
 
 
 @pytest.mark.parametrize("stage", [1, 3])

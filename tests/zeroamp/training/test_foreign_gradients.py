@@ -87,21 +87,11 @@ def test_gradients_of_inputs_and_forwards_change_nothing_where_the_config_clips_
 CLIP = 1e6
 
 
-class Generator(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x
-
-
 def _gan(is_wrapped):
     """Three rounds of a GAN on this rank: the losses, and the parameters of both models."""
     torch.manual_seed(0)
-    models, steps = [Generator(), ThreeUnits()], []
+    generator = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    models, steps = [generator, ThreeUnits()], []
     for number, model in enumerate(models):
         if is_wrapped:
             models[number] = zeroamp.wrap_model(model, policy(config(2, dtype=None, clip=CLIP)), None, {"Linear"})

@@ -1,41 +1,15 @@
-"""float16: loss scaling, skipped steps, and agreement of the ranks."""
+"""float16: the smallest loss scale, and the state of a loss scale. `test_parity` and `test_skipped_updates` train."""
 
-import math
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.oracles import one_process
 from tests.processes.ranks import RankError
-from tests.processes.training import (
-    SmallTraining,
-    check_errors,
-    check_run,
-    config,
-    errors_of,
-    train,
-)
+from tests.processes.training import SmallTraining, check_errors, config, errors_of
 
-NAME = "llama_tied"
 FIXED = {"fp16": {"loss_scale": 1024}}
-
-
-def _train_all_stages(cfg_options, num_steps):
-    return {stage: train(NAME, config(stage, clip=0.5, **cfg_options), num_steps) for stage in (0, 1, 2, 3)}
-
-
-@pytest.mark.parametrize("mode", ["autocast", "fp16"])
-def test_all_stages_equal_one_process_with_the_same_scale(ranks2, mode):
-    if mode == "autocast":
-        options, oracle = {"dtype": "float16", **FIXED}, {"autocast": torch.float16}
-    else:
-        options = {"dtype": None, "fp16": {"enabled": True, "loss_scale": 1024}}
-        oracle = {"autocast": None, "low_model": torch.float16}
-    expected = one_process.train(NAME, world_size=2, num_steps=6, clip=0.5, loss_scale=1024.0, **oracle)
-    for rank, by_stage in enumerate(ranks2.run(_train_all_stages, options, 6)):
-        for run in by_stage.values():
-            check_run(run, rank, expected)
 
 
 def dynamic(stage, **fields):
@@ -62,17 +36,14 @@ def _resume():
     def advance(training, marks):
         return [training.step(factor=1e30 if mark == "x" else 1.0).loss_scale for mark in marks]
 
-    whole = advance(SmallTraining(cfg, _sgd), ".x.xx......")
-    training = SmallTraining(cfg, _sgd)
+    sgd = partial(torch.optim.SGD, lr=0.0)
+    whole = advance(SmallTraining(cfg, sgd), ".x.xx......")
+    training = SmallTraining(cfg, sgd)
     first = advance(training, ".x.xx")
     saved = training.train.state_dict()
-    training = SmallTraining(cfg, _sgd)
+    training = SmallTraining(cfg, sgd)
     training.train.load_state_dict(saved)
     return whole, first + advance(training, "......"), saved
-
-
-def _sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.0)
 
 
 def test_the_scale_and_its_counters_survive_a_state_dict(ranks2):
@@ -109,28 +80,3 @@ def test_the_state_of_another_loss_scale_is_refused(ranks2):
     }
     start = r"^StepError: loss_scale in TrainStep\.load_state_dict"
     check_errors(ranks2.run(_load_others), {name: start + text for name, text in texts.items()})
-
-
-def _overflow_in_a_window(stage, accumulate, bad):
-    cfg = config(stage, dtype="float16", clip=1.0, accumulation=2, data_types={"grad_accum_dtype": accumulate})
-    cfg["fp16"] = {"initial_scale_power": 10, "hysteresis": 1}
-    training = SmallTraining(cfg)
-    reports = []
-    for window in range(2):
-        for micro in range(2):
-            is_bad = (window, micro, dist.get_rank()) == (0, 0, 1)
-            report = training.step(micro, bad if is_bad else 1.0)
-        reports.append((report.skipped, report.loss_scale))
-    return reports
-
-
-@pytest.mark.parametrize(
-    ("stage", "accumulate", "bad"),
-    [
-        (0, "fp32", 1e30),
-        (3, "fp16", math.nan),
-    ],
-)
-def test_one_bad_micro_batch_of_one_rank_skips_the_window(ranks2, stage, accumulate, bad):
-    for reports in ranks2.run(_overflow_in_a_window, stage, accumulate, bad):
-        assert reports == [(True, 1024.0), (False, 512.0)]

@@ -1,6 +1,7 @@
 """Losses, gradient norms and parameters, bit for bit: stages against each other and against the oracle."""
 
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,10 +29,6 @@ def _share_linear_across_units(model: Llama):
     model.blocks[2].out = model.blocks[0].out
 
 
-def _share_norm_across_units(model: Llama):
-    model.blocks[2].norm1 = model.blocks[0].norm1
-
-
 def _tie_weights_across_units(model: Llama):
     model.blocks[2].down.weight = model.blocks[0].down.weight
 
@@ -56,6 +53,7 @@ class Case:
 
 BF16 = {"dtype": None, "bf16": {"enabled": True}}
 FP32 = {"dtype": None}
+FP16 = {"dtype": "float16", "fp16": {"loss_scale": 1024}}
 CASES = {
     # Communication in bf16, the default, loses nothing: the raw gradients are bf16, and the sum is fp32.
     "autocast": Case(),
@@ -64,10 +62,9 @@ CASES = {
     "autocast, hf_llama": Case(model="hf_llama"),
     "autocast, one rank": Case(world_size=1),
     "autocast in fp16, one rank": Case(
-        world_size=1,
-        options={"dtype": "float16", "fp16": {"loss_scale": 1024}},
-        oracle={"autocast": torch.float16, "loss_scale": 1024.0},
+        world_size=1, options=FP16, oracle={"autocast": torch.float16, "loss_scale": 1024.0}
     ),
+    "autocast in fp16": Case(options=FP16, oracle={"autocast": torch.float16, "loss_scale": 1024.0}),
     "fp32 communication": Case(options={"comm": "fp32"}),
     "a group per unit and dtype": Case(model="llama_untied", options={"threshold": 0}),
     "bf16": Case(options=BF16, oracle={"low_model": torch.bfloat16}),
@@ -79,13 +76,22 @@ CASES = {
         stages=(2, 3), options={"accumulation": 4}, oracle={"accumulation": 4, "reduce_each": True}
     ),
     "replicas": Case(world_size=4, mesh_shape=(2, 2), stages=(1, 2, 3)),
+    # Parameters of 9, 13 and 5 rows over 2 shards: padded shards are added in their places.
     "replicas, micro-batches summed before them": Case(
+        model="conv",
         world_size=4,
         mesh_shape=(2, 2),
         stages=(2, 3),
         options={"accumulation": 3},
         oracle={"accumulation": 3, "reduce_each": True, "num_replicas": 2},
     ),
+    "3 ranks": Case(model="encoder", world_size=3),
+    # Another number of shards than a power of two: a tree of each replica's shards, then of the replicas.
+    "6 ranks, replicas": Case(
+        model="encoder", world_size=6, mesh_shape=(2, 3), stages=(1, 2, 3), oracle={"num_replicas": 2}
+    ),
+    "8 ranks": Case(model="encoder", world_size=8),
+    "8 replicas": Case(model="encoder", world_size=8, mesh_shape=(8, 1), stages=(1, 2, 3)),
     "frozen parameters, left out of the norm": Case(model="llama_untied", prepare=_freeze),
     "modules used twice": Case(options={"comm": "fp32"}, prepare=_use_twice),
     # Its blocks run six times, and one of their modules only the last time.
@@ -98,16 +104,15 @@ CASES = {
     ),
     "a Linear of two units": Case(model="llama_untied", prepare=_share_linear_across_units),
     "a weight of two units": Case(model="llama_untied", prepare=_tie_weights_across_units),
-    "a norm of two units, fp32": Case(
-        model="llama_untied", options=FP32, oracle={"autocast": None}, prepare=_share_norm_across_units
-    ),
 }
 SLOW = {
     "autocast, moe",
+    "units that run again, micro-batches",
     "a group per unit and dtype",
-    "replicas, micro-batches summed before them",
     "a weight of two units",
-    "a norm of two units, fp32",
+    "6 ranks, replicas",
+    "8 ranks",
+    "8 replicas",
 }
 
 
@@ -124,17 +129,24 @@ def _at_all_stages(case):
     }
 
 
-@pytest.fixture(scope="module")
-def ranks1():
-    ranks = Ranks(1)
-    yield ranks
-    ranks.stop()
+@contextmanager
+def _ranks(request, world_size):
+    """Those of the test session, or others for the time of a test."""
+    if world_size in (2, 4):
+        yield request.getfixturevalue(f"ranks{world_size}")
+        return
+    ranks = Ranks(world_size)
+    try:
+        yield ranks
+    finally:
+        ranks.stop()
 
 
 @pytest.mark.parametrize("name", slow_but(CASES, *(CASES.keys() - SLOW)))
 def test_all_stages_have_the_bits_of_one_process(request, name):
     case = CASES[name]
-    by_rank = request.getfixturevalue(f"ranks{case.world_size}").run(_at_all_stages, case)
+    with _ranks(request, case.world_size) as ranks:
+        by_rank = ranks.run(_at_all_stages, case)
     oracle = one_process.train(
         case.model, world_size=case.world_size, num_steps=NUM_STEPS, clip=CLIP, prepare=case.prepare, **case.oracle
     )
@@ -178,44 +190,3 @@ def _reductions(num_forwards, num_backwards):
 def test_each_backward_reduces_each_group_once(ranks2, num_forwards, num_backwards):
     expected = {stage: {num_backwards} for stage in range(4)}
     assert ranks2.run(_reductions, num_forwards, num_backwards) == [expected] * 2
-
-
-FEW_STEPS = 4
-
-
-def _stages_and_meshes(shapes):
-    """Runs of stages 0 to 3 on all ranks in one axis, and of stages 1 to 3 on meshes of (replicas, shards)."""
-    flat = [train("encoder", config(stage, clip=CLIP), FEW_STEPS) for stage in (0, 1, 2, 3)]
-    cfgs = [(shape, config(stage, clip=CLIP)) for shape in shapes for stage in (1, 2, 3)]
-    return flat, [train("encoder", cfg, FEW_STEPS, mesh_shape=shape) for shape, cfg in cfgs]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "shapes", "num_replicas"),
-    [
-        (3, [], 1),
-        # Another number of shards than a power of two: a tree of each replica's shards, then of the replicas.
-        pytest.param(6, [(2, 3)], 2, marks=pytest.mark.slow),
-        pytest.param(8, [(2, 4), (8, 1)], 1, marks=pytest.mark.slow),
-    ],
-)
-def test_all_stages_and_meshes_have_the_bits_of_one_tree(world_size, shapes, num_replicas):
-    ranks = Ranks(world_size)
-    try:
-        by_rank = ranks.run(_stages_and_meshes, shapes)
-    finally:
-        ranks.stop()
-    options = {"world_size": world_size, "num_steps": FEW_STEPS, "clip": CLIP}
-    oracle = one_process.train("encoder", num_replicas=num_replicas, **options)
-    for rank, (flat, hybrid) in enumerate(by_rank):
-        for run in (*(flat if num_replicas == 1 else ()), *hybrid):
-            check_run(run, rank, oracle)
-
-
-def test_padded_shards_of_replicas_are_added_in_their_places(ranks4):
-    cfg = config(2, accumulation=2, clip=CLIP)  # parameters of 9, 13 and 5 rows over 2 shards
-    runs = ranks4.run(train, "conv", cfg, 2, mesh_shape=(2, 2))
-    options = {"world_size": 4, "num_steps": 2, "clip": CLIP, "accumulation": 2, "reduce_each": True}
-    oracle = one_process.train("conv", num_replicas=2, **options)
-    for rank, run in enumerate(runs):
-        check_run(run, rank, oracle)

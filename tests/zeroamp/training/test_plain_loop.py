@@ -204,7 +204,7 @@ def _differing(stage):
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 3], 3))
 def test_other_loops_have_the_bits_of_one_process(ranks2, stage):
     for found in ranks2.run(_differing, stage):
         assert found == {loop.__name__: [] for loop in LOOPS}

@@ -1,4 +1,7 @@
-"""The one all-reduce of an optimizer step: ranks that differ get one error, callbacks the sums of their numbers."""
+"""The one all-reduce of an optimizer step: ranks that differ get one error, callbacks the sums of their numbers.
+
+`tests/zeroamp/wrapping/test_run_alike.py` has all kinds of differences.
+"""
 
 import os
 import signal
@@ -7,34 +10,10 @@ import pytest
 import torch.distributed as dist
 
 import zeroamp
-from benchmarks.differences.kinds import STEP
-from benchmarks.differences.training import train
 from tests.processes.ranks import Ranks
 from tests.processes.training import SmallTraining, config
 from zeroamp.training.step import driver_of
 from zeroamp.wrapping.state import wrap_state
-
-
-def _all_kinds():
-    found = {}
-    for name, kind in STEP.items():
-        for stage in kind.stages:
-            try:
-                found[name, stage] = "", f"{train(kind, stage)} steps"
-            except Exception as error:
-                found[name, stage] = type(error).__name__, str(error)
-    return found
-
-
-def test_each_kind_is_one_error_on_all_ranks_that_names_it(ranks2):
-    first, second = ranks2.run(_all_kinds)
-    assert first == second
-    wrong = {
-        run: (error, text)
-        for run, (error, text) in first.items()
-        if error != (STEP[run[0]].error or "") or STEP[run[0]].names not in text
-    }
-    assert wrong == {}
 
 
 def _four_ranks(values):

@@ -1,5 +1,7 @@
 """0-D parameters: replicated on every rank, reduced in the step's all-reduce, saved and exported in their own shape."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.oracles import one_process
 from tests.processes.ranks import RankError
-from tests.processes.training import check_run, config, full_parameters, mesh_of, policy, same_bits, train
+from tests.processes.training import SmallTraining, adamw, check_run, config, policy, same_bits, train, wrapped
 from tests.selection import slow_but
 
 NUM_STEPS = 4
@@ -33,16 +35,9 @@ def _scaled(stage, _args, output):
 class _Foreach(torch.optim.AdamW):
     """Of another class than AdamW, so that it always steps on DTensors, and by foreach kernels."""
 
-    def __init__(self, params):
-        super().__init__(params, lr=1e-2, foreach=True)
-
 
 def _foreach(named):
-    return _Foreach(named.values())
-
-
-def _foreach_in_one_process(named):
-    return [_foreach(named)]
+    return _Foreach(named.values(), lr=1e-2, foreach=True)
 
 
 def _runs(stages, options, mesh_shape, make_optimizer):
@@ -56,7 +51,7 @@ CASES = {
     "fp32": ((0, 3), {"dtype": None}, {"autocast": None}),
     "micro-batches are summed before ranks": ((0, 1), {"accumulation": 4, "comm": "fp32"}, {"accumulation": 4}),
     "a loss scale is taken out": ((3,), FP16, {"autocast": torch.float16, "loss_scale": 4.0}),
-    "a foreach optimizer steps both kinds": ((3,), {}, {"make_optimizers": _foreach_in_one_process}),
+    "a foreach optimizer steps both kinds": ((3,), {}, {"make_optimizers": lambda named: [_foreach(named)]}),
     "replicas and shards count once in the norm": ((3,), {}, {"world_size": 4, "num_replicas": 2}),
 }
 
@@ -85,15 +80,13 @@ def test_they_train_as_in_one_process(request, name):
                 torch.testing.assert_close(run.parameters[fqn], parameters[fqn])
 
 
-def _wrapped(stage, mesh_shape=None, seed=0):
-    model = build("conv", seed)
-    scalar(model)
-    return zeroamp.wrap_model(model, policy(config(stage)), mesh_of(mesh_shape), {"Sequential"})
+def _training(stage, make_optimizer=adamw, **more):
+    return SmallTraining(config(stage), make_optimizer, name="conv", prepare_before=scalar, **more)
 
 
 def _used_by_one_rank():
-    model = _wrapped(3)
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    training = _training(3, partial(torch.optim.SGD, lr=1.0))
+    model, step = training.model, training.train
     loss = loss_of(model, batch("conv", 0))
     step.backward(loss + model.unused * 3.0 if dist.get_rank() == 1 else loss)
     step.clip_grad_norm()
@@ -110,7 +103,8 @@ def test_a_rank_that_did_not_use_it_gets_the_mean(ranks2):
 
 
 def _plain_backward():
-    loss_of(_wrapped(3), batch("conv", 0)).backward()
+    model = wrapped("conv", config(3), prepare_before=scalar)
+    loss_of(model, batch("conv", 0)).backward()
 
 
 def test_a_backward_without_a_train_step_is_refused(ranks2):
@@ -119,25 +113,25 @@ def test_a_backward_without_a_train_step_is_refused(ranks2):
 
 
 def _saved_or_loaded(folder, stage, loads=None, mesh_shape=None):
-    """Train two steps and save, or load; return the parameters then, and after two more steps."""
-    model = _wrapped(stage, mesh_shape, seed=0 if loads is None else 5)
-    step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    """Train two steps, and save or load; return the parameters then, and after two more steps."""
+    training = _training(stage, mesh_shape=mesh_shape)
+    model, step = training.model, training.train
 
     def advance(start):
         for index in range(start, start + 2):
             step.backward(loss_of(model, batch("conv", 2 * index + dist.get_rank() % 2)))
             step.step()
-        return full_parameters(model)
+        return training.parameters()
 
+    advance(0 if loads is None else 9)
     if loads is None:
-        advance(0)
         zeroamp.save_checkpoint(folder / "checkpoint", model, step)
         zeroamp.export_hf(model, folder / "files")
     elif loads == "checkpoint":
         zeroamp.load_checkpoint(folder / loads, model, step)
     else:
         zeroamp.load_hf(model, folder / loads)
-    return full_parameters(model), advance(2)
+    return training.parameters(), advance(2)
 
 
 def test_a_run_goes_on_from_a_checkpoint_also_with_more_ranks_and_files_have_its_own_shape(ranks2, ranks4, tmp_path):
@@ -178,14 +172,13 @@ def test_meta_models_get_the_same_values_on_all_ranks(ranks2):
 
 def _ledger():
     """The ledger, its verification, and the bytes that a step sent outside of the groups."""
-    model = _wrapped(2)
-    ledger = zeroamp.explain(model)
-    verification = ledger.verify(model, batch("conv", 0))
-    step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters()))
-    step.backward(loss_of(model, batch("conv", 0)))
-    traffic = zeroamp.traffic(model)
+    training = _training(2)
+    ledger = zeroamp.explain(training.model)
+    verification = ledger.verify(training.model, batch("conv", 0))
+    training.backward()
+    traffic = zeroamp.traffic(training.model)
     traffic.reset()
-    step.step()
+    training.train.step()
     return ledger.to_dict(), str(verification), [n for key, n in traffic.num_bytes.items() if key.group == "step"]
 
 

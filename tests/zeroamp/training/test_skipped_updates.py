@@ -17,6 +17,7 @@ from tests.oracles import one_process
 from tests.processes.training import SmallTraining, adamw, check_run, config, same_bits, train
 
 NAME = "llama_tied"
+BF16 = {"dtype": None, "bf16": {"enabled": True}}
 SKIP = {"zeroamp": {"skip_nonfinite_steps": True}}
 
 
@@ -58,21 +59,24 @@ class Skips:
 
 
 def _trained(cfg, make_optimizer, bad_steps, num_steps, bad=math.nan):
-    """Train; the loss of `bad_steps` is `bad` on the last rank only. Other steps get the batches of their order."""
+    """Train; the first loss of `bad_steps` is `bad` on the last rank only. Others get the batches of their order."""
     training = SmallTraining(cfg, make_optimizer, _halving)
     scales, skipped, changed, index = [], [], [], 0
     for step in range(num_steps):
         is_bad = step in bad_steps
-        training.backward(index, bad if is_bad and dist.get_rank() == dist.get_world_size() - 1 else 1.0)
         before = _state(training)
-        report = training.train.step()
+        for micro in range(cfg["gradient_accumulation_steps"]):
+            is_bad_loss = is_bad and micro == 0 and dist.get_rank() == dist.get_world_size() - 1
+            report = training.step(index + micro, bad if is_bad_loss else 1.0)
         scales.append(report.loss_scale)
         skipped.append((report.skipped, report.num_skipped))
-        index += not is_bad
-        if is_bad:
+        if not is_bad:
+            index += cfg["gradient_accumulation_steps"]
+        else:
             changed += same_bits(_state(training), before)
             assert not math.isfinite(report.grad_norm)
     counts = training.train.num_steps, training.train.num_skipped
+    assert training.train.state_dict()["num_skipped"] == counts[1]
     assert training.scheduler.last_epoch == training.train.num_steps
     return Skips(scales=scales, skipped=skipped, changed=changed, state=_state(training), counts=counts)
 
@@ -81,10 +85,11 @@ def _adamw_of_three_groups(parameters):
     return torch.optim.AdamW([{"params": parameters[at::3]} for at in range(3)], lr=1e-3)
 
 
-def _fp16(stage=3, **fields):
-    return config(stage, dtype="float16", clip=1.0, fp16={"initial_scale_power": 10, **fields})
+def _fp16(stage=3, more=None, **fields):
+    return config(stage, dtype="float16", clip=1.0, fp16={"initial_scale_power": 10, **fields}, **(more or {}))
 
 
+IN_FP16 = {"accumulation": 2, "data_types": {"grad_accum_dtype": "fp16"}}
 OVERFLOWS = {
     "stage 0": (_fp16(0, hysteresis=1), adamw, (1, 2), [1024, 1024, 512, 256]),
     "stage 3": (_fp16(hysteresis=1), adamw, (1, 2), [1024, 1024, 512, 256]),
@@ -92,13 +97,15 @@ OVERFLOWS = {
     "growth": (_fp16(loss_scale_window=2), _adamw_of_three_groups, (), [1024, 1024, 1024, 2048, 2048, 4096]),
     "a fixed scale": (config(3, dtype="float16", fp16={"loss_scale": 256}), adamw, (1,), [256, 256, 256]),
     "fused": (_fp16(hysteresis=1), _fused, (0, 2, 3), [1024, 512, 512, 256, 128, 128]),
+    "one of two micro-batches": (_fp16(0, {"accumulation": 2}, hysteresis=1), adamw, (0,), [1024, 512]),
+    "nan of one of two, summed in fp16": (_fp16(3, IN_FP16, hysteresis=1), adamw, (0,), [1024, 512]),
 }
 
 
 @pytest.mark.parametrize("name", OVERFLOWS)
 def test_where_one_rank_overflows_all_ranks_change_nothing_but_the_scale(ranks2, name):
     cfg, make_optimizer, bad_steps, scales = OVERFLOWS[name]
-    for run in ranks2.run(_trained, cfg, make_optimizer, bad_steps, len(scales), 1e30):
+    for run in ranks2.run(_trained, cfg, make_optimizer, bad_steps, len(scales), math.nan if "nan" in name else 1e30):
         assert run.scales == scales
         assert [is_skipped for is_skipped, _ in run.skipped] == [step in bad_steps for step in range(len(scales))]
         assert run.changed == []
@@ -106,12 +113,17 @@ def test_where_one_rank_overflows_all_ranks_change_nothing_but_the_scale(ranks2,
 
 
 @pytest.mark.parametrize(
-    ("stage", "options"),
-    [(3, {}), (0, {"dtype": None}), (3, {"dtype": None, "bf16": {"enabled": True}})],
-    ids=["autocast", "fp32", "bf16"],
+    ("stage", "options", "skip"),
+    [
+        (3, {}, SKIP),
+        (0, {"dtype": None}, SKIP),
+        (3, BF16, SKIP),
+        (2, BF16, {"bf16": {"enabled": True, "check_grad_overflow": True}}),
+    ],
+    ids=["autocast", "fp32", "bf16", "check_grad_overflow"],
 )
-def test_skipped_steps_leave_no_trace(ranks2, stage, options):
-    bad = ranks2.run(_trained, config(stage, **options, **SKIP), adamw, (0, 2), 5)
+def test_skipped_steps_leave_no_trace(ranks2, stage, options, skip):
+    bad = ranks2.run(_trained, config(stage, **{**options, **skip}), adamw, (0, 2), 5)
     good = ranks2.run(_trained, config(stage, **options), adamw, (), 3)
     for run, expected in zip(bad, good, strict=True):
         assert run.skipped == [(True, 1), (False, 1), (True, 2), (False, 2), (False, 2)]
@@ -120,9 +132,10 @@ def test_skipped_steps_leave_no_trace(ranks2, stage, options):
 
 
 def test_by_default_nothing_is_skipped(ranks2):
-    run = ranks2.run(_trained, config(3), adamw, (1,), 2)[0]
-    assert run.skipped == [(False, 0)] * 2
-    assert "embed.weight" in run.changed
+    for options in ({}, {"dtype": None, "bf16": {"enabled": True, "check_grad_overflow": False}}):
+        run = ranks2.run(_trained, config(3, **options), adamw, (1,), 2)[0]
+        assert run.skipped == [(False, 0)] * 2
+        assert "embed.weight" in run.changed
 
 
 def _train_fused(cfg, num_steps):

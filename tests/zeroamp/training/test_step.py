@@ -169,6 +169,7 @@ PLAIN = {
     "clipping": ({"clip": 1.0}, "gradient_clipping 1.0.*TrainStep"),
     "float16": ({"dtype": "float16"}, "float16, which scales the loss"),
     "skipped steps": ({"zeroamp": {"skip_nonfinite_steps": True}}, "skip_nonfinite_steps True"),
+    "overflows": ({"dtype": None, "bf16": {"enabled": True, "check_grad_overflow": True}}, "check_grad_overflow True"),
     "state in host memory": ({"zeroamp": {"offload_between_steps": ["optimizer"]}}, "zeroamp.offload_between_steps"),
     "for some parameters": ({"clip": 1.0}, "gradient_clipping 1.0.*TrainStep"),
     "registered method": ({"clip": 1.0}, "gradient_clipping 1.0.*TrainStep"),

@@ -6,21 +6,18 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import zeroamp
-from tests.models.small import batch, build, loss_of
+from tests.models.small import build
 from tests.processes.training import check_same_run, config, train, wrapped
 from zeroamp.wrapping.model_checks import check_device
 
 NAME = "llama_untied"
 
 
-def _error_of(cfg, mesh_shape=None, **changes):
-    policy = zeroamp.policy_from_config(cfg).replace(**changes)
-    mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
+def _error_of(cfg, mesh_shape=None):
     with pytest.raises(zeroamp.ConfigError) as caught:
-        zeroamp.wrap_model(build(NAME), policy, mesh)
+        wrapped(NAME, cfg, mesh_shape=mesh_shape)
     return str(caught.value)
 
 
@@ -84,36 +81,3 @@ def test_a_dtype_that_the_device_cannot_do_is_refused(monkeypatch):
     check_device(zeroamp.policy_from_config({"fp16": {"enabled": True}}), "cuda")
     with pytest.raises(zeroamp.ConfigError, match="torch_autocast.dtype is bf16 .*meta, which has no"):
         check_device(policy, "meta")
-
-
-def _steps_with_one_bad_gradient(cfg):
-    model = wrapped(NAME, cfg)
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    reports = []
-    for index in range(3):
-        before = [p.to_local().clone() for p in model.parameters()]
-        factor = float("nan") if index == 1 and dist.get_rank() == 1 else 1.0
-        step.backward(loss_of(model, batch(NAME, index)) * factor)
-        report = step.step()
-        moved = any(not torch.equal(a, b.to_local()) for a, b in zip(before, model.parameters(), strict=True))
-        reports.append((report.step, report.skipped, moved))
-    return reports, step.num_skipped, step.state_dict()["num_skipped"]
-
-
-@pytest.mark.parametrize("checks", [True, False])
-def test_check_grad_overflow_skips_a_step_with_a_gradient_that_is_not_finite_on_all_ranks(ranks2, checks):
-    cfg = config(2, dtype=None, bf16={"enabled": True, "check_grad_overflow": checks})
-    for reports, *nums_skipped in ranks2.run(_steps_with_one_bad_gradient, cfg):
-        assert [is_skipped for _, is_skipped, _ in reports] == [False, checks, False]
-        assert nums_skipped == [int(checks)] * 2
-        assert not checks or reports == [(1, False, True), (1, True, False), (2, False, True)]
-
-
-def _plain_backward(cfg):
-    model = wrapped(NAME, cfg)
-    with pytest.raises(zeroamp.StepError, match="check_grad_overflow True"):
-        loss_of(model, batch(NAME, 0)).backward()
-
-
-def test_a_plain_backward_that_would_leave_the_check_out_raises(ranks2):
-    ranks2.run(_plain_backward, config(2, dtype=None, bf16={"enabled": True, "check_grad_overflow": True}))

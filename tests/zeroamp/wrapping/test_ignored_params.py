@@ -31,7 +31,7 @@ def _training(cfg):
 def _steps(model, step, indices, cfg):
     """Train as `tests.processes.training.train` does; the caller averages the ignored gradients, once per step."""
     rank, world_size, accumulation = dist.get_rank(), dist.get_world_size(), cfg["gradient_accumulation_steps"]
-    losses, norms, mean_losses = [], [], []
+    losses, norms = [], []
     for index in indices:
         losses.append([])
         for micro in range(accumulation):
@@ -45,8 +45,7 @@ def _steps(model, step, indices, cfg):
                     gradient /= world_size
             report = step.step()
         norms.append(report.grad_norm)
-        mean_losses.append(report.loss)
-    return Run(losses=losses, norms=norms, parameters=full_parameters(model), mean_losses=mean_losses)
+    return Run(losses=losses, norms=norms, parameters=full_parameters(model))
 
 
 def _trains_as_sharded(cfg):

@@ -47,6 +47,7 @@ MESSAGES = {
 OURS, WARNING = "[zeroamp] INFO: ", "[zeroamp] WARNING: "
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("configure", "expected"),
     [
@@ -55,7 +56,6 @@ OURS, WARNING = "[zeroamp] INFO: ", "[zeroamp] WARNING: "
             "logging.basicConfig(format='mine: %(message)s')",
             [[], [], ["mine: "], [], ["late: "]],
             id="configured",
-            marks=pytest.mark.slow,
         ),
     ],
 )

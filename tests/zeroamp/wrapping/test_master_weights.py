@@ -6,9 +6,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zeroamp
 from tests.measuring.storage_peak import StoragePeak
-from tests.models.small import HfLlama, batch, build, hf_llama, loss_of
+from tests.models.small import HfLlama, batch, build, hf_llama
 from tests.processes.ranks import RankError
-from tests.processes.training import config, full_parameters, policy, same_bits
+from tests.processes.training import SmallTraining, config, full_parameters, policy, same_bits
 from zeroamp.planning.plan import build_plan
 
 
@@ -76,14 +76,10 @@ def test_a_meta_model_in_bf16_gets_fp32_shards_and_files_in_bf16_load_exactly(ra
 
 def _late(change):
     """Change a wrapped model after its first optimizer step."""
-    model = build("llama_tied")
-    model.blocks[1].requires_grad_(False).bfloat16()
-    model = zeroamp.wrap_model(model, policy(config(3)))
-    train_step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters()))
-    train_step.backward(loss_of(model, batch("llama_tied", 0)))
-    train_step.step()
-    change(model)
-    train_step.backward(loss_of(model, batch("llama_tied", 0)))
+    training = SmallTraining(config(3), prepare_before=lambda model: model.blocks[1].requires_grad_(False).bfloat16())
+    training.step()
+    change(training.model)
+    training.backward()
 
 
 def _unfreeze(model):

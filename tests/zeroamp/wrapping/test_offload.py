@@ -6,19 +6,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import zeroamp
 from tests.models.small import RMSNorm, batch, loss_of
-from tests.processes.training import (
-    config,
-    full_parameters,
-    policy,
-    same_bits,
-    wrapped,
-)
+from tests.processes.training import config, full_parameters, policy, same_bits, wrapped
 from zeroamp.accumulation.shard_accumulator import RoundedSum, ShardAccumulator
+from zeroamp.hooks._torch.fsdp import groups_of
 from zeroamp.planning.mesh import shard_device
 from zeroamp.policies.policy import NO_OFFLOAD, Offload
 from zeroamp.training.norm_and_clip import local_sum_of_squares, multiply_gradients
@@ -116,22 +111,10 @@ def test_memory_is_pinned_only_beside_an_accelerator(caplog):
 
 
 def _policies_of_all_groups():
-    import zeroamp.hooks.typed_groups as typed_groups
-    import zeroamp.wrapping.shard as shard
-
-    found = []
-
-    def recording(module, **kwargs):
-        found.append(kwargs["offload_policy"])
-        return fully_shard(module, **kwargs)
-
-    typed_groups.fully_shard = shard.fully_shard = recording
-    try:
-        model = wrapped("llama_tied", config(3, threshold=0), fields=ON_CPU)
-    finally:
-        typed_groups.fully_shard = shard.fully_shard = fully_shard
+    model = wrapped("llama_tied", config(3, threshold=0), fields=ON_CPU)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    return found
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [group.offload_policy for unit in units for group in groups_of(unit._get_fsdp_state())]
 
 
 def test_units_holders_and_root_are_offloaded_alike(ranks2):

@@ -14,15 +14,8 @@ MODEL = "llama_tied"
 
 
 def _reverse(model):
-    """Run the blocks in another order than they are registered in."""
-
-    def logits(tokens):
-        x = model.embed(tokens)
-        for block in reversed(model.blocks):
-            x = block(x)
-        return model.head(model.norm(x))
-
-    model.logits = logits
+    """Run the blocks of a wrapped model in another order than they were registered in."""
+    model.blocks._modules = dict(reversed(model.blocks._modules.items()))
 
 
 def _log(size, prepare=None, threshold=0):
@@ -40,7 +33,7 @@ def _log(size, prepare=None, threshold=0):
             block.register_forward_pre_hook(lambda *_: gathers.log.append((f"run {name}", 0)))
             block.register_forward_hook(after)
 
-        for name, block in enumerate(model.blocks):
+        for name, block in model.blocks.named_children():
             watch(name, block)
         step.backward(model(batch(MODEL, 0)))
         step.step()

@@ -15,17 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 import zeroamp
 from tests.models.architectures import IDS, t5
 from tests.models.small import VOCAB, batch, build, loss_of
-from tests.processes.training import config, full_parameters, same_bits, wrapped
-
-
-def _model(name="llama_untied"):
-    model = wrapped(name, config(3))
-    return model, zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-
-
-def _step(name, model, train, index=0):
-    train.backward(loss_of(model, batch(name, 2 * index + dist.get_rank())))
-    return train.step().loss
+from tests.processes.training import SmallTraining, adamw, config, full_parameters, same_bits, wrapped
 
 
 def _raised(error, call):
@@ -51,14 +41,14 @@ def _calls(model):
 
 
 def _refused():
-    model, train = _model("hf_llama")
-    losses = [_step("hf_llama", model, train)]
+    training = SmallTraining(config(3), adamw, name="hf_llama")
+    model, losses = training.model, [training.step().loss]
     texts = {kind: (_raised(zeroamp.WrapError, call), says) for kind, (call, says) in _calls(model).items()}
     model.load_state_dict(model.state_dict())  # of shards
     model.to("cpu").float()  # changes nothing
-    losses.append(_step("hf_llama", model, train, 1))
-    undisturbed, its_train = _model("hf_llama")
-    assert losses == [_step("hf_llama", undisturbed, its_train, index) for index in (0, 1)]
+    losses.append(training.step(1).loss)
+    undisturbed = SmallTraining(config(3), adamw, name="hf_llama")
+    assert losses == [undisturbed.step(index).loss for index in (0, 1)]
     assert [kind for kind, (text, says) in texts.items() if says not in text] == []
 
 
@@ -92,20 +82,20 @@ def test_whole_tensors_for_parameters_that_a_forward_left_unsharded_are_refused_
 
 
 def _called_from_outside():
-    model, train = _model()
-    x = torch.randn(2, 5, 32)
+    training = SmallTraining(config(3))
+    model, x = training.model, torch.randn(2, 5, 32)
     texts = [_raised(zeroamp.WrapError, lambda: model.blocks[0](x))]  # before the root's first forward
-    _step("llama_untied", model, train)
+    training.step()
     texts += [_raised(zeroamp.WrapError, partial(module, x)) for module in (model.blocks[1], model.norm)]
     model.hidden = lambda tokens: model.blocks[0](model.embed(tokens))
     zeroamp.register_forward_method(model, "hidden")
     with torch.no_grad():
         hidden = model.hidden(batch("llama_untied", 0))
     assert hidden.shape == (2, 12, 32)
-    loss = loss_of(model, batch("llama_untied", 2 + dist.get_rank()))
-    with train.autocast():  # between forward and backward the root's own parameters are unsharded
+    loss = training.loss(1)
+    with training.train.autocast():  # between forward and backward the root's own parameters are unsharded
         assert torch.isfinite(model.head(x)).all()
-    train.backward(loss)
+    training.train.backward(loss)
     return texts
 
 
@@ -142,12 +132,12 @@ def test_generate_of_an_encoder_decoder_works_once_it_is_registered_and_says_so_
 
 
 def _train_step():
-    model, train = _model("hf_llama")
-    lbfgs = torch.optim.LBFGS(list(model.parameters()))
-    of_lbfgs = _raised(zeroamp.StepError, lambda: zeroamp.TrainStep(model, lbfgs))
+    training = SmallTraining(config(3), name="hf_llama")
+    lbfgs = torch.optim.LBFGS(list(training.model.parameters()))
+    of_lbfgs = _raised(zeroamp.StepError, lambda: zeroamp.TrainStep(training.model, lbfgs))
     inputs = batch("hf_llama", dist.get_rank())
-    output = model(input_ids=inputs, labels=inputs)
-    return of_lbfgs, _raised(zeroamp.StepError, lambda: train.backward(output))
+    output = training.model(input_ids=inputs, labels=inputs)
+    return of_lbfgs, _raised(zeroamp.StepError, lambda: training.train.backward(output))
 
 
 def test_what_a_train_step_cannot_do_is_refused_with_the_remedy(ranks2):

@@ -1,25 +1,25 @@
-"""Ranks that differ before training: one error on all of them, which names what differs and on which rank."""
+"""Ranks that differ before training or in a step: one error on all, which names what differs and on which rank."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.differences.kinds import CONFIG, HARMLESS, MODEL, OPTIMIZER
+from benchmarks.differences.kinds import CONFIG, HARMLESS, MODEL, OPTIMIZER, STEP
 from benchmarks.differences.training import train
 from tests.selection import slow_but
 from zeroamp.policies.errors import ConfigError, WrapError
 from zeroamp.wrapping.run_alike import run_alike
 
-KINDS = {"config": CONFIG, "model": MODEL, "optimizer": OPTIMIZER, "harmless": HARMLESS}
+KINDS = {"config": CONFIG, "model": MODEL, "optimizer": OPTIMIZER, "step": STEP, "harmless": HARMLESS}
 SHARED = ("accumulation count", "gradient clipping", "depth", "tying", "a frozen layer", "lr", "a scheduler")
-"""Kinds that are tried at every stage that they list; the others at the first."""
+"""Kinds that are tried at every stage that they list, as those of a step; the others at the first."""
 
 
 def _all_kinds(what):
     """Try kind after kind in one process group: return the error of each, as class and text."""
     found = {}
     for name, kind in KINDS[what].items():
-        for stage in kind.stages if name in SHARED else kind.stages[:1]:
+        for stage in kind.stages if name in SHARED or what == "step" else kind.stages[:1]:
             try:
                 found[name, stage] = "", f"{train(kind, stage)} steps"
             except Exception as error:
@@ -27,14 +27,16 @@ def _all_kinds(what):
     return found
 
 
-@pytest.mark.parametrize("what", slow_but(["config", "model", "optimizer"], "config", "model"))
+@pytest.mark.parametrize("what", slow_but(["config", "model", "optimizer", "step"], "config", "model", "step"))
 def test_each_kind_is_one_error_on_all_ranks_that_names_it(ranks2, what):
     first, second = ranks2.run(_all_kinds, what)
     assert first == second
     wrong = {
         run: (error, text)
         for run, (error, text) in first.items()
-        if error != KINDS[what][run[0]].error or KINDS[what][run[0]].names not in text or "rank" not in text
+        if error != (KINDS[what][run[0]].error or "")
+        or KINDS[what][run[0]].names not in text
+        or (error != "" and "rank" not in text)
     }
     assert wrong == {}
 

@@ -1,4 +1,4 @@
-"""Parameters that are sharded over dimensions 1 and 2: the bits of one process, and everything planned is measured."""
+"""Parameters that are sharded over dimensions 1 and 2: everything planned is measured. `test_same_bits` trains them."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 import zeroamp
 from tests.measuring.measured import measured_step
 from tests.models.small import build
-from tests.processes.training import check_same_run, config, full_parameters, policy, same_bits, sharded_dims, train
+from tests.processes.training import config, full_parameters, policy, same_bits, sharded_dims
 from tests.selection import slow_but
 from zeroamp.ledger.explain import Ledger
 from zeroamp.planning.mesh import ranks_of
@@ -24,21 +24,6 @@ def _sharded_dims(model):
     num_shards = ranks_of(state.mesh).shards(state.plan.policy)
     assert found == {param.fqn: param.shard_dim(num_shards) for param in state.plan.params}
     return set(found.values())
-
-
-def _train(options, key):
-    return train(NAME, config(3, accumulation=2, **options), 4, fields={"shard_dim": key})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [{"zeroamp": {"reduce_accumulate_dtype": "native"}}, {"data_types": {"grad_accum_dtype": "bf16"}}],
-    ids=["native", "bf16 sums"],
-)
-def test_reductions_and_sums_in_low_precision_have_the_bits_of_dimension_0(ranks2, options):
-    for planned, dim_0 in zip(ranks2.run(_train, options, "auto"), ranks2.run(_train, options, 0), strict=True):
-        check_same_run(planned, dim_0)
 
 
 @pytest.mark.parametrize("stage", slow_but([1, 3], 3))

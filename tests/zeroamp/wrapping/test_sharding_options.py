@@ -50,12 +50,8 @@ def test_the_backward_gathers_over_the_secondary_partition(ranks4):
 )
 def test_an_impossible_secondary_partition_is_refused(ranks4, size, stage, mesh_shape, text):
     with pytest.raises(RankError, match=f"ConfigError: zero_optimization.zero_hpz_partition_size{text}") as caught:
-        ranks4.run(_wrap, stage, size, mesh_shape)
+        ranks4.run(wrapped, "llama_tied", config(stage), fields={"hpz_partition_size": size}, mesh_shape=mesh_shape)
     assert str(caught.value).count("ConfigError: zero_opt") == 4, "on all ranks"
-
-
-def _wrap(stage, size, mesh_shape):
-    wrapped("llama_tied", config(stage), fields={"hpz_partition_size": size}, mesh_shape=mesh_shape)
 
 
 def _gathered(max_live):

@@ -48,19 +48,6 @@ def test_all_ranks_get_the_first_ranks_values(ranks4, stage, mesh_shape):
     assert ranks4.run(_synced, config(stage, **SYNC), mesh_shape) == [[]] * 4
 
 
-def _refused(cfg):
-    torch.manual_seed(dist.get_rank())
-    with pytest.raises(zeroamp.WrapError) as caught:
-        zeroamp.wrap_model(Small(), policy(cfg))
-    return str(caught.value)
-
-
-def test_without_it_other_values_are_an_error_that_names_it(ranks2):
-    for text in ranks2.run(_refused, config(3)):
-        assert text.startswith("frozen has values that differ between ranks")
-        assert "set zeroamp.sync_module_states to true" in text
-
-
 def _peak_of_the_broadcast():
     from zeroamp.planning.mesh_axes import plain_axes
     from zeroamp.wrapping.model_checks import broadcast_module_states

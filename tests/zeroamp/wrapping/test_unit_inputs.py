@@ -7,7 +7,7 @@ import torch.distributed as dist
 import zeroamp
 from tests.models.small import batch, build
 from tests.oracles import plain_fsdp2
-from tests.processes.training import full_parameters, same_bits
+from tests.processes.training import same_bits, train
 from tests.selection import slow_but
 
 MODES = {
@@ -37,17 +37,8 @@ def wrapped(mode, stage=3, **options):
 
 
 def _all_stages(mode):
-    runs = {}
-    for stage in (0, 1, 2, 3):
-        model = wrapped(mode, stage)
-        step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1))
-        losses = []
-        for loss in losses_of(model):
-            losses.append(float(loss.detach()))
-            step.backward(loss)
-            step.step()
-        runs[stage] = losses, full_parameters(model)
-    units = zeroamp.explain(model).plan.units
+    runs = [train(NAME, {**config(mode, stage), "gradient_accumulation_steps": 1}, NUM_STEPS) for stage in (0, 1, 2, 3)]
+    units = zeroamp.explain(wrapped(mode)).plan.units
     _, dtype, scale = MODES[mode]
     return runs, plain_fsdp2.train(build(NAME), units, losses_of, world_size=2, param_dtype=dtype, loss_scale=scale)
 
@@ -55,9 +46,9 @@ def _all_stages(mode):
 @pytest.mark.parametrize("mode", slow_but(MODES, "bf16"))
 def test_every_stage_trains_as_fsdp2_alone_does(ranks2, mode):
     for runs, (losses, parameters) in ranks2.run(_all_stages, mode):
-        for ours, our_parameters in runs.values():
-            assert ours == losses
-            assert same_bits(our_parameters, parameters) == []
+        for run in runs:
+            assert [loss for (loss,) in run.losses] == losses
+            assert same_bits(run.parameters, parameters) == []
 
 
 LOW, FP32 = torch.bfloat16, torch.float32

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -109,20 +108,8 @@ def _inputs(step, micro, rank):
     return torch.randn(4, 8, generator=torch.Generator().manual_seed((step * 10 + micro) * NUM_RANKS + rank))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """What a training did."""
-
-    losses: list
-    """Of this rank, micro-batch by micro-batch; of the oracle [rank]."""
-    without: list[list[str]]
-    """[step]: the names without gradient."""
-    parameters: dict[str, torch.Tensor]
-    is_trained: dict[str, bool]
-    """FQN -> `requires_grad`, at the end."""
-
-
 def _train(stage, name, mesh_shape=None):
+    """Return this rank's losses, the names without gradient per step, the parameters, and their `requires_grad`."""
     torch.manual_seed(0)
     case = CASES[name]
     accumulation = len(case.routes[0])
@@ -141,11 +128,11 @@ def _train(stage, name, mesh_shape=None):
         without.append([fqn for fqn, p in model.named_parameters() if p.grad is None])
         train.update()
     is_trained = {fqn: p.requires_grad for fqn, p in model.named_parameters()}
-    return Run(losses=losses, without=without, parameters=full_parameters(model), is_trained=is_trained)
+    return losses, without, full_parameters(model), is_trained
 
 
 def _one_process(stage, name):
-    """The oracle, in plain torch."""
+    """Return what `_train` does, in plain torch; the losses are [rank]."""
     torch.manual_seed(0)
     model, case = Graph(), CASES[name]
     named = dict(model.named_parameters())
@@ -172,22 +159,20 @@ def _one_process(stage, name):
         stepper.zero_grad()
     parameters = {fqn: p.detach() for fqn, p in named.items()}
     is_trained = {fqn: p.requires_grad for fqn, p in named.items()}
-    return Run(losses=losses, without=without, parameters=parameters, is_trained=is_trained)
+    return losses, without, parameters, is_trained
 
 
 def _check(runs, expected):
-    for rank, run in enumerate(runs):
-        assert run.losses == expected.losses[rank]
-        assert run.without == expected.without
-        assert same_bits(run.parameters, expected.parameters) == []
-        assert run.is_trained == expected.is_trained
+    losses, without, parameters, is_trained = expected
+    for rank, (own_losses, own_without, own_parameters, own_is_trained) in enumerate(runs):
+        assert own_losses == losses[rank]
+        assert own_without == without
+        assert same_bits(own_parameters, parameters) == []
+        assert own_is_trained == is_trained
 
 
-FAST = itertools.product((0, 3), ("different", "micro-batches", "toggled requires_grad"))
-SLOW = itertools.product((1, 2), ("micro-batches", "toggled requires_grad"))
-
-
-@pytest.mark.parametrize(("stage", "name"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
+@pytest.mark.parametrize("name", CASES)
 def test_the_same_bits_as_in_one_process(ranks2, stage, name):
     _check(ranks2.run(_train, stage, name), _one_process(stage, name))
 

@@ -106,10 +106,6 @@ USES = {
         trainable(lambda m, x: F.linear(x, m.w[:3]).sum() + F.linear(m.lin(x), m.w[3:], m.b[3:])),
         {"b", "lin.weight"},
     ),
-    "expanded": (
-        trainable(lambda m, x: F.linear(m.lin(x), m.w, m.b) + F.linear(x, m.w[:1].expand(8, 8))),
-        {"b", "lin.weight"},
-    ),
     "concatenated with another": (
         trainable(lambda m, x: F.linear(x, torch.cat([m.w, m.lin.weight]), torch.cat([m.b, m.b.detach()]))),
         set(),
@@ -130,9 +126,5 @@ USES = {
     "Function, all low": (trainable(by_hand(BF16, BF16)), ALL),
     "Function whose backward reads fp32": (trainable(by_hand(torch.float32, BF16)), REST),
     "Function whose gradient is fp32": (trainable(by_hand(BF16, torch.float32)), REST),
-    "asks for a dtype, to no effect": (
-        trainable(lambda m, x: F.linear((x * 1.7).to(m.w.dtype), m.w, m.b) + m.lin(x.clone())),
-        {"b", "lin.weight"},
-    ),
     "asks by type_as": (trainable(lambda m, x: F.linear(x.type_as(m.lin.weight) * 1.7, m.w, m.b) + m.lin(x)), REST),
 }

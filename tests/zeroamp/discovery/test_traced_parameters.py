@@ -19,7 +19,6 @@ X = torch.randn(3, 8, generator=torch.Generator().manual_seed(5)).requires_grad_
 UNDECIDED = {
     "disjoint rows": {"w"},
     "concatenated with another": {"w", "b", "lin.weight"},
-    "asks for a dtype, to no effect": {"w"},
     "Function with cast_inputs": {"w"},
 }
 """Parameters that would change no bit, and stay in fp32 all the same: they are copied or cast in parts, or their dtype

@@ -65,7 +65,7 @@ def _loaded(axes, experts, folder, data_ranks):
 @pytest.mark.parametrize(
     ("before", "after", "experts"),
     [
-        pytest.param(TENSOR, {"dp": 1, "tp": 2}, False, id="tensor axis on half as many data ranks", marks=pytest.mark.slow),
+        pytest.param(TENSOR, {"dp": 1, "tp": 2}, False, id="tensor axis, half the data ranks", marks=pytest.mark.slow),
         pytest.param(EXPERTS, {"dp": 2}, True, id="expert axis on data ranks"),
         pytest.param({"dp": 4}, EXPERTS, True, id="data ranks on an expert axis", marks=pytest.mark.slow),
     ],

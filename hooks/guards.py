@@ -185,7 +185,7 @@ class BackwardGuard:
             )
 
 
-def refuse_create_graph() -> None:
+def refuse_create_graph(_grad: torch.Tensor | None = None) -> None:
     """Raise a StepError if the running backward has `create_graph=True`, which alone enables gradients in a backward.
 
     FSDP2 reduces the gradients of a group and frees its unsharded parameters when the group's backward ends. The
@@ -197,3 +197,11 @@ def refuse_create_graph() -> None:
             "parameters that FSDP2 has freed by then, so they are not supported. Leave create_graph out, or train this "
             "model with DistributedDataParallel."
         )
+
+
+def watch_create_graph(output: object) -> None:
+    """Refuse backwards with `create_graph=True` through an output of the model, before FSDP2's hooks run."""
+    if torch.is_grad_enabled():
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(refuse_create_graph)  # type: ignore[no-untyped-call]

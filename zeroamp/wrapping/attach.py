@@ -19,6 +19,7 @@ from zeroamp.hooks.guards import (
     explain_sharded_reads,
     refuse_autocast_off,
     refuse_sharded,
+    watch_create_graph,
 )
 from zeroamp.hooks.precision.autocast import (
     cache_with_gradients,
@@ -80,6 +81,7 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
 def _add_root_forward(model: nn.Module, state: WrapState, hooks: UnitHooks) -> None:
     """Add the context managers that run around the root's forward, and the hooks that enter them."""
     policy, forward, device_type = state.plan.policy, state.root_forward, state.mesh.device_type
+    forward.on_output(watch_create_graph)
     forward.add("reshard", reshard_after_no_grad(model))
     forward.add("outer autocast", cache_with_gradients)
     if policy.mode == "autocast":

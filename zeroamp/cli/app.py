@@ -193,7 +193,7 @@ def parsers() -> list[ArgumentParser]:
         help="Tokens per sample and rank. Default: 2048.",
     )
     add("--checkpointing", action="store_true", help="Each unit recomputes its forward.")
-    add("--offload-activations", action="store_true", help="The forward runs under zeroamp.save_on_cpu.")
+    add("--offload-activations", action="store_true", help="Forward and loss run under zeroamp.save_on_cpu.")
     gpu = f"One of {', '.join(GPUS_GB)} (the default is h100), or the memory of another GPU in GB."
     add("--gpu", metavar="NAME|GB", type=arguments.gpu, default="h100", help=gpu)
     add("--loss", metavar="FUNCTION", help="Of the model's output; returns the loss. Default: the output's .loss.")

@@ -95,15 +95,17 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_part_of_parameter(tensor):
             return tensor
         self.host_bytes += tensor.nbytes
-        return tensor.size(), tensor.dtype, tensor.device
+        return tensor.size(), tensor.stride(), tensor.dtype, tensor.device
 
     @staticmethod
     def reload(packed: torch.Tensor | tuple[Any, ...]) -> torch.Tensor:
-        """Do what its unpack hook does."""
+        """Do what its unpack hook does: the strides keep their order."""
         if isinstance(packed, torch.Tensor):
             return packed
-        size, dtype, device = packed
-        return torch.empty(size, dtype=dtype, device=device)
+        size, stride, dtype, device = packed
+        order = sorted(range(len(size)), key=lambda dim: -stride[dim])
+        tensor = torch.empty([size[dim] for dim in order], dtype=dtype, device=device)
+        return tensor.permute([order.index(dim) for dim in range(len(size))])
 
     def gradient_ready(self, param: str, parameter: torch.Tensor) -> None:
         """Record that autograd has accumulated a gradient into a parameter, whose FQN is `param`."""

@@ -64,9 +64,11 @@ def check_page(path: Path) -> None:
     """Create the file of a page, before computing what it shows.
 
     Raises:
-        ConfigError: plotly is not installed, or the file cannot be written.
+        ConfigError: plotly is not installed, the path is a folder, or the file cannot be written.
     """
     _plotly_script()
+    if path.is_dir():
+        raise ConfigError(f"--html: '{path}' is a folder. Name a file.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()

@@ -98,6 +98,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_work(tmp_path):
         code, out, err = run(*command, "--html", tmp_path / "zero.json" / "page.html")
         assert (code, out) == (1, "")
         assert "cannot be written" in err
+        assert "is a folder" in run(*command, "--html", tmp_path)[2]
         assert "built" not in err
 
 

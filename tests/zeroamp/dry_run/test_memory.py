@@ -14,6 +14,7 @@ from tests.selection import slow_but
 from tests.zeroamp.dry_run.plans import plan
 from zeroamp.dry_run.memory import _Sizes
 from zeroamp.dry_run.timeline import KINDS, PHASES
+from zeroamp.dry_run.traced_micro_batch import EventRecorder
 from zeroamp.hooks.collectives.gradient_reduction import GroupReduceScatter
 from zeroamp.planning.mesh import ranks_of
 from zeroamp.wrapping.state import wrap_state
@@ -83,6 +84,11 @@ def test_activations_on_the_host(ranks2, checkpointing):
     for stage in (1, 3):
         options = {"stage": stage, "threshold": 0}
         check(ranks2.run(measured_step, "llama_tied", options, checkpointing, offload=True))
+
+
+def test_a_reloaded_activation_has_the_strides_that_it_had():
+    recorder, tensor = EventRecorder([]), torch.ones(2, 3, 4).transpose(0, 2)
+    assert recorder.reload(recorder.offload(tensor)).stride() == tensor.stride()
 
 
 @pytest.mark.slow

@@ -82,8 +82,7 @@ def test_every_way_to_train(ranks2, way):
 @pytest.mark.parametrize("checkpointing", slow_but([False, True], False))
 def test_activations_on_the_host(ranks2, checkpointing):
     for stage in (1, 3):
-        options = {"stage": stage, "threshold": 0}
-        check(ranks2.run(measured_step, "llama_tied", options, checkpointing, offload=True))
+        check(ranks2.run(measured_step, "llama_tied", EACH | {"stage": stage}, checkpointing, offload=True))
 
 
 def test_a_reloaded_activation_has_the_strides_that_it_had():

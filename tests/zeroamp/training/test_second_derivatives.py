@@ -48,9 +48,8 @@ LOSSES = [penalty_of_inputs, penalty_of_parameters, graph_of_all_gradients, forc
 
 def _refused(stage, loss):
     is_inside = loss is forces_in_the_forward
-    model = zeroamp.wrap_model(
-        Critic(is_inside), zeroamp.policy_from_config(config(stage)), auto_wrap_policy={"Sequential"}
-    )
+    policy = zeroamp.policy_from_config(config(stage))
+    model = zeroamp.wrap_model(Critic(is_inside), policy, auto_wrap_policy={"Sequential"})
     x = torch.ones(4, 8, requires_grad=True)
     with pytest.raises(zeroamp.StepError, match=r"create_graph=True.*DistributedDataParallel"):
         loss(model, x)

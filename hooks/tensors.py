@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -17,12 +17,17 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         return
     if isinstance(value, Mapping):
         value = value.values()
-    elif is_dataclass(value) and not isinstance(value, type):
+    elif _is_dataclass(value):
         value = [getattr(value, item.name) for item in fields(value)]
     elif not isinstance(value, list | tuple):
         return
     for item in value:
         yield from tensors_in(item)
+
+
+def _is_dataclass(value: Any) -> bool:
+    """Do what `dataclasses.is_dataclass` does with an instance. torch 2.11 cannot compile that function of a dtype."""
+    return hasattr(value, "__dataclass_fields__") and not isinstance(value, type)
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -40,8 +45,7 @@ def _mapped(change: Callable[[torch.Tensor], Any], value: Any) -> tuple[Any, boo
         new = change(value)
         return new, new is not value
     parts: dict[Any, Any]
-    # torch 2.11 cannot compile `is_dataclass` of a dtype.
-    if has_fields := hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+    if has_fields := _is_dataclass(value):
         parts = {item.name: getattr(value, item.name) for item in fields(value) if item.init}
     elif isinstance(value, dict):
         parts = value

@@ -28,6 +28,11 @@ def memory_of(gpu: str | float) -> int:
     return int(gigabytes * 1e9)
 
 
+def usable_bytes(gpu_bytes: int) -> int:
+    """Return the bytes of a GPU's memory that a step may take. A stage fits if its peak is no larger."""
+    return gpu_bytes - RESERVED_BYTES
+
+
 def largest_batch(peak_bytes: Callable[[int], int], limit: int) -> int:
     """Return the largest batch whose peak is at most `limit` bytes; 0 if not even 1 fits, at most `MAX_BATCH`.
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zeroamp.dry_run.gpu_memory import RESERVED_BYTES
+from zeroamp.dry_run.gpu_memory import RESERVED_BYTES, usable_bytes
 from zeroamp.dry_run.timeline import KINDS, PHASES, Timeline
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.ledger.rows import ledger_rows
@@ -138,7 +138,7 @@ class RunPlan:
 
     def fits(self, stage: StagePlan) -> bool:
         """Return whether a stage's peak and the reserve are at most the GPU's memory."""
-        return stage.memory.peak_bytes() + RESERVED_BYTES <= self.gpu_bytes
+        return stage.memory.peak_bytes() <= usable_bytes(self.gpu_bytes)
 
     @property
     def _gpu_name(self) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zeroamp.discovery.extension import needs_run
-from zeroamp.dry_run.gpu_memory import RESERVED_BYTES, largest_batch, memory_of
+from zeroamp.dry_run.gpu_memory import largest_batch, memory_of, usable_bytes
 from zeroamp.dry_run.inputs import Arguments, InputFactory, arguments_for
 from zeroamp.dry_run.memory import memory_timeline
 from zeroamp.dry_run.optimizer_step import OptimizerFactory, PartCosts, optimizer_costs
@@ -101,7 +101,7 @@ def plan_run(
         loss_fn=loss_fn,
         offload_activations=offload_activations,
         optimizer=optimizer,
-        limit=gpu_bytes - RESERVED_BYTES,
+        limit=usable_bytes(gpu_bytes),
     )
     possible, refused = run.possible_stages(policy, stages, world_size)
     planned = tuple(run.stage(plan, ranks, batch, checkpointing) for plan, ranks in possible)

@@ -138,3 +138,12 @@ def train_in_one_process(adapted, num_ranks):
         optimizer.step()
         optimizer.zero_grad()
     return losses, norms, {name: copy.deepcopy(p.detach()) for name, p in parameters.items()}, model
+
+
+def merged(whole, scaling):
+    """The weights of the base in bf16, by its names: {FQN: whole fp32 tensor} of a model, with its LoRA merged."""
+    for name in [name for name in whole if ".lora_B." in name]:
+        a, b = whole.pop(name.replace("lora_B", "lora_A")), whole.pop(name)
+        whole[name.replace("lora_B.default", "base_layer")] += (b @ a) * scaling
+    names = {name.removeprefix("base_model.model.").replace(".base_layer", ""): name for name in whole}
+    return {name: whole[own].bfloat16() for name, own in names.items()}

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 import zeroamp
-from tests.models.adapters import Adapted, quietly
+from tests.models.adapters import Adapted, merged, quietly
 from tests.processes.verl_training import STEPS, differing, engine_of, in_one_process, started, train, weights
 from zeroamp.planning.mesh import local_part
 
@@ -68,12 +68,7 @@ def _streamed(folder, model):
     iterator, adapter = engine.get_per_tensor_param(layered_summon=False, base_sync_done=True)
     found = dict(iterator)
     engine.to("cpu", optimizer=False, grad=False)  # as verl does when it has sent them
-    whole = weights(engine)
-    for name in [name for name in whole if ".lora_B." in name]:
-        a, b = whole.pop(name.replace("lora_B", "lora_A")), whole.pop(name)
-        whole[name.replace("lora_B.default", "base_layer")] += (b @ a) * 4  # lora_alpha / lora_rank
-    names = {name.removeprefix("base_model.model.").replace(".base_layer", ""): name for name in whole}
-    return adapter, differing(found, {name: whole[own].bfloat16() for name, own in names.items()})
+    return adapter, differing(found, merged(weights(engine), scaling=4))  # lora_alpha / lora_rank
 
 
 @pytest.mark.parametrize("model", [{}, LORA], ids=["full", "LoRA"])

@@ -12,10 +12,10 @@ from zeroamp.version import __version__ as __version__
 
 
 def _public_names(file: str) -> dict[str, str]:
-    """Return public name -> the module that defines it, from the imports in the stub of a package."""
+    """Return public name -> the module that defines it, from the `import … as …` of a package's stub."""
     stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-    homes = {each.name: str(node.module) for node in imports for each in node.names}
+    homes = {each.name: str(node.module) for node in imports for each in node.names if each.asname}
     del homes["__version__"]  # imported above
     return homes
 

@@ -4,6 +4,7 @@ from types import ModuleType
 
 from zeroamp.deepspeed import accelerator as accelerator
 from zeroamp.deepspeed import comm as comm
+from zeroamp.deepspeed import ops as ops
 from zeroamp.deepspeed import utils as utils
 from zeroamp.deepspeed import zero as zero
 from zeroamp.deepspeed.accelerator import get_accelerator as get_accelerator
@@ -18,5 +19,4 @@ from zeroamp.deepspeed.utils import log_dist as log_dist
 from zeroamp.deepspeed.utils import logger as logger
 from zeroamp.version import __version__ as __version__
 
-ops: ModuleType  # `submodules` makes these two
-runtime: ModuleType
+runtime: ModuleType  # `submodules` makes it

@@ -151,8 +151,8 @@ lint: $(VENV)/.installed
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	sed -n '/^```python$$/,/^```$$/{/^```/d;p;}' docs/start.md > $(VENV)/start.py
-	$(BIN)/mypy examples/minimal.py $(VENV)/start.py
-	$(BIN)/pyright --pythonpath $(BIN)/python examples/minimal.py $(VENV)/start.py
+	$(BIN)/mypy examples/minimal.py examples/tour.py $(VENV)/start.py
+	$(BIN)/pyright --pythonpath $(BIN)/python examples/minimal.py examples/tour.py $(VENV)/start.py
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

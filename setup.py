@@ -4,6 +4,7 @@
 Windows without `core.symlinks`, has small text files in their place: setuptools would build a package without them.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -20,4 +21,9 @@ for name in ("hooks", "policies"):
 
 from setuptools import setup  # noqa: E402
 
-setup()
+# A package index has only the text of README.md. Relative links become the names of files, which the sdist has.
+readme = re.sub(r"^!\[.*\n\n", "", (FOLDER / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+readme = re.sub(r"\[([^]]+)\]\(\1\)", r"`\1`", readme)
+readme = re.sub(r"\[([^]]+)\]\(([^):]+)\)", r"\1 (`\2`)", readme)
+
+setup(long_description=readme, long_description_content_type="text/markdown")

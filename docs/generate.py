@@ -62,7 +62,7 @@ def precision_tables() -> dict[str, str]:
 def deepspeed_tables() -> dict[str, str]:
     """Return the tables of `deepspeed-api.md` by name: the first sentence of each docstring, and what is refused."""
     calls = {f"`deepspeed.{name}`": getattr(deepspeed, name) for name in deepspeed.__all__ if name not in _NOT_CALLS}
-    modules = {"zero": "zero", "utils": "utils", "comm": "comm", "ops.adam": "adam"}
+    modules = {"zero": "zero", "utils": "utils", "comm": "comm", "ops.adam": "ops.adam"}
     in_modules = {f"`{name}.{each}`": value for name, home in modules.items() for each, value in _defined_in(home)}
     engine: dict[str, object] = {f"`engine.{name}`": value for name, value in _members(DeepSpeedEngine)}
     engine |= {", ".join(f"`engine.{name}`" for name in READERS): "Return this value of the config."}

@@ -51,8 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     for step in range(options.steps):
         batch = rows(step * dist.get_world_size() + dist.get_rank(), device)
         train.backward(model(**batch).loss)
-        report = train.step()
-        if is_first:
+        if (report := train.step()) and is_first:
             print(f"step {step + 1}: loss {report.loss:.3f}, gradient norm {report.grad_norm:.3f}", flush=True)
     dist.destroy_process_group()
 

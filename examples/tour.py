@@ -81,31 +81,25 @@ print(ledger)
 # %% Compare the ledger with every dtype that occurs in one observed step
 print(ledger.verify(model, batch(8, LENGTH)))
 
+
 # %% Ten optimizer steps of two micro-batches, recorded
+def one_step() -> zeroamp.StepReport:
+    """Take one optimizer step."""
+    while True:
+        train.backward(model(batch(8, LENGTH)))
+        if report := train.step():  # None before the last micro-batch
+            return report
+
+
 OUT.mkdir(parents=True, exist_ok=True)
 (OUT / "run.jsonl").unlink(missing_ok=True)
 with zeroamp.RunReport(train, OUT / "run.jsonl"):
     for _ in range(10):
-        for _ in range(2):
-            train.backward(model(batch(8, LENGTH)))
-            report = train.step()
-        print(report)
+        print(one_step())
 
 # %% Save a checkpoint, and take the next step twice: the bits are the same
 zeroamp.save_checkpoint(OUT / "checkpoints", model, train)
 random_state = torch.get_rng_state()
-
-
-def one_step() -> zeroamp.StepReport:
-    """Take one optimizer step."""
-    for _ in range(2):
-        train.backward(model(batch(8, LENGTH)))
-        report = train.step()
-    if report is None:
-        raise AssertionError("expected a report after the last micro-batch")
-    return report
-
-
 first = one_step()
 zeroamp.load_checkpoint(OUT / "checkpoints", model, train)
 torch.set_rng_state(random_state)

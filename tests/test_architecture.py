@@ -57,3 +57,5 @@ def _imports(path):
 
 def test_the_version_is_the_one_of_the_package():
     assert f'version = "{zeroamp.__version__}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"version: {zeroamp.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"## {zeroamp.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()

@@ -7,6 +7,7 @@ import zipfile
 
 import pytest
 
+import zeroamp
 from tests.measuring.sources import ROOT
 
 BUILD = ["pip", "wheel", "--quiet", "--no-deps", "--no-cache-dir", "--wheel-dir"]
@@ -41,15 +42,26 @@ def test_a_tree_without_links_is_not_built(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_wheel_has_every_module_and_data_file(tmp_path):
+@pytest.mark.parametrize("source", ["tree", "sdist"])
+def test_a_wheel_from_the_tree_or_from_the_sdist_has_every_module_and_data_file(tmp_path, source):
     _copy(tmp_path, with_links=True)
-    result = _run(tmp_path, "-m", *BUILD, "dist", ".")
+    sdist = "from setuptools.build_meta import build_sdist; print(build_sdist('dist'))"
+    built = "." if source == "tree" else f"./dist/{_run(tmp_path, '-c', sdist).stdout.splitlines()[-1]}"
+    result = _run(tmp_path, "-m", *BUILD, "wheels", built)
     assert result.returncode == 0, result.stderr
-    (wheel,) = tmp_path.glob("dist/*.whl")
-    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    (path,) = tmp_path.glob("wheels/*.whl")
+    wheel = zipfile.ZipFile(path)
+    packed = {name: wheel.read(name) for name in wheel.namelist()}
+    info = f"zeroamp-{zeroamp.__version__}.dist-info"
+    metadata = packed[f"{info}/METADATA"].decode()
+    assert "# zeroamp" in metadata
+    assert "](" not in metadata, "a relative link of the README is dead on a package index"
+    assert packed[f"{info}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
     layers = {"hooks": "zeroamp/hooks", "policies": "zeroamp/policies", "zeroamp": "zeroamp"}
-    files = {f"{inside}/{path.relative_to(ROOT / top)}" for top, inside in layers.items() for path in _files(top)}
-    assert packed == files
+    files = {f"{inside}/{path.relative_to(ROOT / top)}": path for top, inside in layers.items() for path in _files(top)}
+    assert {name: text for name, text in packed.items() if not name.startswith(info)} == {
+        name: path.read_bytes() for name, path in files.items()
+    }
 
 
 def _files(top):

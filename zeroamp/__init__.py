@@ -11,16 +11,16 @@ from pathlib import Path
 from zeroamp.version import __version__ as __version__
 
 
-def _public_names() -> dict[str, str]:
-    """Return public name -> the module that defines it, from the imports in the stub."""
-    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+def _public_names(file: str) -> dict[str, str]:
+    """Return public name -> the module that defines it, from the `import … as …` of a package's stub."""
+    stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-    homes = {each.name: str(node.module) for node in imports for each in node.names}
+    homes = {each.name: str(node.module) for node in imports for each in node.names if each.asname}
     del homes["__version__"]  # imported above
     return homes
 
 
-_HOMES = _public_names()
+_HOMES = _public_names(__file__)
 
 EXTENSIONS = {
     "zeroamp.overrides": "zeroamp.module_dtypes.extension:ModuleDtypes",

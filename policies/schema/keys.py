@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 
 import torch
 from pydantic import (
@@ -65,7 +65,7 @@ KeyClass = Honoured | Native | Unsupported
 class Block(BaseModel):
     """A JSON object of the config. Unknown keys are errors, and values are not converted."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     @field_validator("*", mode="after")
     @classmethod

@@ -8,25 +8,15 @@ table of what each call does, and of what is refused.
 from importlib import import_module
 from typing import Any
 
+from zeroamp import _public_names
 from zeroamp.deepspeed.submodules import register
 from zeroamp.version import __version__ as __version__
 
-_HOMES = {
-    "DeepSpeedConfigError": "arguments",
-    "DeepSpeedEngine": "engine",
-    "UnsupportedError": "refused",
-    "ZeroOptimizer": "optimizer",
-    "add_config_arguments": "arguments",
-    "get_accelerator": "accelerator",
-    "init_distributed": "comm",
-    "initialize": "initialization",
-    "log_dist": "utils",
-    "logger": "utils",
-}
-"""Public name -> the module that defines it."""
-
 MODULES = ("accelerator", "comm", "ops", "runtime", "utils", "zero")
 """Submodules with the names of DeepSpeed's, imported at their first use: `deepspeed.zero.Init`."""
+
+_HOMES = {name: home for name, home in _public_names(__file__).items() if name not in MODULES}
+"""Public name -> the module that defines it."""
 
 __all__ = sorted(_HOMES)
 
@@ -37,7 +27,7 @@ def __getattr__(name: str) -> Any:
     if name in MODULES:
         return import_module(f"{__name__}.{name}")
     if name in _HOMES:
-        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        value = getattr(import_module(_HOMES[name]), name)
         globals()[name] = value  # later uses find it here, without `__getattr__`
         return value
     from zeroamp.deepspeed.refused import missing

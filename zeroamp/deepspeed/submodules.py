@@ -13,9 +13,8 @@ PREFIX = "zeroamp.deepspeed."
 ALIASES = {
     "accelerator.real_accelerator": "accelerator",
     "comm.comm": "comm",
-    "ops.adam": "adam",
-    "ops.adam.cpu_adam": "adam",
-    "ops.adam.fused_adam": "adam",
+    "ops.adam.cpu_adam": "ops.adam",
+    "ops.adam.fused_adam": "ops.adam",
     "runtime.engine": "engine",
     "runtime.utils": "utils",
     "runtime.zero": "zero",

@@ -131,7 +131,7 @@ class ZeroampStrategy(DDPStrategy):
         if stage is not None and config is not None:
             raise ConfigError("ZeroampStrategy got a config and a stage. Set zero_optimization.stage in the config.")
         self._config = {"zero_optimization": {"stage": 3 if stage is None else stage}} if config is None else config
-        self.wrap_arguments = {"auto_wrap_policy": auto_wrap_policy, "example_inputs": example_inputs}
+        self.wrap_arguments: dict[str, Any] = {"auto_wrap_policy": auto_wrap_policy, "example_inputs": example_inputs}
         self._mixed = "32-true"
         self._driver: LoopDriver | None = None
         self._policy: Policy | None = None

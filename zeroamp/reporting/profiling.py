@@ -51,12 +51,12 @@ class Profile(Callback):
             warmup: steps whose events are discarded: the first profiled steps are slow.
             active: steps to record. Fewer are recorded if the context ends before.
         """
-        self.folder = Path(folder)
+        self.folder: Path = Path(folder)
         self.path: Path | None = None
         """This rank's trace, once it is written."""
         self.times: list[Row] = []
         """This rank's labels, the longest total first, once the trace is written. `str` returns them as a table."""
-        self.rank = 0
+        self.rank: int = 0
         """This process's rank. 0 until the model is known."""
         self._train = train
         self._num_before = wait + warmup

@@ -64,7 +64,7 @@ class MicroBatchSampler(Sampler[list[int]]):
         self._micro_batch_size = micro_batch_size
         self._per_step = num_ranks * per_rank * micro_batch_size
         self._shuffle, self._seed = shuffle, seed
-        self.steps_per_epoch = self._num_samples // self._per_step
+        self.steps_per_epoch: int = self._num_samples // self._per_step
         """Optimizer steps of an epoch."""
         if self.steps_per_epoch == 0:
             raise StepError(

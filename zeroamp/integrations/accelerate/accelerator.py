@@ -144,7 +144,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         self._precision = asked_precision(given.get("mixed_precision"))
         self._known: KnownValues = {}
         self._policy = self.policy_for(None)  # `Accelerator.__init__` reads `mixed_precision`
-        self.wrap_arguments = dict(wrap_arguments or {})
+        self.wrap_arguments: dict[str, Any] = dict(wrap_arguments or {})
         """More arguments of `zeroamp.wrap_model`, for `wrap`."""
         self._before: list[ParametersBefore] = []
         self._loop: LoopDriver | None = None

@@ -16,7 +16,7 @@ from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput
 
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
@@ -194,7 +194,7 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Wrap the model, then evaluate as the Trainer does."""
         self.wrap()
         return super().evaluation_loop(*args, **kwargs)
@@ -253,7 +253,7 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
 
     # ---- loading
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train. `resume_from_checkpoint=True` resumes from the newest complete checkpoint of `output_dir`."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _newest_complete(self.args.output_dir)

@@ -7,6 +7,8 @@ from torch.optim.optimizer import ParamsT
 
 from zeroamp.deepspeed.refused import missing, refusal
 
+__path__: list[str] = []  # a package: `submodules` imports `ops.adam.cpu_adam`
+
 
 def FusedAdam(  # noqa: N802 - a class in DeepSpeed
     params: ParamsT,
@@ -44,4 +46,4 @@ def DeepSpeedCPUAdam(  # noqa: N802 - a class in DeepSpeed
 
 
 def __getattr__(name: str) -> Any:
-    return missing("zeroamp.deepspeed.ops.adam", name, ("DeepSpeedCPUAdam", "FusedAdam"))
+    return missing(__name__, name, ("DeepSpeedCPUAdam", "FusedAdam"))

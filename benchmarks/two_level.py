@@ -8,11 +8,8 @@ first host's end; "formula" is that of `zeroamp/two_level/nodes.py` for m = 2 no
 """
 
 import argparse
-import ctypes
 import hashlib
 import multiprocessing as mp
-import os
-import subprocess
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -185,24 +182,7 @@ def _digests() -> Iterator[list[str]]:
         yield [name, training.digest()]
 
 
-class _Networks:
-    """The part of `Hosts` that a spawned rank needs and that can be pickled."""
-
-    def __init__(self, hosts: Hosts) -> None:
-        self.init_method = hosts.init_method
-        self._networks = [f"/proc/{keeper.pid}/ns/net" for keeper in hosts.keepers]
-
-    def enter(self, host: int) -> None:
-        """Move this process to a host."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        descriptor = os.open(self._networks[host], os.O_RDONLY)
-        if libc.setns(descriptor, 0x40000000) != 0:
-            raise OSError(ctypes.get_errno(), "setns")
-        os.close(descriptor)
-        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-
-
-def _serve(rank: int, hosts: _Networks, rounds: int, answers: Any) -> None:
+def _serve(rank: int, hosts: Hosts, rounds: int, answers: Any) -> None:
     torch.set_num_threads(1)
     hosts.enter(rank // PER_NODE)
     timeout = timedelta(seconds=120)
@@ -218,13 +198,11 @@ def _over_the_cable(rounds: int, rate: str) -> Any:
     context = mp.get_context("spawn")
     answers = context.Queue()
     with two_hosts() as hosts:
-        for host, keeper in enumerate(hosts.keepers):
-            limit = ["tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", rate, "burst", "256kb"]
-            network = f"--net=/proc/{keeper.pid}/ns/net"
-            subprocess.run(["nsenter", network, *limit, "latency", "400ms"], check=True, timeout=30)
-            hosts.ip(host, "link", "show", INTERFACE)
+        limit = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "400ms")
+        for host in range(NUM_NODES):
+            hosts.run(host, "tc", "qdisc", "add", "dev", INTERFACE, *limit)
         ranks = [
-            context.Process(target=_serve, args=(rank, _Networks(hosts), rounds, answers), daemon=True)
+            context.Process(target=_serve, args=(rank, hosts, rounds, answers), daemon=True)
             for rank in range(NUM_RANKS)
         ]
         for process in ranks:

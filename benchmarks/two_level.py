@@ -1,4 +1,4 @@
-"""Two-level collectives on two hosts of four ranks over a limited cable: bytes, bits, step times, and sums on a CPU.
+"""Two-level collectives on two hosts of four ranks over a limited cable: bytes, bits and step times.
 
     python -m benchmarks.two_level [--rounds 10] [--rate 200mbit] [--out FOLDER]
 
@@ -28,7 +28,6 @@ import zeroamp
 from benchmarks.output import add_out, emit
 from benchmarks.two_hosts import INTERFACE, Hosts, two_hosts
 from zeroamp.hooks.collectives.gradient_reduction import sum_over_ranks
-from zeroamp.hooks.collectives.tree_sum import tree_sum
 from zeroamp.two_level.nodes import Nodes
 
 NUM_NODES, PER_NODE = 2, 4
@@ -215,32 +214,6 @@ def _over_the_cable(rounds: int, rate: str) -> Any:
                 process.kill()
 
 
-def _row_after_row(rows: torch.Tensor, output: torch.Tensor, divide_by: float) -> None:
-    output.copy_(rows[0])
-    for row in rows[1:]:
-        output.add_(row)
-    output.div_(divide_by)
-
-
-def _cpu_sums(rounds: int) -> list[list[Any]]:
-    """Rows: ranks, elements, dtype, processor time of the tree as a multiple of that of row after row."""
-    torch.set_num_threads(1)
-    found = []
-    for dtype in (torch.bfloat16, torch.float32):
-        for num_rows, numel in ((2, 500_000), (4, 500_000), (8, 60_000), (8, 1_000_000), (64, 100_000)):
-            rows, output = torch.randn(num_rows, numel).to(dtype), torch.empty(numel)
-            ratios = []
-            for _ in range(rounds):
-                times = []
-                for action in (_row_after_row, tree_sum):
-                    begin = time.process_time()
-                    action(rows, output, num_rows)
-                    times.append(time.process_time() - begin)
-                ratios.append(times[1] / times[0])
-            found.append([num_rows, numel, str(dtype).removeprefix("torch."), _spread(ratios)])
-    return found
-
-
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -250,17 +223,13 @@ def main() -> None:
     arguments = parser.parse_args()
     reductions, steps, digests = _over_the_cable(arguments.rounds, arguments.rate)
     headers = ["scheme", "bytes / B", "formula", "ratio", "error", "bits", "time / flat"]
-    layouts = tabulate(digests, headers=["layout", "sha256"], tablefmt="github")
-    step_headers, sum_headers = ["bytes", "time", "same bits"], ["ranks", "elements", "dtype", "tree / row after row"]
     parts = [
         f"One reduction, B = {2 * NUMEL} bytes of bf16 gradients:",
         tabulate(reductions, headers=headers, tablefmt="github"),
         "One optimizer step at stage 3, two levels as a multiple of flat:",
-        tabulate([steps], headers=step_headers, tablefmt="github"),
+        tabulate([steps], headers=["bytes", "time", "same bits"], tablefmt="github"),
         "Parameters after three steps:",
-        layouts,
-        "The sum on a CPU, processor time:",
-        tabulate(_cpu_sums(arguments.rounds), headers=sum_headers, tablefmt="github"),
+        tabulate(digests, headers=["layout", "sha256"], tablefmt="github"),
     ]
     emit("two_level", parts, arguments.out)
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import zeroamp
-from tests.measuring.collectives import Collectives
+from benchmarks.peers.counting import Collectives
 from tests.measuring.logs import log_lines
 from tests.models.small import batch, loss_of
 from tests.oracles import one_process

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zeroamp
-from tests.measuring.collectives import Collectives
+from benchmarks.peers.counting import Collectives
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, wrapped
 
@@ -34,8 +34,8 @@ def _counted(stage, accumulation, options, mesh_shape=None):
             calls[half, dtype] += num_calls
             num_bytes[half, dtype] += size
     assert calls == collectives.calls
-    assert num_bytes == {key: count * key[1].itemsize for key, count in collectives.elements.items()}
-    return dict(collectives.calls), dict(collectives.elements)
+    assert num_bytes == collectives.num_bytes
+    return dict(collectives.calls), {key: size // key[1].itemsize for key, size in num_bytes.items()}
 
 
 def test_stage_0_gathers_nothing_and_reduces_once(ranks2):

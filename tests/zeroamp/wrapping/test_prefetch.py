@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import zeroamp
-from tests.measuring.collectives import Collectives, Gathers
+from benchmarks.peers.counting import Collectives
+from tests.measuring.collectives import Gathers
 from tests.models.small import batch
 from tests.processes.training import config, wrapped
 

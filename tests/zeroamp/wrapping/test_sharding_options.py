@@ -7,7 +7,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zeroamp
-from tests.measuring.collectives import Collectives, Gathers
+from benchmarks.peers.counting import Collectives
+from tests.measuring.collectives import Gathers
 from tests.models.small import batch
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, policy, same_bits, wrapped
@@ -25,17 +26,17 @@ def _gathers(fields):
         step.backward(loss)
         step.step()
     counted = {key: calls for key, (calls, _) in zeroamp.traffic(model).by_dtype().items()}
-    return gathers.log, dict(collectives.calls), dict(collectives.elements), counted
+    return gathers.log, dict(collectives.calls), dict(collectives.num_bytes), counted
 
 
 def test_the_backward_gathers_over_the_secondary_partition(ranks4):
-    log, calls, elements, counted = ranks4.run(_gathers, {"hpz_partition_size": 2})[0]
+    log, calls, num_bytes, counted = ranks4.run(_gathers, {"hpz_partition_size": 2})[0]
     middle = log.index("backward")
     assert {size for _, size in log[:middle]} == {4}
     assert log[middle + 1 :]
     assert {size for _, size in log[middle + 1 :]} == {2}
     plain = ranks4.run(_gathers, {})[0]
-    assert (calls, elements) == plain[1:3], "as many collectives, of as many unsharded elements"
+    assert (calls, num_bytes) == plain[1:3], "as many collectives, of as many unsharded bytes"
     assert counted == calls
 
 

@@ -38,9 +38,6 @@ GPU_CHECK_OUT ?= runs/gpu-check
 MODULE := $(BIN)/python -m
 TWO_RANKS := $(MODULE) torch.distributed.run --standalone --nproc-per-node 2 -m
 SHARDED := zeroamp 2,zeroamp 3,FSDP2 bf16 reshard,FSDP2 bf16 no reshard,FSDP2 autocast reshard
-CHOICES := zeroamp 3,zeroamp 3 again,zeroamp 3 nothing counted or named,$\
-	zeroamp 3 no model-wide group,zeroamp 3 gathers waited for,zeroamp 3 optimizer on DTensors,$\
-	zeroamp 3 prefetch,zeroamp 3 live,zeroamp 3 sizes of DeepSpeed
 
 GPU_BENCHES := $(addprefix bench-gpu-,1b 1b-compile 1b-64 1b-1024 8b 8b-compile 8b-memory)
 
@@ -91,7 +88,6 @@ bench: $(VENV)/.installed
 	$(TWO_RANKS) benchmarks.step_time --micro-batches 4 --rounds 30 --out $(BENCH_OUT)/3.7m-4-micro-batches
 	$(TWO_RANKS) benchmarks.step_time --model 100m --batch 1 --rounds 20 --warm-up 2 \
 		--engines "$(SHARDED)" --out $(BENCH_OUT)/100m
-	$(TWO_RANKS) benchmarks.step_time --rounds 60 --engines "$(CHOICES)" --bases "zeroamp 3" --out $(BENCH_OUT)/3.7m-choices
 	$(TWO_RANKS) benchmarks.step_memory --out $(BENCH_OUT)/3.7m-memory
 
 # One process. The 1b model runs as a whole, or as one of 64 or 1,024 fake ranks, whose collectives move nothing; the 8b model as one of eight fake

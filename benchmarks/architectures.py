@@ -12,11 +12,9 @@ that the default list is refused, the refusal is the right result.
 
 import argparse
 import json
-import logging
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +25,7 @@ from tabulate import tabulate
 from benchmarks.family_runs import LR, NUM_STEPS, SAVED_AT, Run, train
 from benchmarks.more_families import ALL_FAMILIES
 from benchmarks.output import emit
+from tests.models.adapters import quietly
 from tests.models.families import NUM_RANKS, Family
 from tests.oracles import families as oracle
 from tests.processes.ranks import RankError, Ranks
@@ -80,19 +79,10 @@ def run_case(ranks: Ranks, name: str, safe_list: str, stage: int, expected: orac
     return Result(**case, **answers, difference=differences, seconds=time.monotonic() - begun_s)
 
 
+@quietly
 def expected_of(name: str) -> oracle.Expected:
     """Train the family in this process with plain torch."""
-    with _quietly():
-        return oracle.train(ALL_FAMILIES[name], num_steps=NUM_STEPS, lr=LR)
-
-
-class _quietly(warnings.catch_warnings):  # noqa: N801  # used as a function
-    """A context without the warnings of transformers' code."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        warnings.simplefilter("ignore")
-        logging.getLogger("transformers").setLevel(logging.ERROR)
+    return oracle.train(ALL_FAMILIES[name], num_steps=NUM_STEPS, lr=LR)
 
 
 def _first_loss(runs: list[Run], expected: oracle.Expected) -> str | None:
@@ -132,14 +122,14 @@ def _first_of_resume(runs: list[Run]) -> str | None:
 def _first_of_export(family: Family, folder: Path, parameters: dict[str, torch.Tensor]) -> str | None:
     """Load the export as a user does, into a model with other weights. Return the first difference, or None."""
     try:
-        with _quietly():
-            model = _reloaded(family, folder)
+        model = _reloaded(family, folder)
     except Exception as error:
         return f"{type(error).__name__}: {_first_error(str(error))}"
     ours = {fqn: parameter.detach() for fqn, parameter in model.named_parameters()}
     return _first_tensor(ours, parameters)
 
 
+@quietly
 def _reloaded(family: Family, folder: Path) -> torch.nn.Module:
     from safetensors.torch import load_model
     from transformers import PreTrainedModel

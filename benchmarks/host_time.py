@@ -258,19 +258,6 @@ def hook_rows(engines: dict[str, Engine], layers: int) -> list[dict[str, str]]:
     return rows
 
 
-def function_rows(engine: Engine, layers: int) -> list[dict[str, str]]:
-    """Return a row per function of zeroamp that runs at least once per unit: calls per unit."""
-    found = calls_of(engine)
-    rows = []
-    for function in sorted({function for which in PASSES for function in found[which]}):
-        counts = {which: found[which][function] / layers for which in PASSES}
-        if is_ours(function) and max(counts.values()) >= 1:
-            path = Path(function[0]).relative_to(ROOT).as_posix().removeprefix("zeroamp/hooks/").removeprefix("hooks/")
-            row = {"function": f"`{path}: {function[1]}`"}
-            rows.append(row | {which: f"{count:.1f}" if count else "" for which, count in counts.items()})
-    return rows
-
-
 def check(engines: dict[str, Engine]) -> None:
     """Raise AssertionError unless zeroamp and FSDP2 have equally many groups, all-gathers and reductions."""
     for name, engine in engines.items():
@@ -292,15 +279,6 @@ def report(engines: dict[str, Engine], seconds: Seconds, layers: int) -> str:
             record.markdown(time_rows(seconds)),
             "Hooks of a unit, and Python functions called per unit.",
             record.markdown(hook_rows(engines, layers)),
-            *(
-                part
-                for name, engine in engines.items()
-                if name.startswith("zeroamp")
-                for part in (
-                    f"Functions of {name}, calls per unit:",
-                    record.markdown(function_rows(engine, layers)),
-                )
-            ),
         ]
     )
 

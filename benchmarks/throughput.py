@@ -35,11 +35,7 @@ def peak_of(device: torch.device) -> float | None:
     """Return the peak FLOP/s of a device in bf16, by its data sheet; None if it is not in `BF16_TFLOPS`."""
     if device.type != "cuda":
         return None
-    return peak_named(torch.cuda.get_device_properties(device).name)
-
-
-def peak_named(name: str) -> float | None:
-    """Return the peak FLOP/s in bf16 of the GPU with this name, such as "NVIDIA H100 80GB HBM3"."""
+    name = torch.cuda.get_device_properties(device).name  # such as "NVIDIA H100 80GB HBM3"
     words = name.lower().replace("-", " ").split()
     return next((1e12 * tflops for gpu, tflops in BF16_TFLOPS.items() if gpu in words), None)
 

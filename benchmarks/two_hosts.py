@@ -18,45 +18,28 @@ _CLONE_NEWNET = 0x40000000
 
 @dataclass(frozen=True)
 class Hosts:
-    """Two hosts: one process per rank, whose network namespace is the host. A host ends with its process."""
+    """Two hosts. A host is the network namespace of a process that sleeps, and ends with it."""
 
-    keepers: tuple[subprocess.Popen[bytes], ...]
+    pids: tuple[int, ...]
 
     @property
     def init_method(self) -> str:
-        """The address at which the first host's rank waits for the other."""
+        """The address at which the first host's ranks wait for the others."""
         return f"tcp://{address(0)}:{_PORT}"
 
-    def enter(self, rank: int) -> None:
-        """Move this process to the host of a rank."""
+    def enter(self, host: int) -> None:
+        """Move this process to a host."""
         libc = ctypes.CDLL(None, use_errno=True)
-        descriptor = os.open(self.namespace(rank), os.O_RDONLY)
+        descriptor = os.open(_network_of(self.pids[host]), os.O_RDONLY)
         if libc.setns(descriptor, _CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), "setns")
         os.close(descriptor)
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
-    def ip(self, rank: int, *arguments: str) -> None:
-        """Run the command `ip` on the host of a rank."""
-        command = ["nsenter", f"--net={self.namespace(rank)}", "ip", *arguments]
-        subprocess.run(command, capture_output=True, check=True, timeout=30)
-
-    def cut(self) -> None:
-        """Cut the cable: set the second host's end down."""
-        self.ip(1, "link", "set", INTERFACE, "down")
-
-    def mend(self) -> None:
-        """Connect the cable: set the second host's end up."""
-        self.ip(1, "link", "set", INTERFACE, "up")
-
-    def processes(self, rank: int) -> list[int]:
-        """Return the ids of all processes on the host of a rank."""
-        network = os.readlink(self.namespace(rank))
-        return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _is_in(pid, network)]
-
-    def namespace(self, rank: int) -> Path:
-        """Return the file of the network namespace of a rank's host."""
-        return _network_of(self.keepers[rank].pid)
+    def run(self, host: int, *command: str) -> None:
+        """Run a command on a host."""
+        network = f"--net={_network_of(self.pids[host])}"
+        subprocess.run(["nsenter", network, *command], capture_output=True, check=True, timeout=30)
 
 
 @contextmanager
@@ -67,15 +50,15 @@ def two_hosts() -> Iterator[Hosts]:
         for _ in range(2):
             keepers.append(subprocess.Popen(["unshare", "--net", "sleep", "3600"], stderr=subprocess.PIPE))
             stack.enter_context(_at_end(functools.partial(_end, keepers[-1])))
-        hosts = Hosts(tuple(keepers))
+        hosts = Hosts(tuple(keeper.pid for keeper in keepers))
         for keeper in keepers:
             _wait_for_namespace(keeper)
-        peer = ("peer", "name", INTERFACE, "netns", str(keepers[1].pid))
-        hosts.ip(0, "link", "add", INTERFACE, "type", "veth", *peer)
+        peer = ("peer", "name", INTERFACE, "netns", str(hosts.pids[1]))
+        hosts.run(0, "ip", "link", "add", INTERFACE, "type", "veth", *peer)
         for rank in range(2):
-            hosts.ip(rank, "address", "add", f"{address(rank)}/24", "dev", INTERFACE)
-            hosts.ip(rank, "link", "set", "lo", "up")
-            hosts.ip(rank, "link", "set", INTERFACE, "up")
+            hosts.run(rank, "ip", "address", "add", f"{address(rank)}/24", "dev", INTERFACE)
+            hosts.run(rank, "ip", "link", "set", "lo", "up")
+            hosts.run(rank, "ip", "link", "set", INTERFACE, "up")
         yield hosts
 
 
@@ -99,13 +82,6 @@ def _wait_for_namespace(keeper: subprocess.Popen[bytes]) -> None:
 
 def _network_of(pid: int) -> Path:
     return Path(f"/proc/{pid}/ns/net")
-
-
-def _is_in(pid: int, network: str) -> bool:
-    try:
-        return os.readlink(_network_of(pid)) == network
-    except OSError:  # it has ended
-        return False
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

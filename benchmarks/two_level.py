@@ -1,4 +1,4 @@
-"""Two-level collectives on two hosts of four ranks over a limited cable: bytes, bits, step times, and sums on a CPU.
+"""Two-level collectives on two hosts of four ranks over a limited cable: bytes, bits and step times.
 
     python -m benchmarks.two_level [--rounds 10] [--rate 200mbit] [--out FOLDER]
 
@@ -8,11 +8,8 @@ first host's end; "formula" is that of `zeroamp/two_level/nodes.py` for m = 2 no
 """
 
 import argparse
-import ctypes
 import hashlib
 import multiprocessing as mp
-import os
-import subprocess
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -31,7 +28,6 @@ import zeroamp
 from benchmarks.output import add_out, emit
 from benchmarks.two_hosts import INTERFACE, Hosts, two_hosts
 from zeroamp.hooks.collectives.gradient_reduction import sum_over_ranks
-from zeroamp.hooks.collectives.tree_sum import tree_sum
 from zeroamp.two_level.nodes import Nodes
 
 NUM_NODES, PER_NODE = 2, 4
@@ -185,24 +181,7 @@ def _digests() -> Iterator[list[str]]:
         yield [name, training.digest()]
 
 
-class _Networks:
-    """The part of `Hosts` that a spawned rank needs and that can be pickled."""
-
-    def __init__(self, hosts: Hosts) -> None:
-        self.init_method = hosts.init_method
-        self._networks = [f"/proc/{keeper.pid}/ns/net" for keeper in hosts.keepers]
-
-    def enter(self, host: int) -> None:
-        """Move this process to a host."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        descriptor = os.open(self._networks[host], os.O_RDONLY)
-        if libc.setns(descriptor, 0x40000000) != 0:
-            raise OSError(ctypes.get_errno(), "setns")
-        os.close(descriptor)
-        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-
-
-def _serve(rank: int, hosts: _Networks, rounds: int, answers: Any) -> None:
+def _serve(rank: int, hosts: Hosts, rounds: int, answers: Any) -> None:
     torch.set_num_threads(1)
     hosts.enter(rank // PER_NODE)
     timeout = timedelta(seconds=120)
@@ -218,13 +197,11 @@ def _over_the_cable(rounds: int, rate: str) -> Any:
     context = mp.get_context("spawn")
     answers = context.Queue()
     with two_hosts() as hosts:
-        for host, keeper in enumerate(hosts.keepers):
-            limit = ["tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", rate, "burst", "256kb"]
-            network = f"--net=/proc/{keeper.pid}/ns/net"
-            subprocess.run(["nsenter", network, *limit, "latency", "400ms"], check=True, timeout=30)
-            hosts.ip(host, "link", "show", INTERFACE)
+        limit = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "400ms")
+        for host in range(NUM_NODES):
+            hosts.run(host, "tc", "qdisc", "add", "dev", INTERFACE, *limit)
         ranks = [
-            context.Process(target=_serve, args=(rank, _Networks(hosts), rounds, answers), daemon=True)
+            context.Process(target=_serve, args=(rank, hosts, rounds, answers), daemon=True)
             for rank in range(NUM_RANKS)
         ]
         for process in ranks:
@@ -237,32 +214,6 @@ def _over_the_cable(rounds: int, rate: str) -> Any:
                 process.kill()
 
 
-def _row_after_row(rows: torch.Tensor, output: torch.Tensor, divide_by: float) -> None:
-    output.copy_(rows[0])
-    for row in rows[1:]:
-        output.add_(row)
-    output.div_(divide_by)
-
-
-def _cpu_sums(rounds: int) -> list[list[Any]]:
-    """Rows: ranks, elements, dtype, processor time of the tree as a multiple of that of row after row."""
-    torch.set_num_threads(1)
-    found = []
-    for dtype in (torch.bfloat16, torch.float32):
-        for num_rows, numel in ((2, 500_000), (4, 500_000), (8, 60_000), (8, 1_000_000), (64, 100_000)):
-            rows, output = torch.randn(num_rows, numel).to(dtype), torch.empty(numel)
-            ratios = []
-            for _ in range(rounds):
-                times = []
-                for action in (_row_after_row, tree_sum):
-                    begin = time.process_time()
-                    action(rows, output, num_rows)
-                    times.append(time.process_time() - begin)
-                ratios.append(times[1] / times[0])
-            found.append([num_rows, numel, str(dtype).removeprefix("torch."), _spread(ratios)])
-    return found
-
-
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -272,17 +223,13 @@ def main() -> None:
     arguments = parser.parse_args()
     reductions, steps, digests = _over_the_cable(arguments.rounds, arguments.rate)
     headers = ["scheme", "bytes / B", "formula", "ratio", "error", "bits", "time / flat"]
-    layouts = tabulate(digests, headers=["layout", "sha256"], tablefmt="github")
-    step_headers, sum_headers = ["bytes", "time", "same bits"], ["ranks", "elements", "dtype", "tree / row after row"]
     parts = [
         f"One reduction, B = {2 * NUMEL} bytes of bf16 gradients:",
         tabulate(reductions, headers=headers, tablefmt="github"),
         "One optimizer step at stage 3, two levels as a multiple of flat:",
-        tabulate([steps], headers=step_headers, tablefmt="github"),
+        tabulate([steps], headers=["bytes", "time", "same bits"], tablefmt="github"),
         "Parameters after three steps:",
-        layouts,
-        "The sum on a CPU, processor time:",
-        tabulate(_cpu_sums(arguments.rounds), headers=sum_headers, tablefmt="github"),
+        tabulate(digests, headers=["layout", "sha256"], tablefmt="github"),
     ]
     emit("two_level", parts, arguments.out)
 

@@ -1,20 +1,15 @@
 """The kinds of differences."""
 
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import zeroamp
 from benchmarks.differences.training import Kind, Layers, Run, adamw, lambda_lr, one_backward
 
 FP16 = {"torch_autocast.enabled": False, "fp16.enabled": True}
-LONGER_THAN_THE_TIMEOUT_S = 15.0
 
 
 def _key(path: str, value: Any, names: str | None = None, **more: Any) -> Kind:
@@ -180,11 +175,6 @@ def _set(key: str, value: Any) -> Callable[[Run], None]:
     return step
 
 
-def _unfreeze_less(run: Run) -> None:
-    run.model.layers[1][1].weight.requires_grad_(False)
-    one_backward(run)
-
-
 def _skip(index: int) -> Callable[[Run], None]:
     def step(run: Run) -> None:
         run.model.skipped = index
@@ -217,12 +207,6 @@ def _zero_grad(run: Run) -> None:
     _counted(2)(run)
 
 
-def _evaluate(run: Run) -> None:
-    with torch.no_grad():
-        run.model(run.batch())
-    one_backward(run)
-
-
 def _in_eval_mode(run: Run) -> None:
     run.model.eval()
     one_backward(run)
@@ -240,44 +224,9 @@ def _loaded_scale(run: Run) -> None:
     one_backward(run)
 
 
-class _OneMore(zeroamp.Callback):
-    def statistics(self) -> tuple[float, ...]:
-        """Return one statistic, which the other ranks do not have."""
-        return (1.0,)
-
-
-def _callback(run: Run) -> None:
-    run.train.callbacks.append(_OneMore())
-    one_backward(run)
-
-
-def _whole(run: Run) -> None:
-    run.model.head.weight.full_tensor()
-    one_backward(run)
-
-
-def _late(run: Run) -> None:
-    time.sleep(LONGER_THAN_THE_TIMEOUT_S)
-    one_backward(run)
-
-
 def _other_batch(run: Run) -> None:
     run.train.backward(run.model(torch.zeros(5, 3, dtype=torch.int64)))
     run.train.step()
-
-
-def _leave_out(run: Run) -> None:
-    """Skip step 2: this rank is one step ahead, and ends earlier."""
-
-
-def _freeze_most(run: Run) -> None:
-    run.model.requires_grad_(False)
-    run.model.head.requires_grad_(True)
-    one_backward(run)
-
-
-def _checkpoint(run: Run) -> None:
-    zeroamp.save_checkpoint(Path(tempfile.gettempdir()) / "rank-differences", run.model, run.train)
 
 
 def _no_state(run: Run) -> None:
@@ -324,25 +273,7 @@ STEP = {
     "a larger batch": Kind(error=None, step=_other_batch, stages=(0, 3)),
 }
 
-WAITING = {
-    "micro-batches of the caller": Kind(error="PeerError", step=_counted(3), all_step=_counted(2), stages=(2, 3)),
-    "zero_grad": Kind(error="PeerError", step=_zero_grad, all_step=_counted(2), stages=(1, 2, 3)),
-    "one more evaluation": Kind(error="PeerError", step=_evaluate, stages=(1, 3)),
-    "an error in the loop": Kind(error="PeerError", step=_raise, stages=(0, 3)),
-    "one optimizer step less": Kind(error="PeerError", step=_leave_out, stages=(0, 3)),
-    "one more layer skipped": Kind(error="PeerError", step=_skip(1), stages=(0, 3)),
-    "a callback's number": Kind(error="PeerError", step=_callback, stages=(0, 3)),
-    "a whole parameter": Kind(error="PeerError", step=_whole, stages=(3,)),
-    "a checkpoint": Kind(error="PeerError", step=_checkpoint, stages=(3,)),
-    "longer than the timeout": Kind(error="PeerError", step=_late, stages=(0, 3)),
-    "an invalid config": Kind(error="PeerError", config={"gradient_clipping": -1.0}),
-    "a layer frozen later": Kind(error="PeerError", step=_unfreeze_less, stages=(0, 3)),
-    "all but the head frozen": Kind(error="PeerError", step=_freeze_most),
-}
-
 HARMLESS = {
     "lines printed": Kind(error=None, config={"steps_per_print": 1}),
     "no difference": Kind(error=None, stages=(0, 1, 2, 3)),
 }
-
-KINDS = {**CONFIG, **MODEL, **OPTIMIZER, **STEP, **WAITING, **HARMLESS}

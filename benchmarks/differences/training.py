@@ -59,9 +59,7 @@ class Kind:
     """A kind of difference. Its fields apply to the last rank; the other ranks have the defaults."""
 
     error: str | None
-    """Class of the error that all ranks should raise. None: the difference is harmless, and training runs to the end.
-
-    "PeerError": one rank waits in a collective of another. Which rank raises it depends on the backend."""
+    """Class of the error that all ranks should raise. None: the difference is harmless, and training ends."""
     names: str = ""
     """Text that the error on all ranks should contain."""
     stages: Sequence[int] = (3,)

@@ -11,7 +11,6 @@ ENGINES: dict[str, Callable[[Setup], Engine]] = {
     **ddp.ENGINES,
     **deepspeed.ENGINES,
 }
-VARIANTS = zeroamp.VARIANTS
 AGAIN = " again"
 """Suffix of a name: the same engine once more, which shows the noise of the method."""
 DEFAULT_ENGINES = (*ENGINES, f"FSDP2 bf16 reshard{AGAIN}")
@@ -25,7 +24,7 @@ def builder(name: str) -> Callable[[Setup], Engine]:
         SystemExit: there is no such engine.
     """
     known = name.removesuffix(AGAIN)
-    engines = ENGINES | VARIANTS | fsdp2.VARIANTS
+    engines = ENGINES | zeroamp.VARIANTS
     if known not in engines:
         raise SystemExit(f"--engines: {name!r} is not one of {', '.join(engines)}")
     return engines[known]

@@ -12,15 +12,9 @@ ALL_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.b
 FP32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
 
 
-def build(setup: Setup, *, precision: MixedPrecisionPolicy, reshard: bool, own_units: bool = False) -> Engine:
-    """Shard a model. With fp32 parameters its forward runs under torch.autocast.
-
-    `own_units`: the embedding and the head are units too, and the head stays unsharded until its backward.
-    """
+def build(setup: Setup, *, precision: MixedPrecisionPolicy, reshard: bool) -> Engine:
+    """Shard a model. With fp32 parameters its forward runs under torch.autocast."""
     model = setup.model()
-    if own_units:
-        fully_shard(model.embed, mp_policy=precision, reshard_after_forward=reshard)
-        fully_shard(model.head, mp_policy=precision, reshard_after_forward=False)
     for module in (*model.blocks, model):
         fully_shard(module, mp_policy=precision, reshard_after_forward=reshard)
     optimizer = setup.optimizer(model)
@@ -40,12 +34,6 @@ def build(setup: Setup, *, precision: MixedPrecisionPolicy, reshard: bool, own_u
 
     return Engine(step=step)
 
-
-VARIANTS = {
-    "FSDP2 autocast own units": partial(build, precision=FP32, reshard=True, own_units=True),
-    "FSDP2 bf16 own units": partial(build, precision=ALL_BF16, reshard=True, own_units=True),
-}
-"""By name only (`--engines`): the embedding and the head are units of their own."""
 
 ENGINES = {
     "FSDP2 bf16 reshard": partial(build, precision=ALL_BF16, reshard=True),

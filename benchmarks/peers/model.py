@@ -28,8 +28,6 @@ class Shape:
 SHAPES = {
     "tiny": Shape(vocab=64, width=32, hidden=48, layers=2, heads=4, kv_heads=2),
     "3.7m": Shape(vocab=1024, width=256, hidden=688, layers=4, heads=8, kv_heads=8),  # 3,688,704 parameters
-    "32k": Shape(vocab=32_000, width=512, hidden=1376, layers=4, heads=8, kv_heads=8),  # 45,421,056: 72 % in both
-    "128k": Shape(vocab=128_256, width=512, hidden=1376, layers=4, heads=8, kv_heads=8),  # 143,987,200: 91 %
     "100m": Shape(vocab=10_240, width=768, hidden=2048, layers=12, heads=12, kv_heads=12),  # 100,682,496
     "1b": Shape(vocab=32_000, width=2048, hidden=5632, layers=22, heads=32, kv_heads=4),  # TinyLlama's: 1,100,048,384
     "8b": Shape(vocab=128_256, width=4096, hidden=14_336, layers=32, heads=32, kv_heads=8),  # Llama 3's: 8,030,261,248

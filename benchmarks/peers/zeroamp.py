@@ -8,7 +8,6 @@ import torch
 import zeroamp
 from benchmarks.peers.engine import Engine, Setup, mean
 from benchmarks.peers.options import Options
-from zeroamp.hooks._torch.fsdp import gather_in_background
 
 EVERYTHING = 10**12  # elements: more than any model here has
 PREFETCHED = 50_000_000  # elements: DeepSpeed's default
@@ -40,17 +39,11 @@ def build(
     stage: int,
     zero: dict[str, Any] | None = None,
     own: dict[str, Any] | None = None,
-    is_gathered_in_background: bool = True,
-    steps_on_shards: bool = True,
 ) -> Engine:
     """Wrap a model. `zero` and `own` add to the blocks "zero_optimization" and "zeroamp"."""
     policy = policy_of(setup.options, stage=stage, zero=zero, own=own)
     model = zeroamp.wrap_model(setup.model(), policy)
-    gather_in_background(model, enable=is_gathered_in_background and setup.device.type == "cpu")
-    optimizer = setup.optimizer(model)
-    if not steps_on_shards:
-        optimizer.register_step_pre_hook(lambda *_: None)  # an optimizer with hooks works on DTensors
-    train = zeroamp.TrainStep(model, optimizer)
+    train = zeroamp.TrainStep(model, setup.optimizer(model))
 
     def step() -> torch.Tensor:
         losses = []
@@ -76,12 +69,8 @@ ENGINES = {
 VARIANTS = {
     "zeroamp 2 sizes of DeepSpeed": partial(build, stage=2, zero=SIZES),
     "zeroamp 3 sizes of DeepSpeed": partial(build, stage=3, zero=SIZES),
-    "zeroamp 3 no own units": partial(build, stage=3, own={"own_units": False}),
-    "zeroamp 3 no model-wide group": partial(build, stage=3, zero={"stage3_param_persistence_threshold": 0}),
     "zeroamp 2 reproducible": partial(build, stage=2, own={"reproducible": True}),
     "zeroamp 3 reproducible": partial(build, stage=3, own={"reproducible": True}),
-    "zeroamp 3 gathers waited for": partial(build, stage=3, is_gathered_in_background=False),
     "zeroamp 3 hpZ": partial(build, stage=3, zero={"zero_hpz_partition_size": 2}),  # needs more than two ranks
-    "zeroamp 3 optimizer on DTensors": partial(build, stage=3, steps_on_shards=False),
 }
-"""Variants that leave out one feature or set one key, to measure its effect. By name only (`--engines`)."""
+"""Variants that set one key, to measure its effect. By name only (`--engines`)."""

@@ -1,43 +1,6 @@
-"""Records the collectives that reach the process group, below FSDP2 and below zeroamp."""
-
-from collections import Counter
-
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+"""Records the all-gathers of zeroamp's groups. `benchmarks.peers.counting` counts all collectives, below FSDP2."""
 
 from zeroamp.hooks.collectives.all_gather import GroupAllGather
-
-KINDS = {
-    "_allgather_base_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "alltoall_base_": "all_to_all",
-    "allreduce_": "all_reduce",
-}
-
-
-def first_tensor(value):
-    return value if isinstance(value, torch.Tensor) else first_tensor(value[0])
-
-
-class Collectives(TorchDispatchMode):
-    """`calls`: Counter of (kind, dtype). `elements`: the unsharded elements of each.
-
-    Only for counting: a dispatch mode changes the last bits of results.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.elements = Counter(), Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            kind = KINDS.get(func._schema.name.split("::")[1], func._schema.name)
-            tensor = first_tensor(args[0])  # the output: for an all-gather the unsharded size
-            if kind == "reduce_scatter":
-                tensor = first_tensor(args[1])
-            self.calls[kind, tensor.dtype] += 1
-            self.elements[kind, tensor.dtype] += tensor.numel()
-        return func(*args, **(kwargs or {}))
 
 
 class Gathers:

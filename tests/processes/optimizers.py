@@ -6,13 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import zeroamp
-from tests.models.small import batch, loss_of
 from tests.oracles import one_process
-from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.processes.training import SmallTraining, config, same_bits
 from zeroamp.training.optimizer_kinds import kind_of
 
 NAME = "matrices"
@@ -106,26 +104,26 @@ def expected(case):
     return {fqn: parameter.detach().clone() for fqn, parameter in parameters.items()}
 
 
-class Training:
+class Training(SmallTraining):
     """A model trained with one case, on this rank."""
 
-    def __init__(self, case, stage, seed=0, **options):
-        self.model = wrapped(NAME, config(stage), prepare_before=lambda model: _reseed(model, seed), **options)
-        self.optimizers = case.make(dict(self.model.named_parameters()))
-        on_shards = {"on_shards": True} if case.on_shards else {}
-        self.train = zeroamp.TrainStep(self.model, self.optimizers, **on_shards)
+    def __init__(self, case, stage, seed=0):
+        def make(_):
+            return case.make(dict(self.model.named_parameters()))
+
+        options = {"on_shards": case.on_shards, "prepare_before": lambda model: _reseed(model, seed)}
+        super().__init__(config(stage), make, name=NAME, **options)
+        self.optimizers = self.optimizer
 
     def run(self, start, stop):
         with torch.compiler.set_stance("force_eager"):
             for index in range(start, stop):
-                inputs = batch(NAME, index * dist.get_world_size() + dist.get_rank())
-                self.train.backward(loss_of(self.model, inputs))
-                self.train.step()
+                self.step(index)
         return self
 
     def parameters(self):
         set_mode(self.optimizers, "eval")
-        found = full_parameters(self.model)
+        found = super().parameters()
         set_mode(self.optimizers, "train")
         return found
 

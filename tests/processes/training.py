@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -75,7 +76,7 @@ class Run:
     """[step], of the step reports."""
     parameters: dict[str, torch.Tensor]
     """Full parameters by FQN, at the end."""
-    mean_losses: list[float] = dataclasses.field(default_factory=list)
+    mean_losses: list[float] | None = None
     """[step], of the step reports."""
 
 
@@ -194,13 +195,17 @@ def check_same_run(ours, theirs):
     assert same_bits(ours.parameters, theirs.parameters) == []
 
 
-def check_run(run, rank, oracle):
-    """The losses of this rank, norms and parameters of `one_process.train`, bit for bit.
+def check_runs(by_rank, oracle):
+    """Of one run or several on each rank: losses, norms and parameters of `one_process.train`, bit for bit.
 
-    A module put around a block may be called `block`.
+    The mean losses of step reports are summed in another order. A module put around a block may be called `block`.
     """
     losses, norms, parameters = oracle
-    ours = {fqn.replace(".block.", "."): parameter for fqn, parameter in run.parameters.items()}
-    assert run.losses == [ranks[rank] for ranks in losses]
-    assert run.norms == norms
-    assert same_bits(ours, parameters) == []
+    means = [sum(map(sum, ranks)) / sum(map(len, ranks)) for ranks in losses]
+    for rank, runs in enumerate(by_rank):
+        for run in runs if isinstance(runs, list) else [runs]:
+            ours = {fqn.replace(".block.", "."): parameter for fqn, parameter in run.parameters.items()}
+            assert run.losses == [ranks[rank] for ranks in losses]
+            assert run.mean_losses is None or run.mean_losses == pytest.approx(means, rel=1e-6)
+            assert run.norms == norms
+            assert same_bits(ours, parameters) == []

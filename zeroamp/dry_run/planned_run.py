@@ -1,6 +1,5 @@
 """`RunPlan`: what `plan_run` predicts, as values, as tables, and as a dict for JSON and for the page."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +17,10 @@ _NOTE = (
     "communicated, counted as by zeroamp.traffic(model). fits: with a reserve of "
     f"{RESERVED_BYTES / 1e9} GB for NCCL and the driver's context, which is not part of the peak. Fragmentation is not "
     "counted. Every expert of an MoE layer gets equally many tokens. 1 GiB is 1024³ bytes."
+)
+_NOTHING_FITS = (
+    "Nothing fits. Plan again with activation checkpointing, with zero_optimization.offload_param, with more ranks, "
+    "with shorter sequences, with a smaller batch or with a GPU that has more memory."
 )
 
 
@@ -41,22 +44,6 @@ class StagePlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Remedy:
-    """A change with which a run that does not fit would fit, and the memory of one rank with it."""
-
-    stage: Stage
-    num_ranks: int
-    checkpointing: bool
-    """Whether each unit recomputes its forward in the backward."""
-    offload: bool
-    """Whether shards, gradients and optimizer state are on the CPU (`zero_optimization.offload_param`)."""
-    peak_bytes: int
-    """Peak on the GPU."""
-    host_bytes: int
-    """Bytes in the memory of the host, for this rank."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
     """The prediction of `plan_run`. `print` shows it as tables."""
 
@@ -74,18 +61,16 @@ class RunPlan:
     stages: tuple[StagePlan, ...]
     refused: dict[Stage, str]
     """Stage that the config's other keys do not allow -> the reason."""
-    remedies: tuple[Remedy, ...] | None = None
-    """If no stage fits: changes of the run, each with which it would fit. Empty: none of those tried fits."""
 
     def __str__(self) -> str:
-        """Return tables of the stages, of the peaks by kind, and of what would fit, with notes."""
+        """Return tables of the stages and of the peaks by kind, with notes."""
         stages = in_one_unit([self._stage_row(stage) for stage in self.stages], (*PHASES, "peak"))
         peaks = [_kind_row(stage) for stage in self.stages]
         parts = [
             paragraph(self.title()),
             headed("Stages", in_one_unit(stages, ["traffic"])),
             *(paragraph(f"stage {stage}: not possible: {reason}") for stage, reason in self.refused.items()),
-            *([] if self.remedies is None else [_remedies_text(self.remedies)]),
+            *([] if any(map(self.fits, self.stages)) else [paragraph(_NOTHING_FITS)]),
             headed("Memory of one rank at the peak", in_one_unit(peaks, peaks[0].keys() - {"stage"})),
             paragraph(_NOTE),
         ]
@@ -132,7 +117,6 @@ class RunPlan:
                 }
                 for stage in self.stages
             ],
-            "remedies": None if self.remedies is None else [asdict(remedy) for remedy in self.remedies],
             "refused": {str(stage): reason for stage, reason in self.refused.items()},
         }
 
@@ -160,26 +144,6 @@ class RunPlan:
 def _kind_row(stage: StagePlan) -> Row:
     on_host, peak = stage.memory.on_host, stage.memory.peak()
     return {"stage": stage.stage, **{f"{kind}{' (host)' * (kind in on_host)}": peak[kind] for kind in KINDS}}
-
-
-def _remedies_text(remedies: Sequence[Remedy]) -> str:
-    if not remedies:
-        return paragraph(
-            "Nothing fits, and neither would with more ranks, activation checkpointing and offload. Use shorter "
-            "sequences, a smaller batch or a GPU with more memory."
-        )
-    rows = [
-        {
-            "ranks": remedy.num_ranks,
-            "activation checkpointing": _yes(remedy.checkpointing),
-            "offload to the CPU": _yes(remedy.offload),
-            "peak": remedy.peak_bytes,
-            "on the host": remedy.host_bytes,
-        }
-        for remedy in remedies
-    ]
-    heading = f"Nothing fits. What would, at stage {remedies[0].stage}, per rank"
-    return headed(heading, in_one_unit(rows, ("peak", "on the host")))
 
 
 def _yes(value: bool) -> str:

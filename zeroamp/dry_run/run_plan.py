@@ -1,10 +1,7 @@
 """`plan_run`: predicts memory and traffic of a training run at each ZeRO stage."""
 
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from itertools import product
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -14,7 +11,7 @@ from zeroamp.dry_run.gpu_memory import largest_batch, memory_of, usable_bytes
 from zeroamp.dry_run.inputs import Arguments, InputFactory, arguments_for
 from zeroamp.dry_run.memory import memory_timeline
 from zeroamp.dry_run.optimizer_step import OptimizerFactory, PartCosts, optimizer_costs
-from zeroamp.dry_run.planned_run import Remedy, RunPlan, StagePlan
+from zeroamp.dry_run.planned_run import RunPlan, StagePlan
 from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.dry_run.timeline import Timeline
 from zeroamp.dry_run.traced_micro_batch import MicroBatch, trace_micro_batch
@@ -26,9 +23,6 @@ from zeroamp.policies.errors import ConfigError, WrapError, ZeroAmpError
 from zeroamp.policies.numbers import is_integer
 from zeroamp.policies.policy import ConfigLike, Policy, Stage, as_policy
 from zeroamp.training.loss import LossFunction
-
-MAX_RANKS = 2**14
-"""The largest number of ranks that is tried."""
 
 
 def plan_run(
@@ -105,7 +99,6 @@ def plan_run(
     )
     possible, refused = run.possible_stages(policy, stages, world_size)
     planned = tuple(run.stage(plan, ranks, batch, checkpointing) for plan, ranks in possible)
-    some_fits = any(stage.memory.peak_bytes() <= run.limit for stage in planned)
     return RunPlan(
         policy=policy,
         world_size=world_size,
@@ -117,7 +110,6 @@ def plan_run(
         gpu_bytes=gpu_bytes,
         stages=planned,
         refused=refused,
-        remedies=None if some_fits else tuple(run.remedies(planned[-1], world_size, batch, checkpointing)),
     )
 
 
@@ -188,37 +180,6 @@ class _Run:
             traffic=plan_traffic(plan, ranks),
             largest_batch=largest_batch(peak_bytes, self.limit),
         )
-
-    def remedies(self, stage: StagePlan, num_ranks: int, batch: int, checkpointing: bool) -> Iterator[Remedy]:
-        """Yield changes with which a run fits, at this stage: activation checkpointing, offload, and more ranks.
-
-        Ranks are doubled until the run fits, or until the peak falls by less than 1 %. A change that needs as many
-        ranks as one before it is left out.
-        """
-        policy, num_shards = stage.plan.policy, stage.ranks.num_shards or 1
-        plans = {policy.offload.to_cpu: stage.plan}
-        with suppress(ConfigError):  # another key of the config may exclude offload
-            plans.setdefault(True, self.plan(policy.replace(offload_param={"device": "cpu"})))
-        most = MAX_RANKS
-        for offload, recomputes in product(plans, dict.fromkeys((checkpointing, True))):
-            tried_ranks, before = num_ranks, math.inf
-            while tried_ranks <= most:
-                ranks = replace(stage.ranks, num_shards=num_shards * tried_ranks // num_ranks)
-                memory = self.memory(plans[offload], ranks, batch, recomputes)
-                peak_bytes = memory.peak_bytes()
-                if peak_bytes <= self.limit:
-                    most = tried_ranks - 1
-                    yield Remedy(
-                        stage=stage.stage,
-                        num_ranks=tried_ranks,
-                        checkpointing=recomputes,
-                        offload=offload,
-                        peak_bytes=peak_bytes,
-                        host_bytes=memory.host_bytes(),
-                    )
-                if peak_bytes > 0.99 * before:
-                    break
-                tried_ranks, before = 2 * tried_ranks, peak_bytes
 
     def micro_batch(self, plan: Plan, batch: int, checkpointing: bool) -> MicroBatch:
         """Return the trace of a micro-batch of `batch` samples. Stages with the same units and dtypes share it."""

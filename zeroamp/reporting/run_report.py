@@ -1,4 +1,4 @@
-"""`RunReport`: one JSON line per optimizer step, and a warning of a slow rank.
+"""`RunReport`: one JSON line per optimizer step.
 
 [Note: Not waiting]
 The device computes loss, norm and times after the host has launched the step. They are copied to the host
@@ -29,7 +29,6 @@ from zeroamp.planning.mesh import device_of
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import ConfigError, StepError
 from zeroamp.rank_group import RankGroup
-from zeroamp.reporting.slow_rank import SlowRankCheck
 from zeroamp.reporting.step_clock import StepClock, time_communication
 from zeroamp.reporting.step_record import StepRecord
 from zeroamp.training.callbacks import Callback, Phase
@@ -44,7 +43,7 @@ _GIB = 1024**3
 
 
 class RunReport(Callback):
-    """Writes a record of every step of a `TrainStep` to a file, and warns of a slow rank. Results do not change.
+    """Writes a record of every step of a `TrainStep` to a file. Results do not change.
 
     All ranks construct it; the first one writes. If the file exists, it is appended to: see `read_run`. A model has at
     most one open RunReport.
@@ -97,11 +96,9 @@ class RunReport(Callback):
         self._restore = time_communication(state.root, self._clock)
         state.root_forward.add("report", self._around_forward)
         state.listeners.append(self)
-        for closed in [each for each in train.callbacks if isinstance(each, SlowRankCheck)]:
-            train.callbacks.remove(closed)
-        self._check = SlowRankCheck(ranks.rank, ranks.num_ranks, self._warn)
         self._callbacks = train.callbacks
-        self._callbacks += [self, self._check]
+        self._callbacks.append(self)
+        self._is_open = True
         # Runs when the TrainStep is deleted or the process exits.
         self._finalizer = weakref.finalize(train, self.close)
 
@@ -118,11 +115,11 @@ class RunReport(Callback):
 
         Called automatically when the `TrainStep` is deleted or the process exits.
         """
-        if not self._check.is_open:
+        if not self._is_open:
             return
+        self._is_open = False
         self._finalizer.detach()  # it holds a reference to this report
         self._flush()
-        self._check.is_open = False
         self._restore()
         self._state.root_forward.remove("report", self._around_forward)
         self._state.listeners.remove(self)
@@ -201,13 +198,8 @@ class RunReport(Callback):
         late, self._late = self._late, None
         if late is None:
             return
-        self.last = record = late()
-        self._check.add(record.busy_s)
-        self._write(record.to_json())
-
-    def _warn(self, text: str) -> None:
-        logger.warning("slow rank: %s", text)
-        self._write({"kind": "warning", "name": "slow rank", "text": text})
+        self.last = late()
+        self._write(self.last.to_json())
 
     def _open(self, path: Path) -> None:
         try:

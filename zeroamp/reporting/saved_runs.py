@@ -22,7 +22,7 @@ _MAX_LINE_BYTES = 16 * 1024**2
 
 @dataclass(kw_only=True, slots=True)
 class SavedRun:
-    """The header, steps and warnings in a run's file."""
+    """The headers and steps in a run's file."""
 
     name: str
     """The file's name without its suffix."""
@@ -30,8 +30,6 @@ class SavedRun:
     """One per start of the run: the first start, and each resume."""
     records: list[StepRecord] = field(default_factory=list)
     """Records in the order of steps. After a resume from a checkpoint, the repeated steps replace the lost ones."""
-    warnings: list[tuple[str, str]] = field(default_factory=list)
-    """(name, text)."""
 
 
 def read_run(path: str | os.PathLike[str]) -> SavedRun:
@@ -66,8 +64,6 @@ def _read_line(run: SavedRun, line: bytes) -> bool:
         values = json.loads(line.decode(errors="replace"), parse_constant=str, parse_float=_float_or_text)
         if values["kind"] == "header":
             run.headers.append({**values, "plan": dict(values.get("plan", {}))})
-        elif values["kind"] == "warning":
-            run.warnings.append((str(values["name"]), str(values["text"])))
         elif values["kind"] == "step":
             record = StepRecord.from_json(values)
             while run.records and _is_lost(run.records[-1], record):
@@ -104,7 +100,7 @@ def _rows(runs: Sequence[SavedRun]) -> list[Row]:
 
 
 def runs_to_dict(runs: Sequence[SavedRun]) -> dict[str, Any]:
-    """Return a JSON-serializable dict: the rows of the table, and each run's headers, records and warnings.
+    """Return a JSON-serializable dict: the rows of the table, and each run's headers and records.
 
     Keys are stable; new ones may be added. Non-finite numbers are strings.
     """
@@ -113,7 +109,6 @@ def runs_to_dict(runs: Sequence[SavedRun]) -> dict[str, Any]:
             "name": name,
             "headers": run.headers,
             "records": [record.to_json() for record in run.records],
-            "warnings": [{"name": warning, "text": text} for warning, text in run.warnings],
         }
         for name, run in zip(_names(runs), runs, strict=True)
     ]
@@ -147,7 +142,6 @@ def _summary(run: SavedRun) -> dict[str, str]:
         "peak GiB, reserved": _median(last, "peak_reserved_gib", "{:.2f}"),
         "peak GiB, host process": _median(last, "peak_rss_gib", "{:.2f}"),
         "allocator flushes": _median(last, "num_alloc_retries", "{:,}"),
-        "warnings": ", ".join(sorted({name for name, _ in run.warnings})) or "none",
         "starts": f"{len(run.headers)}",
     }
 

@@ -71,11 +71,6 @@ class StepRecord:
         return self.step_s - (self.forward_s + self.backward_s + self.exposed_communication_s + self.optimizer_s)
 
     @property
-    def busy_s(self) -> float:
-        """Seconds in which this rank did not wait for communication."""
-        return self.step_s - self.exposed_communication_s
-
-    @property
     def communicated_bytes(self) -> int:
         """Sum of `traffic_bytes`."""
         return sum(self.traffic_bytes.values())

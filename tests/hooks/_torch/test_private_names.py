@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from tests.measuring.collectives import Collectives
+from benchmarks.peers.counting import Collectives
 from tests.measuring.sources import ROOT, python_files
 from zeroamp.hooks._torch import dispatch, process_groups
 from zeroamp.hooks._torch import fsdp as _fsdp

@@ -12,13 +12,10 @@ from tests.zeroamp.reporting.records import record, write_run
 pytest.importorskip("plotly")
 
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>"
-WARNING = {"kind": "warning", "name": "slow", "text": HOSTILE}
 
 
 def write_hostile_run(path):
-    write_run(path, [record(step, loss=2.0 / step) for step in range(1, 6)])
-    path.write_text(f"{path.read_text()}{json.dumps(WARNING)}\n")
-    return path
+    return write_run(path, [record(step, loss=2.0 / step) for step in range(1, 6)], device=HOSTILE)
 
 
 @pytest.fixture(scope="module")

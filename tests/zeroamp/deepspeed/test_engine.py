@@ -7,7 +7,7 @@ import torch.distributed as dist
 import zeroamp.deepspeed as deepspeed
 from tests.models.small import batch, build, loss_of
 from tests.oracles import one_process
-from tests.processes.training import SmallTraining, adamw, check_run, check_same_run, full_parameters, same_bits
+from tests.processes.training import SmallTraining, adamw, check_runs, check_same_run, full_parameters, same_bits
 from tests.selection import slow_but
 from tests.zeroamp.deepspeed.engine_cases import NAME, by_boundary, config, loss_at, start, train
 from zeroamp.policies.errors import ConfigError, StepError
@@ -19,8 +19,7 @@ FP32 = {"communication_data_type": "fp32"}  # at stage 1, bf16 would round the a
 def test_an_engine_trains_the_bits_of_plain_autocast(ranks2, stage):
     cfg = config(stage, accumulation=2, clip=0.5, **FP32)
     oracle = one_process.train(NAME, world_size=2, num_steps=3, accumulation=2, clip=0.5, reduce_each=stage >= 2)
-    for rank, run in enumerate(ranks2.run(train, cfg, 3)):
-        check_run(run, rank, oracle)
+    check_runs(ranks2.run(train, cfg, 3), oracle)
 
 
 @pytest.mark.parametrize(("stage", "in_no_sync"), [(0, False), (2, False), (1, True)])
@@ -28,8 +27,7 @@ def test_steps_of_any_number_of_micro_batches_end_by_the_boundary_or_no_sync(ran
     counts = [3, 1, 2]
     cfg = config(stage, accumulation=1 if in_no_sync else 3, **FP32)
     oracle = one_process.train(NAME, world_size=2, num_steps=3, accumulation=counts, reduce_each=stage >= 2)
-    for rank, run in enumerate(ranks2.run(by_boundary, cfg, counts, in_no_sync=in_no_sync)):
-        check_run(run, rank, oracle)
+    check_runs(ranks2.run(by_boundary, cfg, counts, in_no_sync=in_no_sync), oracle)
 
 
 def _small_losses_in_fp16():

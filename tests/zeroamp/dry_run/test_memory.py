@@ -6,10 +6,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import zeroamp
 from tests.measuring.measured import measured_step
-from tests.models.small import Llama, batch, loss_of
-from tests.processes.training import config, wrapped
+from tests.models.small import Llama
+from tests.processes.training import SmallTraining, config
 from tests.selection import slow_but
 from tests.zeroamp.dry_run.plans import plan
 from zeroamp.dry_run.memory import _Sizes
@@ -98,8 +97,8 @@ def test_hybrid_sharding_and_a_secondary_partition(ranks4):
 
 def _reduced_bytes(options):
     """Return (group, bytes of a reduction's output) as allocated in a step and as the dry run counts them."""
-    model = wrapped("llama_tied", config(**options))
-    step, state = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1)), wrap_state(model)
+    training = SmallTraining(config(**options))
+    state = wrap_state(training.model)
     call, found = GroupReduceScatter.__call__, {}
 
     def noted(comm, output_tensor, *args, **kwargs):
@@ -107,7 +106,7 @@ def _reduced_bytes(options):
         return call(comm, output_tensor, *args, **kwargs)
 
     with patch.object(GroupReduceScatter, "__call__", noted):
-        step.backward(loss_of(model, batch("llama_tied", 0)))
+        training.backward()
     ranks = ranks_of(state.mesh)
     return found, {group.name: _Sizes(group, state.plan, ranks).reduced for group in state.plan.groups}
 

@@ -16,7 +16,16 @@ from tests.models.small import batch, build, loss_of
 from tests.oracles import one_process
 from tests.oracles.float8_weights import round_linears
 from tests.processes.ranks import RankError
-from tests.processes.training import check_run, config, full_parameters, policy, same_bits, train, wrapped
+from tests.processes.training import (
+    SmallTraining,
+    check_runs,
+    config,
+    full_parameters,
+    policy,
+    same_bits,
+    train,
+    wrapped,
+)  # fmt: skip
 from tests.selection import slow_but
 from zeroamp.float8 import extension
 from zeroamp.float8.conflicts import KEY
@@ -53,8 +62,7 @@ def test_the_bits_are_those_of_one_process_that_rounds_its_weights(ranks2, stage
     low_model = torch.bfloat16 if mode == "bf16" else None
     options = {"accumulation": 2, "clip": 0.5, "reduce_each": stage > 1, "low_model": low_model}
     expected = one_process.train(NAME, world_size=2, num_steps=3, prepare=uneven_and_rounded, **options)
-    for rank, run in enumerate(ranks2.run(train, NAME, cfg, 3, prepare_before=uneven)):
-        check_run(run, rank, expected)
+    check_runs(ranks2.run(train, NAME, cfg, 3, prepare_before=uneven), expected)
     plain, _, _ = one_process.train(NAME, world_size=2, num_steps=1, prepare=uneven, **options)
     assert plain[0] != expected[0][0]  # the weights were rounded
 
@@ -73,8 +81,7 @@ def test_models_meshes_and_other_options_on_four_ranks(ranks4, what):
     name, keys, options, rounding = ON_FOUR[what]
     prepare, num_replicas = partial(round_linears, **rounding), 2 if what == "HSDP" else 1
     expected = one_process.train(name, world_size=4, num_steps=2, num_replicas=num_replicas, prepare=prepare)
-    for rank, run in enumerate(ranks4.run(train, name, float8(3, zeroamp=keys), 2, **options)):
-        check_run(run, rank, expected)
+    check_runs(ranks4.run(train, name, float8(3, zeroamp=keys), 2, **options), expected)
 
 
 def _verified(cfg):
@@ -96,33 +103,25 @@ def test_the_ledger_verifies_and_traffic_is_as_planned(ranks2, options):
     assert (torch.float8_e4m3fn in dtypes) is (not options)  # the head, alone in its group
 
 
-def _steps(model, step, begin, end):
-    found = []
-    for index in range(begin, end):
-        loss = loss_of(model, batch(NAME, 2 * index + dist.get_rank()))
-        step.backward(loss)
-        found.append((float(loss.detach()), step.step().grad_norm))
-    return found
+def _steps(training, begin, end):
+    reports = [training.step(index) for index in range(begin, end)]
+    return [(report.loss, report.grad_norm) for report in reports]
 
 
 def _resume(cfg, folder):
-    models = [wrapped(NAME, cfg) for _ in range(2)]
-    first, second = (zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2)) for model in models)
-    _steps(models[0], first, 0, 2)
-    path = zeroamp.save_checkpoint(folder, models[0], first)
-    saved = full_parameters(models[0])
-    through = _steps(models[0], first, 2, 4)
-    with torch.no_grad():
-        for parameter in models[1].parameters():
-            parameter *= 8  # so that it has other scales
-    _steps(models[1], second, 0, 1)
-    zeroamp.load_checkpoint(path, models[1], second)
-    zeroamp.export_hf(models[1], f"{folder}/exported")
-    assert _steps(models[1], second, 2, 4) == through
-    assert {(parameter.dtype, type(parameter.to_local())) for parameter in models[1].parameters()} == {
-        (torch.float32, torch.Tensor)
-    }
-    assert same_bits(*(full_parameters(model) for model in models)) == []
+    first, second = (SmallTraining(cfg, partial(torch.optim.AdamW, lr=1e-2), name=NAME) for _ in range(2))
+    _steps(first, 0, 2)
+    path = zeroamp.save_checkpoint(folder, first.model, first.train)
+    saved = first.parameters()
+    through = _steps(first, 2, 4)
+    _scale_weights(second.model, 8)  # so that it has other scales
+    _steps(second, 0, 1)
+    zeroamp.load_checkpoint(path, second.model, second.train)
+    zeroamp.export_hf(second.model, f"{folder}/exported")
+    assert _steps(second, 2, 4) == through
+    kinds = {(parameter.dtype, type(parameter.to_local())) for parameter in second.model.parameters()}
+    assert kinds == {(torch.float32, torch.Tensor)}
+    assert same_bits(first.parameters(), second.parameters()) == []
     return saved
 
 

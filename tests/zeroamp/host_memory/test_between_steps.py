@@ -4,20 +4,22 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import zeroamp
 from tests.measuring.state_bytes import bytes_of
-from tests.models.small import batch, loss_of
-from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.processes.training import SmallTraining, config, same_bits
 from tests.zeroamp.dry_run.plans import plan
 from zeroamp.host_memory import between_steps
 
-NAME = "llama_tied"
 OFFLOAD = {"zeroamp": {"offload_between_steps": ["optimizer"]}}
 
 
 PART_BYTES = 3_000  # of shards
+
+
+def _adamw_and_sgd(parameters):
+    first, others = parameters[:3], parameters[3:]
+    return [torch.optim.AdamW(first, lr=1e-2), torch.optim.SGD(others, lr=1e-2, momentum=0.9)]
 
 
 def _train(cfg, folder, seen):
@@ -25,10 +27,8 @@ def _train(cfg, folder, seen):
 
     `seen`: bytes of AdamW's state on the device after each step, and before each of its updates.
     """
-    model = wrapped(NAME, cfg)
-    parameters = list(model.parameters())
-    adamw, sgd = torch.optim.AdamW(parameters[:3], lr=1e-2), torch.optim.SGD(parameters[3:], lr=1e-2, momentum=0.9)
-    step, update = zeroamp.TrainStep(model, [adamw, sgd]), torch.optim.AdamW.step
+    training = SmallTraining(cfg, _adamw_and_sgd)
+    model, (adamw, _), update = training.model, training.optimizer, torch.optim.AdamW.step
 
     def noted(optimizer, *arguments):
         seen["updates"].append(bytes_of(model, adamw, "optimizer"))
@@ -36,17 +36,15 @@ def _train(cfg, folder, seen):
 
     with mock.patch.object(torch.optim.AdamW, "step", noted):
         for index in range(6):
-            step.backward(loss_of(model, batch(NAME, 2 * index + dist.get_rank())))
-            step.step()
+            training.step(index)
             if index == 3:
-                zeroamp.save_checkpoint(folder, model, step)
+                zeroamp.save_checkpoint(folder, model, training.train)
             seen["steps"].append(bytes_of(model, adamw, "optimizer"))
-    zeroamp.load_checkpoint(folder, model, step)
+    zeroamp.load_checkpoint(folder, model, training.train)
     seen["loaded"] = bytes_of(model, adamw, "optimizer")
     for index in range(4, 6):
-        step.backward(loss_of(model, batch(NAME, 2 * index + dist.get_rank())))
-        step.step()
-    return full_parameters(model)
+        training.step(index)
+    return training.parameters()
 
 
 def _both(stage, more, folder):

@@ -16,7 +16,7 @@ from tests.models.small import batch, build, loss_of
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, wrapped
 from tests.selection import slow_but
-from zeroamp.hooks._torch.fsdp import unsharded_sums
+from zeroamp.hooks._torch.fsdp import groups_of, unsharded_sums
 from zeroamp.hooks.guards import BackwardGuard
 from zeroamp.wrapping.state import wrap_state
 
@@ -31,14 +31,8 @@ OPTIONS = [
 ]
 
 
-class RaisesInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ValueError("asked to raise in backward")
+def raise_in_backward(_gradient):
+    raise ValueError("asked to raise in backward")
 
 
 class Noisy(nn.Module):
@@ -60,7 +54,7 @@ class Noisy(nn.Module):
         for index, block in enumerate(self.blocks):
             x = block(x)
             if self.raises and index == 1:
-                x = RaisesInBackward.apply(x)
+                x.register_hook(raise_in_backward)
         return x
 
 
@@ -123,17 +117,12 @@ def _hooks(model):
         list(p._unsharded_param._backward_hooks or {})
         for unit in model.modules()
         if isinstance(unit, FSDPModule)
-        for group in _groups(unit)
+        for group in groups_of(unit._get_fsdp_state())
         for p in group.fsdp_params
         if hasattr(p, "_unsharded_param")
     ]
     sharded = [len(getattr(p, "_post_accumulate_grad_hooks", None) or {}) for p in model.parameters()]
     return modules, [hooks for hooks in gathered if hooks], sharded
-
-
-def _groups(unit):
-    state = unit._get_fsdp_state()
-    return [g for g in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if g is not None]
 
 
 def _everything(model, step):
@@ -157,7 +146,7 @@ def _everything(model, step):
             (g.reshard_after_backward, g.reduce_grads)
             for unit in model.modules()
             if isinstance(unit, FSDPModule)
-            for g in _groups(unit)
+            for g in groups_of(unit._get_fsdp_state())
         ],
         "last": model._get_fsdp_state()._state_ctx.is_last_backward,
         "grad mode": torch.is_grad_enabled(),

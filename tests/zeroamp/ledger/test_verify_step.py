@@ -17,6 +17,7 @@ from tests.processes.ranks import RankError
 from tests.processes.training import config, wrapped
 from tests.selection import slow_but
 from zeroamp.accumulation.shard_accumulator import RoundedSum
+from zeroamp.hooks._torch.fsdp import groups_of
 from zeroamp.ledger.dtype_differences import find_differences
 from zeroamp.planning.mesh import Ranks
 from zeroamp.wrapping.state import wrap_state
@@ -99,14 +100,9 @@ def test_sharding_options_and_replicas(ranks4, fields):
     assert low["observed"]["replicas"] == ["fp32"]
 
 
-def fsdp_groups(module):
-    state = module._get_fsdp_state()
-    return getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-
-
 def _set_policy(model, **fields):
     """Replace the mixed-precision policy of block 1's own group, before its first forward."""
-    (group,) = fsdp_groups(model.blocks[1])
+    (group,) = groups_of(model.blocks[1]._get_fsdp_state())
     group.mp_policy = MixedPrecisionPolicy(**fields)
     for parameter in group.fsdp_params:
         parameter.mp_policy = group.mp_policy  # where newer versions read it
@@ -141,7 +137,7 @@ def cast_gradient(model):
 
 def _set_reduction(model, dtype, index=1):
     """Replace the dtypes in which the gradients of a block are communicated and summed."""
-    comm = fsdp_groups(model.blocks[index])[0]._reduce_scatter_comm
+    comm = groups_of(model.blocks[index]._get_fsdp_state())[0]._reduce_scatter_comm
     comm.communication_dtype, comm.reduce_dtype, comm.collective = dtype, dtype, "reduce_scatter"
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zeroamp
-from tests.measuring.collectives import Collectives
+from benchmarks.peers.counting import Collectives
 from tests.models import parallel
 from tests.oracles import partial_gradients
 from tests.processes.parallel_training import data_rank, mesh_of, num_data
@@ -96,7 +96,7 @@ def _collectives(cfg):
         train.backward(loss)
     assert not zeroamp.traffic(model).calls
     numel = sum(parameter.numel() for fqn, parameter in model.named_parameters() if fqn != "scale")
-    return seen.calls, numel, seen.elements
+    return seen.calls, numel, seen.num_bytes
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,6 @@ def _collectives(cfg):
     ids=["bf16", "fp32", "native"],
 )
 def test_a_group_has_one_sum_in_the_communication_dtype(ranks4, more, dtype, kinds):
-    calls, numel, elements = ranks4.run(_collectives, _low("bf16", **more))[0]
+    calls, numel, num_bytes = ranks4.run(_collectives, _low("bf16", **more))[0]
     assert calls == {(kind, dtype): 3 for kind in kinds}  # two blocks and the root
-    assert all(numel <= number < numel + 3 * 4 for number in elements.values())  # padded to the ranks
+    assert all(numel <= size // dtype.itemsize < numel + 3 * 4 for size in num_bytes.values())  # padded to the ranks

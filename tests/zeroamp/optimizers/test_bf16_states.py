@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import zeroamp
 from tests.models.small import batch, loss_of
 from tests.oracles import one_process
-from tests.processes.training import check_run, config, full_parameters, same_bits, train, wrapped
+from tests.processes.training import check_runs, config, full_parameters, same_bits, train, wrapped
 from tests.selection import slow_but
 from zeroamp.optimizers import bf16_states
 
@@ -48,8 +48,7 @@ def _ours(stage):
 
 @pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_the_bits_are_those_of_rounded_moments(ranks4, stage):
-    for rank, run in enumerate(ranks4.run(_ours, stage)):
-        check_run(run, rank, _expected(4))
+    check_runs(ranks4.run(_ours, stage), _expected(4))
 
 
 def _fp16():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.measuring.collectives import Collectives
+from benchmarks.peers.counting import Collectives
 from zeroamp.hooks._torch.fsdp import communication_methods
 from zeroamp.reporting.step_clock import StepClock, time_communication
 

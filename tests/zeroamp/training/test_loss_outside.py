@@ -14,7 +14,7 @@ import zeroamp
 from tests.measuring.logs import log_lines
 from tests.models.small import loss_of
 from tests.oracles import one_process
-from tests.processes.training import check_run, config, train
+from tests.processes.training import check_runs, config, train
 
 NUM_STEPS = 3
 
@@ -90,9 +90,9 @@ def _trained(name, stage, loss_fn, options, *, is_inside=True):
 )
 def test_under_train_autocast_it_has_the_bits_of_one_process(ranks2, name, stage, loss_fn, in_one_process, options):
     oracle = one_process.train(name, world_size=2, num_steps=NUM_STEPS, loss_fn=in_one_process)
-    for rank, (run, warnings) in enumerate(ranks2.run(_trained, name, stage, loss_fn, options)):
-        check_run(run, rank, oracle)
-        assert warnings == []
+    runs, warnings = zip(*ranks2.run(_trained, name, stage, loss_fn, options), strict=True)
+    check_runs(runs, oracle)
+    assert warnings == ([], [])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.models.small import batch, build
 from tests.oracles import one_process, plain_fsdp2
-from tests.processes.training import check_run, config, same_bits, train
+from tests.processes.training import check_runs, config, same_bits, train
 
 NAME = "residual_skips"
 NUM_STEPS = 5
@@ -49,10 +49,10 @@ def _pass_inputs_through_a_node(model):
 def test_units_that_read_a_skip_twice_add_in_the_order_of_fsdp2_alone_and_of_one_process_that_adds_per_unit(ranks2):
     theirs = ranks2.run(_plain)
     oracle = one_process.train(NAME, world_size=2, num_steps=NUM_STEPS, prepare=_pass_inputs_through_a_node)
-    for rank, runs in enumerate(ranks2.run(_all_stages)):
-        losses, parameters = theirs[rank]
+    by_rank = ranks2.run(_all_stages)
+    check_runs(by_rank, oracle)
+    for runs, (losses, parameters) in zip(by_rank, theirs, strict=True):
         for run in runs:
-            check_run(run, rank, oracle)
             assert [loss for (loss,) in run.losses] == losses
             assert same_bits(run.parameters, parameters) == []
     _, _, flat = one_process.train(NAME, world_size=2, num_steps=NUM_STEPS)

@@ -1,5 +1,6 @@
 """0-D parameters: replicated on every rank, reduced in the step's all-reduce, saved and exported in their own shape."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.oracles import one_process
 from tests.processes.ranks import RankError
-from tests.processes.training import SmallTraining, adamw, check_run, config, policy, same_bits, train, wrapped
+from tests.processes.training import SmallTraining, adamw, check_runs, config, policy, same_bits, train, wrapped
 from tests.selection import slow_but
 
 NUM_STEPS = 4
@@ -68,16 +69,16 @@ def test_they_train_as_in_one_process(request, name):
     mesh_shape = (2, 2) if oracle["world_size"] == 4 else None
     make_optimizer = _foreach if "make_optimizers" in more else None
     ranks = request.getfixturevalue(f"ranks{oracle['world_size']}")
-    for rank, runs in enumerate(ranks.run(_runs, stages, options, mesh_shape, make_optimizer)):
-        for run in runs:
-            assert run.parameters.pop("unused") == 3.0
-            if mesh_shape is None:
-                check_run(run, rank, (losses, norms, parameters))
-                continue
+    by_rank = ranks.run(_runs, stages, options, mesh_shape, make_optimizer)
+    for run in itertools.chain(*by_rank):
+        assert run.parameters.pop("unused") == 3.0
+        if mesh_shape is not None:
             # The fp64 sum over four ranks is in another order.
             assert run.norms == pytest.approx(norms, rel=1e-5)
             for fqn in ("scale", "stages.0.gain"):
                 torch.testing.assert_close(run.parameters[fqn], parameters[fqn])
+    if mesh_shape is None:
+        check_runs(by_rank, (losses, norms, parameters))
 
 
 def _training(stage, make_optimizer=adamw, **more):

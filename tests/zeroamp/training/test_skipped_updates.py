@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.measuring.logs import log_lines
 from tests.oracles import one_process
-from tests.processes.training import SmallTraining, adamw, check_run, config, same_bits, train
+from tests.processes.training import SmallTraining, adamw, check_runs, config, same_bits, train
 
 NAME = "llama_tied"
 BF16 = {"dtype": None, "bf16": {"enabled": True}}
@@ -154,8 +154,7 @@ def test_the_bits_are_those_of_torchs_fused_optimizer_in_one_process(ranks2, cli
         make_optimizers=lambda named: [_fused(named.values())],
     )
     cfg = config(3, clip=clip, dtype="float16", fp16={"loss_scale": 1024})
-    for rank, run in enumerate(ranks2.run(_train_fused, cfg, 6)):
-        check_run(run, rank, expected)
+    check_runs(ranks2.run(_train_fused, cfg, 6), expected)
 
 
 def _after_clip():

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.lr_scheduler import ConstantLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import zeroamp
@@ -122,18 +123,16 @@ def _types_seen_by_the_update():
         seen.update(type(tensor).__name__ for tensors in lists for tensor in tensors)
         return update(*lists, **options)
 
-    model = wrapped(NAME, config(3))
-    optimizer = torch.optim.AdamW(model.parameters())
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # which puts a step of its own into the optimizer
-    train = zeroamp.TrainStep(model, optimizer)
+    # A scheduler puts a step of its own into the optimizer.
+    training = SmallTraining(config(3), torch.optim.AdamW, functools.partial(ConstantLR, factor=1.0))
+    parameters = training.optimizer.param_groups[0]["params"]
     with mock.patch.object(adam, "adam", watched):
         for index in range(2):
             seen.clear()
-            train.backward(loss_of(model, batch(NAME, index)))
-            version = optimizer.param_groups[0]["params"][0]._version
-            train.step()
-    changed = optimizer.param_groups[0]["params"][0]._version > version
-    return changed, seen, {type(parameter).__name__ for parameter in optimizer.param_groups[0]["params"]}
+            training.backward(index)
+            version = parameters[0]._version
+            training.train.step()
+    return parameters[0]._version > version, seen, {type(parameter).__name__ for parameter in parameters}
 
 
 def test_the_update_sees_plain_tensors_and_the_optimizer_holds_its_own(ranks2):

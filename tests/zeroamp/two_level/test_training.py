@@ -8,11 +8,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import zeroamp
-from tests.measuring.collectives import Collectives
+from benchmarks.peers.counting import Collectives
 from tests.measuring.logs import log_lines
-from tests.models.small import batch, loss_of
 from tests.oracles import one_process
-from tests.processes.training import check_run, config, train, wrapped
+from tests.processes.training import SmallTraining, check_runs, config, train, wrapped
 from zeroamp.hooks._torch import process_groups
 from zeroamp.wrapping.state import wrap_state
 
@@ -40,10 +39,8 @@ def _runs(per_node, shapes, stages):
 def test_two_levels_train_to_the_bits_of_the_tree(request, num_ranks, per_node, shapes):
     by_rank = request.getfixturevalue(f"ranks{num_ranks}").run(_runs, per_node, shapes, (0, 1, 2, 3))
     oracle = one_process.train("encoder", world_size=num_ranks, num_steps=NUM_STEPS, clip=CLIP)
-    for rank, runs in enumerate(by_rank):
-        assert len(runs) == 4 + 3 * (len(shapes) - 1)
-        for run in runs:
-            check_run(run, rank, oracle)
+    assert {len(runs) for runs in by_rank} == {4 + 3 * (len(shapes) - 1)}
+    check_runs(by_rank, oracle)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,19 +68,17 @@ def _wrapped_with(per_node, mesh_shape=None):
     dist.new_group = distributed_c10d.new_group = new_own_group
     try:
         with log_lines() as lines:
-            model = wrapped("llama_untied", config(3, **_options(per_node)), mesh_shape=mesh_shape)
+            training = SmallTraining(config(3, **_options(per_node)), name="llama_untied", mesh_shape=mesh_shape)
     finally:
         dist.new_group = distributed_c10d.new_group = new_group
     assert lines == []
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with Collectives() as collectives:
-        step.backward(loss_of(model, batch("llama_untied", 0)))
-        step.step()
+        training.step()
     return Wrapped(
-        axes=list(wrap_state(model).nodes.by_axis),
+        axes=list(wrap_state(training.model).nodes.by_axis),
         made=made,
         calls=dict(collectives.calls),
-        counted=dict(zeroamp.traffic(model).calls),
+        counted=dict(zeroamp.traffic(training.model).calls),
     )
 
 
@@ -116,10 +111,7 @@ def test_models_of_a_process_share_their_groups(ranks4, stage, options):
 
 def _wrapped_after_some_ranks_made_a_group(options, fields):
     dist.new_group([0, 1])  # the program's own: the other two ranks are in one group less
-    model = wrapped("llama_tied", config(3, **options), fields=fields)
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    step.backward(loss_of(model, batch("llama_tied", 0)))
-    return step.step().step
+    return SmallTraining(config(3, **options), fields=fields).step().step
 
 
 @pytest.mark.parametrize(
@@ -159,5 +151,4 @@ def test_a_secondary_partition_is_gathered_in_one_level(ranks4):
     cfg = config(3, clip=CLIP, **_options(2))
     by_rank = ranks4.run(train, "encoder", cfg, NUM_STEPS, fields={"hpz_partition_size": 2})
     oracle = one_process.train("encoder", world_size=4, num_steps=NUM_STEPS, clip=CLIP)
-    for rank, run in enumerate(by_rank):
-        check_run(run, rank, oracle)
+    check_runs(by_rank, oracle)

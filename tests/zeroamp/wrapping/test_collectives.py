@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import zeroamp
-from tests.measuring.collectives import Collectives
-from tests.models.small import batch, loss_of
-from tests.processes.training import config, wrapped
+from benchmarks.peers.counting import Collectives
+from tests.processes.training import SmallTraining, config
 
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
 MICRO_BATCHES = 3
@@ -20,22 +19,20 @@ NATIVE = {"zeroamp": {"reduce_accumulate_dtype": "native"}}
 
 def _counted(stage, accumulation, options, mesh_shape=None):
     """Return the calls and elements that reach the process group in an optimizer step; zeroamp counts the same."""
-    model = wrapped("llama_tied", config(stage, accumulation=accumulation, **options), mesh_shape=mesh_shape)
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    training = SmallTraining(config(stage, accumulation=accumulation, **options), mesh_shape=mesh_shape)
     with Collectives() as collectives:
         for _ in range(accumulation):
-            step.backward(loss_of(model, batch("llama_tied", 0)))
-            step.step()
+            training.step()
     calls, num_bytes = Counter(), Counter()
-    for (kind, dtype), (num_calls, size) in zeroamp.traffic(model).by_dtype().items():
+    for (kind, dtype), (num_calls, size) in zeroamp.traffic(training.model).by_dtype().items():
         # Replicas are summed in tree order, unless in native dtypes: an all-to-all, and an all-gather of the sums.
         is_ours = kind == "all_reduce" and dtype == FP32 and options != NATIVE
         for half in ("all_to_all", "all_gather") if is_ours else (kind,):
             calls[half, dtype] += num_calls
             num_bytes[half, dtype] += size
     assert calls == collectives.calls
-    assert num_bytes == {key: count * key[1].itemsize for key, count in collectives.elements.items()}
-    return dict(collectives.calls), dict(collectives.elements)
+    assert num_bytes == collectives.num_bytes
+    return dict(collectives.calls), {key: size // key[1].itemsize for key, size in num_bytes.items()}
 
 
 def test_stage_0_gathers_nothing_and_reduces_once(ranks2):

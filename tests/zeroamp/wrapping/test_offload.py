@@ -9,9 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-import zeroamp
-from tests.models.small import RMSNorm, batch, loss_of
-from tests.processes.training import config, full_parameters, policy, same_bits, wrapped
+from tests.models.small import RMSNorm
+from tests.processes.training import SmallTraining, config, policy, same_bits, wrapped
 from zeroamp.accumulation.shard_accumulator import RoundedSum, ShardAccumulator
 from zeroamp.hooks._torch.fsdp import groups_of
 from zeroamp.planning.mesh import shard_device
@@ -77,17 +76,16 @@ def test_the_clip_factor_follows_the_gradients(monkeypatch):
 
 def _train_beside_an_accelerator(is_offloaded):
     """Two steps of three micro-batches whose shards are on another device than "cuda", and the number of waits."""
-    model = wrapped("llama_tied", config(3, **LOW, comm="fp32"), fields=ON_CPU)
+    training = SmallTraining(config(3, **LOW, comm="fp32"), fields=ON_CPU)
     if is_offloaded:
-        wrap_state(model).step.shard_accumulator = ShardAccumulator(partial(RoundedSum, torch.bfloat16), "cuda")
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accumulator = ShardAccumulator(partial(RoundedSum, torch.bfloat16), "cuda")
+        wrap_state(training.model).step.shard_accumulator = accumulator
     waits = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.accelerator, "synchronize", lambda: waits.append(1))
         for index in range(6):
-            step.backward(loss_of(model, batch("llama_tied", index)))
-            step.step()
-    return full_parameters(model), len(waits)
+            training.step(index)
+    return training.parameters(), len(waits)
 
 
 def test_offloaded_gradients_accumulate_to_the_same_bits_with_one_wait_per_micro_batch(ranks2):

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 import zeroamp
 from tests.measuring.traffic import planned_and_counted
 from tests.models.small import batch
-from tests.processes.training import config, wrapped
+from tests.processes.training import SmallTraining, config, wrapped
 from zeroamp.hooks._torch.fsdp import groups_of
 from zeroamp.hooks.collectives.collective_calls import peer_lost
 from zeroamp.hooks.collectives.traffic import IssuedCollective
@@ -99,11 +99,10 @@ def test_the_large_receive_buffers_are_not_shared(ranks2):
 
 def _regularise():
     """Add a term to the loss outside of the forward; return the error's text."""
-    model = wrapped("llama_untied", config(3, threshold=LARGE))
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    loss = model(batch("llama_untied", 0)) + 0.01 * model.embed.weight.pow(2).sum()
+    training = SmallTraining(config(3, threshold=LARGE), name="llama_untied")
+    loss = training.loss() + 0.01 * training.model.embed.weight.pow(2).sum()
     with pytest.raises(zeroamp.StepError) as error:
-        step.backward(loss)
+        training.train.backward(loss)
     return str(error.value)
 
 
@@ -114,8 +113,7 @@ def test_a_loss_of_a_weight_that_was_read_after_the_forward_is_an_error_by_name(
 
 
 def _error_of_a_lost_peer(group):
-    model = wrapped("llama_untied", config(3, threshold=LARGE))
-    zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model = SmallTraining(config(3, threshold=LARGE), name="llama_untied").model
     issued = IssuedCollective("reduce_scatter", torch.empty(4), group, None)
     return str(peer_lost(RuntimeError("gloo/ timed out"), issued, wrap_state(model).listeners))
 

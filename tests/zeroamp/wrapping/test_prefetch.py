@@ -5,12 +5,11 @@ import torch
 from torch import nn
 
 import zeroamp
-from tests.measuring.collectives import Collectives, Gathers
-from tests.models.small import batch
-from tests.processes.training import config, wrapped
+from benchmarks.peers.counting import Collectives
+from tests.measuring.collectives import Gathers
+from tests.processes.training import SmallTraining, config
 
 BLOCK = 10_272 + 64  # elements of one of the three blocks: Linear layers and norms
-MODEL = "llama_tied"
 
 
 def _reverse(model):
@@ -20,10 +19,9 @@ def _reverse(model):
 
 def _log(size, prepare=None, threshold=0):
     """The gathers of one step, with the blocks' forwards and backwards between them."""
-    model = wrapped(MODEL, config(3, threshold=threshold), fields={"prefetch_bucket_size": size})
+    training = SmallTraining(config(3, threshold=threshold), fields={"prefetch_bucket_size": size})
     if prepare is not None:
-        prepare(model)
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        prepare(training.model)
     with Gathers() as gathers, Collectives() as collectives:
 
         def watch(name, block):
@@ -33,10 +31,9 @@ def _log(size, prepare=None, threshold=0):
             block.register_forward_pre_hook(lambda *_: gathers.log.append((f"run {name}", 0)))
             block.register_forward_hook(after)
 
-        for name, block in model.blocks.named_children():
+        for name, block in training.model.blocks.named_children():
             watch(name, block)
-        step.backward(model(batch(MODEL, 0)))
-        step.step()
+        training.step()
     return [name.replace("blocks.", "b") for name, _ in gathers.log], sum(collectives.calls.values())
 
 

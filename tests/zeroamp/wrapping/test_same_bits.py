@@ -13,7 +13,7 @@ import torch
 from tests.models.prepared import checkpoint_inside, checkpoint_outside, compile_blocks
 from tests.models.small import batch, loss_of
 from tests.oracles import one_process
-from tests.processes.training import check_run, config, train
+from tests.processes.training import check_runs, config, train
 from tests.selection import slow_but
 
 NUM_STEPS = 4
@@ -169,9 +169,7 @@ def test_training_has_the_bits_of_one_process(request, name):
     case = CASES[name]
     oracle = {"prepare": case.before, **case.oracle}
     expected = one_process.train(case.model, world_size=case.world_size, num_steps=NUM_STEPS, clip=CLIP, **oracle)
-    for rank, runs in enumerate(request.getfixturevalue(f"ranks{case.world_size}").run(_train, name)):
-        for run in runs:
-            check_run(run, rank, expected)
+    check_runs(request.getfixturevalue(f"ranks{case.world_size}").run(_train, name), expected)
 
 
 def _compiled_with_inductor():

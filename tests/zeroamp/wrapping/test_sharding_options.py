@@ -7,35 +7,34 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zeroamp
-from tests.measuring.collectives import Collectives, Gathers
-from tests.models.small import batch
+from benchmarks.peers.counting import Collectives
+from tests.measuring.collectives import Gathers
 from tests.processes.ranks import RankError
-from tests.processes.training import config, full_parameters, policy, same_bits, wrapped
+from tests.processes.training import SmallTraining, config, full_parameters, policy, same_bits, wrapped
 
 NUM_STEPS = 5
 BLOCK = 10_272 + 64  # elements of one of the three blocks: Linear layers and norms
 
 
 def _gathers(fields):
-    model = wrapped("llama_tied", config(3, threshold=0), fields=fields)
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    training = SmallTraining(config(3, threshold=0), fields=fields)
     with Gathers() as gathers, Collectives() as collectives:
-        loss = model(batch("llama_tied", 0))
+        loss = training.loss()
         gathers.log.append("backward")
-        step.backward(loss)
-        step.step()
-    counted = {key: calls for key, (calls, _) in zeroamp.traffic(model).by_dtype().items()}
-    return gathers.log, dict(collectives.calls), dict(collectives.elements), counted
+        training.train.backward(loss)
+        training.train.step()
+    counted = {key: calls for key, (calls, _) in zeroamp.traffic(training.model).by_dtype().items()}
+    return gathers.log, dict(collectives.calls), dict(collectives.num_bytes), counted
 
 
 def test_the_backward_gathers_over_the_secondary_partition(ranks4):
-    log, calls, elements, counted = ranks4.run(_gathers, {"hpz_partition_size": 2})[0]
+    log, calls, num_bytes, counted = ranks4.run(_gathers, {"hpz_partition_size": 2})[0]
     middle = log.index("backward")
     assert {size for _, size in log[:middle]} == {4}
     assert log[middle + 1 :]
     assert {size for _, size in log[middle + 1 :]} == {2}
     plain = ranks4.run(_gathers, {})[0]
-    assert (calls, elements) == plain[1:3], "as many collectives, of as many unsharded elements"
+    assert (calls, num_bytes) == plain[1:3], "as many collectives, of as many unsharded bytes"
     assert counted == calls
 
 
@@ -56,13 +55,11 @@ def test_an_impossible_secondary_partition_is_refused(ranks4, size, stage, mesh_
 
 def _gathered(max_live):
     """Which parameters are whole after a forward, and after the backward of the first of two micro-batches."""
-    cfg = config(3, threshold=0, accumulation=2)
-    model = wrapped("llama_tied", cfg, fields={"max_live_parameters": max_live})
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    loss = model(batch("llama_tied", 0))
-    after_forward = _whole(model)
-    step.backward(loss)
-    return after_forward, _whole(model)
+    training = SmallTraining(config(3, threshold=0, accumulation=2), fields={"max_live_parameters": max_live})
+    loss = training.loss()
+    after_forward = _whole(training.model)
+    training.train.backward(loss)
+    return after_forward, _whole(training.model)
 
 
 def _whole(model):

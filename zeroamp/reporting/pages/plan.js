@@ -40,16 +40,6 @@ addColoured(stages, [{ key: "stage", label: "stage", kind: "int" }, { key: "mesh
   { key: "fit", label: "fits" }, { key: "largest_batch", label: "largest batch", kind: "int" }, bytes(stages, "sent", "communicated per step")]);
 for (const [stage, reason] of Object.entries(plan.refused)) note(`Stage ${stage} is not possible: ${reason}`);
 
-if (plan.remedies) {
-  heading("Nothing fits");
-  const remedies = plan.remedies.map((remedy) => ({ ...remedy, checkpointed: yes(remedy.checkpointing), offloaded: yes(remedy.offload) }));
-  note(remedies.length ? `What would, at stage ${remedies[0].stage}, per rank. Ranks are doubled until the run fits.`
-    : "Neither would more ranks, activation checkpointing and offload. Use shorter sequences, a smaller batch or a GPU with more memory.");
-  if (remedies.length) add(table(remedies, [{ key: "num_ranks", label: "ranks", kind: "int" },
-    { key: "checkpointed", label: "activation checkpointing" }, { key: "offloaded", label: "offload to the CPU" },
-    bytes(remedies, "peak_bytes", "peak"), bytes(remedies, "host_bytes", "on the host")]));
-}
-
 // Phases get short names: whole ones overlap.
 function phases(stretches) {
   const numForwards = stretches.filter(({ name }) => name.endsWith("forward")).length;

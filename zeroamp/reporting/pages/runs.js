@@ -50,11 +50,6 @@ function differences(data) {
   return keys.sort().map((key) => ({ key, ...Object.fromEntries(data.runs.map((run, index) => [`run ${index}`, configs[index][key] ?? null])) }));
 }
 
-const warned = DATA.runs.flatMap((run) => run.warnings.map((warning) => `${run.name}: ${warning.name}: ${warning.text}`));
-if (warned.length) {
-  heading("Warnings");
-  add(...warned.map((text) => element("div", { className: "warning", textContent: text })));
-}
 tiles(DATA.runs.map((run) => [`${run.name}: steps`, FORMS.int(run.records.filter((record) => !record.skipped).length)]));
 heading("Side by side");
 add(table(DATA.summary, Object.keys(DATA.summary[0] ?? {}).map((key) => ({ key, label: key, kind: key === "" ? "text" : "" }))));

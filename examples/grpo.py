@@ -91,7 +91,7 @@ def inference_copy(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def with_fp32_head(engine: nn.Module) -> nn.Module:
-    """Let the engine's output head compute in fp32, as with `"keep_in_fp32_modules": ["@lm_head"]` in the training."""
+    """Let the engine's output head compute in fp32, as `zeroamp.inference_dtypes` returns for the training."""
     head = engine.get_output_embeddings()  # its weight, which the embedding shares, stays in bf16
     head.register_forward_hook(lambda _, inputs, __: nn.functional.linear(inputs[0].float(), head.weight.float()))
     return engine

@@ -30,6 +30,7 @@ from zeroamp.policies.errors import WrapError as WrapError
 from zeroamp.policies.errors import ZeroAmpError as ZeroAmpError
 from zeroamp.policies.policy import Policy as Policy
 from zeroamp.policies.policy import policy_from_config as policy_from_config
+from zeroamp.reporting.inference_dtypes import inference_dtypes as inference_dtypes
 from zeroamp.reporting.profiling import Profile as Profile
 from zeroamp.reporting.run_report import RunReport as RunReport
 from zeroamp.reporting.saved_runs import SavedRun as SavedRun

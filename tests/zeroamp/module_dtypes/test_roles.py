@@ -1,6 +1,7 @@
 """The output head and the routers in fp32, by their role: bit for bit plain autocast with these modules in fp32."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.models.small import Llama, hf_llama
 from tests.oracles import families as oracle
 from tests.processes.experts import LR, NUM_STEPS, config, train
 from tests.processes.training import same_bits
+from zeroamp.ledger.explain import Ledger
 
 pytest.importorskip("transformers", reason="the models are transformers'")
 
@@ -82,3 +84,15 @@ def test_a_role_that_the_model_does_not_have_names_what_it_has():
     ):
         with pytest.raises(zeroamp.ConfigError, match=error):
             _plan(model, {"overrides": [{"modules": pattern, "compute": "fp32"}]}, **AUTOCAST)
+
+
+@pytest.mark.parametrize(("override", "head"), [({}, "bfloat16"), (FP32, "float32")], ids=str)
+def test_the_dtypes_for_an_inference_engine(override, head):
+    model = EXPERTS["Mixtral"].build()
+    plan = _plan(model, {"overrides": [override] if override else []}, **AUTOCAST)
+    found = json.loads(json.dumps(zeroamp.inference_dtypes(Ledger(plan=plan))))
+    assert (found["dtype"], found["head_dtype"]) == ("bfloat16", head)
+    assert found["modules"]["model.layers.0.self_attn.q_proj"] == "bfloat16"
+    assert found["modules"].get("model.layers.0.mlp.gate") == ("float32" if override else None)
+    assert "model.norm" not in found["modules"]
+    assert found["modules"].keys() <= dict(model.named_modules()).keys()

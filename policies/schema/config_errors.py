@@ -13,15 +13,7 @@ from pydantic import ValidationError
 from zeroamp.policies.errors import describe, is_quoted, shown
 from zeroamp.policies.extensions import load
 from zeroamp.policies.schema.config import Config
-from zeroamp.policies.schema.keys import (
-    REMOVE_IT,
-    Block,
-    Unsupported,
-    inner_block,
-    iter_keys,
-    nearest,
-    own_class,
-)
+from zeroamp.policies.schema.keys import REMOVE_IT, Block, Unsupported, inner_block, iter_keys, nearest, own_class
 
 _VALID = {
     "bool_type": "true or false",

@@ -5,14 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from zeroamp.policies.schema.foreign import with_foreign_keys
-from zeroamp.policies.schema.keys import (
-    Block,
-    Elements,
-    Honoured,
-    Names,
-    Number,
-    PositiveInt,
-)
+from zeroamp.policies.schema.keys import Block, Elements, Honoured, Names, Number, PositiveInt
 
 
 def _only_int(value: object) -> object:

@@ -4,22 +4,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-import zeroamp
 from tests.models.small import batch, build, loss_of
-from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.processes.training import SmallTraining, adamw, config, full_parameters, same_bits, wrapped
 
 NAME = "llama_untied"
 
 
 def _average():
-    model = wrapped(NAME, config(3))
-    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    parameters = list(model.parameters())
+    training = SmallTraining(config(3), adamw, name=NAME)
+    model, parameters = training.model, list(training.model.parameters())
     average = [parameter.detach().clone() for parameter in parameters]
     expected = full_parameters(model)
     for index in range(2):
-        train.backward(loss_of(model, batch(NAME, 2 * index + dist.get_rank())))
-        train.step()
+        training.step(index)
         torch._foreach_lerp_(average, [parameter.detach() for parameter in parameters], 0.25)
         full = full_parameters(model)
         expected = {fqn: value.lerp(full[fqn], 0.25) for fqn, value in expected.items()}
@@ -63,10 +60,9 @@ def test_lbfgs_trains_without_a_train_step(ranks2):
 
 
 def _whole_state_dict(from_rank_0):
-    model = wrapped(NAME, config(3))
-    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    train.backward(loss_of(model, batch(NAME, 0)))
-    train.step()
+    training = SmallTraining(config(3), adamw, name=NAME)
+    training.step()
+    model = training.model
     values = build(NAME, seed=3).state_dict()
     given = values if dist.get_rank() == 0 or not from_rank_0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0)

@@ -11,10 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.hooks._torch.fsdp import (
-    discard_unsharded_gradients,
-    set_accumulation_dtype,
-)
+from zeroamp.hooks._torch.fsdp import discard_unsharded_gradients, set_accumulation_dtype
 from zeroamp.hooks.collectives.collective_calls import peer_lost
 from zeroamp.hooks.guards import BackwardGuard
 from zeroamp.hooks.observers.trace_labels import label

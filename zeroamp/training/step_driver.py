@@ -28,11 +28,7 @@ from zeroamp.training.loop_mistakes import SchedulerSteps
 from zeroamp.training.loss_scaler import LossScaler
 from zeroamp.training.micro_batches import MicroBatches
 from zeroamp.training.norm_and_clip import clip_factor, multiply_gradients
-from zeroamp.training.optimizer_kinds import (
-    checked_on_shards,
-    refuse_unsupported,
-    shard_loaded_state,
-)
+from zeroamp.training.optimizer_kinds import checked_on_shards, refuse_unsupported, shard_loaded_state
 from zeroamp.training.rank_agreement import Done, RankAgreement, description_of
 from zeroamp.training.refused_arguments import (
     Scheduler,

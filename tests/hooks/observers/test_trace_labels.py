@@ -5,17 +5,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
 
-import zeroamp
 from tests.measuring.traces import crossing, end, is_inside, names, ours, recorded
 from tests.models.prepared import checkpoint_outside
-from tests.models.small import batch, loss_of
-from tests.processes.training import config, wrapped
+from tests.processes.training import SmallTraining, adamw, config
 from zeroamp.hooks.observers.trace_labels import label, label_forwards
 from zeroamp.wrapping.state import wrap_state
 
-NAME = "llama_tied"
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 
 
@@ -46,21 +42,15 @@ REDUCTIONS = {f"reduce_scatter ({group} {dtype})" for group, dtype in GROUPS.ite
 ALL_REDUCES = {f"all_reduce ({group} fp32)" for group in GROUPS}
 
 
-def _one_step(model, train_step):
-    train_step.backward(loss_of(model, batch(NAME, dist.get_rank())))
-    train_step.step()
-
-
 def _recorded_step(stage, how):
-    model = wrapped(NAME, config(stage, clip=1.0))
-    HOW[how](model)
-    train_step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    training = SmallTraining(config(stage, clip=1.0), adamw)
+    HOW[how](training.model)
     with ExitStack() as removed:
-        for fqn, module in wrap_state(model).units.items():
+        for fqn, module in wrap_state(training.model).units.items():
             for handle in label_forwards(module, fqn):
                 removed.callback(handle.remove)
-        _one_step(model, train_step)
-        return recorded(_one_step, model, train_step)
+        training.step()
+        return recorded(training.step)
 
 
 @pytest.mark.parametrize(("stage", "how"), [pytest.param(3, "recomputed", marks=pytest.mark.slow), (0, "eager")])

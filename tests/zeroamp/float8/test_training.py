@@ -16,16 +16,7 @@ from tests.models.small import batch, build, loss_of
 from tests.oracles import one_process
 from tests.oracles.float8_weights import round_linears
 from tests.processes.ranks import RankError
-from tests.processes.training import (
-    SmallTraining,
-    check_runs,
-    config,
-    full_parameters,
-    policy,
-    same_bits,
-    train,
-    wrapped,
-)  # fmt: skip
+from tests.processes.training import SmallTraining, check_runs, config, full_parameters, same_bits, train, wrapped
 from tests.selection import slow_but
 from zeroamp.float8 import extension
 from zeroamp.float8.conflicts import KEY
@@ -140,7 +131,7 @@ def _plain_loop(cfg, compiles):
     model = build(NAME)
     for block in model.blocks if compiles else ():
         block.compile(backend="aot_eager", fullgraph=True)
-    model = zeroamp.wrap_model(model, policy(cfg))
+    model = zeroamp.wrap_model(model, cfg)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LARGE_LR, weight_decay=0.1)
     losses = []
     for index in range(3):
@@ -165,7 +156,7 @@ def test_a_plain_loop_with_evaluations_uses_no_old_scale(ranks2, stage, compiles
 def _called_by_itself(cfg):
     with torch.device("meta"):
         model = build(NAME)
-    model = zeroamp.wrap_model(model, policy(cfg))
+    model = zeroamp.wrap_model(model, cfg)
     block, x, largest = model.blocks[1], torch.randn(2, 4, 32).bfloat16(), []
     with torch.no_grad():
         for factor in (1.0, 3.0):
@@ -195,7 +186,7 @@ def _scale_weights(model, factor):
 
 def _other_weights_before_the_backward(cfg, factor):
     """Evaluate the weights times `factor` between a forward and its backward; return that output, and parameters."""
-    model = zeroamp.wrap_model(_two_linears(), policy(cfg), auto_wrap_policy={"Linear"})
+    model = zeroamp.wrap_model(_two_linears(), cfg, auto_wrap_policy={"Linear"})
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0))
     x = torch.ones(2, 16)
     output = model(x)
@@ -222,7 +213,7 @@ def test_weights_that_change_inside_of_a_step_have_scales_of_their_own_there_and
 
 
 def _twice(cfg):
-    model = zeroamp.wrap_model(_two_linears(), policy(cfg), auto_wrap_policy={"Linear"})
+    model = zeroamp.wrap_model(_two_linears(), cfg, auto_wrap_policy={"Linear"})
     x = torch.ones(2, 16, requires_grad=True)
     (gradient,) = torch.autograd.grad(model(x).float().square().sum(), x, create_graph=True)
     gradient.square().sum().backward()
@@ -277,4 +268,4 @@ def test_torchao_is_needed(monkeypatch, version):
     what = "0.17.1 is installed" if version else "which is not installed"
     with pytest.raises(zeroamp.ConfigError, match=rf"needs torchao 0\.18 or newer, .*{what}.*zeroamp\[float8\]"):
         check_float8_model(model)
-    assert extensions_of(policy(config(3)), model) == ()
+    assert extensions_of(zeroamp.policy_from_config(config(3)), model) == ()

@@ -11,14 +11,7 @@ import torch
 import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.ranks import RankError
-from tests.processes.training import (
-    SmallTraining,
-    check_errors,
-    config,
-    errors_of,
-    same_bits,
-    wrapped,
-)
+from tests.processes.training import SmallTraining, check_errors, config, errors_of, same_bits, wrapped
 from zeroamp.wrapping.step_state import Phase, StepState
 
 NAME = "llama_tied"

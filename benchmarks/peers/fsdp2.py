@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from benchmarks.peers.engine import Engine, Setup, mean
 
 ALL_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+BF16_WITH_FP32_SUM = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
 
 
@@ -42,10 +43,11 @@ def build(setup: Setup, *, precision: MixedPrecisionPolicy, reshard: bool, own_u
 
 
 VARIANTS = {
+    "FSDP2 bf16 fp32 reduce": partial(build, precision=BF16_WITH_FP32_SUM, reshard=True),
     "FSDP2 autocast own units": partial(build, precision=FP32, reshard=True, own_units=True),
     "FSDP2 bf16 own units": partial(build, precision=ALL_BF16, reshard=True, own_units=True),
 }
-"""By name only (`--engines`): the embedding and the head are units of their own."""
+"""By name only (`--engines`). "own units": the embedding and the head are units of their own."""
 
 ENGINES = {
     "FSDP2 bf16 reshard": partial(build, precision=ALL_BF16, reshard=True),

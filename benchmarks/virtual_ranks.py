@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRMSNorm
 
-BLOCK = 2**24
-"""Elements that are computed at a time, of all ranks: 32 MiB in bf16."""
+BLOCK = 2**26
+"""Elements that are computed at a time, of all ranks: 128 MiB in bf16."""
 TOKENS = 2**12
 """Tokens of one forward and backward."""
 

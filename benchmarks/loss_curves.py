@@ -112,7 +112,13 @@ def _smollm2_rows(length: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _llama(seed: int) -> LlamaForCausalLM:
     """Return the model of 3,688,704 parameters of `benchmarks/peers/model.py`, as transformers has it."""
     torch.manual_seed(seed)
-    sizes = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4}
+    sizes = {
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 4,
+        "initializer_range": 0.05,
+    }
     config = LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=8)
     return LlamaForCausalLM._from_config(config, attn_implementation="eager")
 

@@ -255,6 +255,7 @@ def run_errors(options: argparse.Namespace) -> None:
             )
             of_sum |= {name: distance(means[name], means["bf16 parameters, exact"]) for name in low}
             of_all |= {name: distance(means[name], exact) for name in means}
+            del means
             path.write_text(json.dumps({"of the sum": of_sum, "of all": of_all, "noise": noise}) + "\n")
             print(path.stem, {name: each["all"] for name, each in of_sum.items()}, flush=True)
 

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRMSN
 
 BLOCK = 2**26
 """Elements that are computed at a time, of all ranks: 128 MiB in bf16."""
-TOKENS = 2**12
+TOKENS = 2**11
 """Tokens of one forward and backward."""
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
@@ -49,7 +49,7 @@ def bf16_tree(rows: torch.Tensor) -> torch.Tensor:
 
 def fp32_ring(rows: torch.Tensor) -> torch.Tensor:
     """Sum in fp32, rank after rank."""
-    total = rows[0].float()
+    total = rows[0].to(torch.float32, copy=True)
     for row in rows[1:]:
         total += row
     return total

@@ -18,6 +18,9 @@ NOTHING_LIVE = {
     "stage3_param_persistence_threshold": 0,
 }
 
+SMALL_BUCKETS = NOTHING_LIVE | {"reduce_bucket_size": 10**6}
+"""For models smaller than the default bucket of 5e8 elements."""
+
 
 def build(setup: Setup, *, stage: int, zero: dict[str, int] | None = None) -> Engine:
     """Make an engine of a model. `zero` adds to the block "zero_optimization".
@@ -68,4 +71,5 @@ ENGINES = {
     "DeepSpeed 2": partial(build, stage=2),
     "DeepSpeed 3": partial(build, stage=3),
     "DeepSpeed 3 nothing live": partial(build, stage=3, zero=NOTHING_LIVE),
+    "DeepSpeed 3 small": partial(build, stage=3, zero=SMALL_BUCKETS),
 }

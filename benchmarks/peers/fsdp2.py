@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from benchmarks.peers.engine import Engine, Setup, mean
 
 ALL_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+BF16_WITH_FP32_SUM = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
 
 
@@ -37,6 +38,7 @@ def build(setup: Setup, *, precision: MixedPrecisionPolicy, reshard: bool) -> En
 
 ENGINES = {
     "FSDP2 bf16 reshard": partial(build, precision=ALL_BF16, reshard=True),
+    "FSDP2 bf16 fp32 reduce": partial(build, precision=BF16_WITH_FP32_SUM, reshard=True),
     "FSDP2 bf16 no reshard": partial(build, precision=ALL_BF16, reshard=False),
     "FSDP2 autocast reshard": partial(build, precision=FP32, reshard=True),
     "FSDP2 autocast no reshard": partial(build, precision=FP32, reshard=False),

@@ -1,0 +1,152 @@
+"""Writes the record and the picture of `benchmarks.loss_curves`.
+
+python -m benchmarks.loss_curves_report --curves FOLDER --out FOLDER --picture FILE.svg
+"""
+
+import argparse
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import matplotlib
+from matplotlib import pyplot
+from tabulate import tabulate
+
+from benchmarks.loss_curves import METHODS, RANKS, SETTINGS
+
+Results = dict[tuple[str, int], list[dict[str, Any]]]
+"""(method, ranks), or ("", ranks) for errors -> one result per seed."""
+BASE = "autocast, fp32 sum"
+COLOURS = dict(zip(METHODS, matplotlib.color_sequences["tab10"], strict=False))
+
+
+def read(folder: Path, model: str) -> Results:
+    """Return the results of a model. Unfinished ones are left out."""
+    found: Results = defaultdict(list)
+    for path in sorted(folder.glob(f"{model}, *.json")):
+        text = path.read_text()
+        *method, ranks, _ = path.stem.removeprefix(f"{model}, ").split(", ")
+        if text:
+            found[", ".join(method), int(ranks.split()[0])].append(json.loads(text))
+    return found
+
+
+def last(result: dict[str, Any]) -> float:
+    """Return the validation loss after the last step."""
+    return float(list(result["validation"].values())[-1])
+
+
+def spread(values: Iterable[float], form: str) -> str:
+    """Return "mean (least to most)"; "" for no value."""
+    values = list(values)
+    return f"{mean(values):{form}} ({min(values):{form}} to {max(values):{form}})" if values else ""
+
+
+def by_ranks(names: Iterable[str], cell: Callable[[str, int], str]) -> str:
+    """Return a Markdown table with a row per method and a column per number of ranks."""
+    rows = [[name, *(cell(name, ranks) for ranks in RANKS)] for name in names]
+    headers = ["", *(f"{ranks:,} ranks" for ranks in RANKS)]
+    return tabulate([row for row in rows if any(row[1:])], headers, tablefmt="github", disable_numparse=True)
+
+
+def tables(model: str, curves: Results, errors: Results) -> str:
+    """Return the Markdown about a model."""
+    setting, per_seed = SETTINGS[model], {ranks: errors["", ranks] for ranks in RANKS}
+
+    def differences(name: str, ranks: int) -> str:
+        pairs = zip(curves[name, ranks], curves[BASE, ranks], strict=False)
+        return spread((last(one) - last(base) for one, base in pairs), "+.4f") if name != BASE else ""
+
+    def error(kind: str) -> Callable[[str, int], str]:
+        return lambda name, ranks: spread(
+            (each[kind][name]["all"] for each in per_seed[ranks] if name in each[kind]), ".1e"
+        )
+
+    most = max(ranks for ranks in RANKS if per_seed[ranks])
+    layers = per_seed[most][0]["of the sum"][BASE]
+    names = [name for name in METHODS if name in per_seed[most][0]["of the sum"]]
+    of_layers = [
+        [layer, *(f"{mean(each['of the sum'][name][layer] for each in per_seed[most]):.1e}" for name in names)]
+        for layer in layers
+    ]
+    noise = spread((each["noise"]["all"] for each in per_seed[most]), ".2f")
+    return "\n\n".join(
+        [
+            f"## {model}",
+            f"{setting.steps} steps of {setting.samples:,} samples of {setting.length} tokens, three seeds.",
+            "Validation loss after the last step: mean of the seeds (least to most).",
+            by_ranks(METHODS, lambda name, ranks: spread(map(last, curves[name, ranks]), ".4f")),
+            f'The same, minus the loss of "{BASE}" with the same seed and ranks.',
+            by_ranks(METHODS, differences),
+            "Error of the sum: |sum - exact| / |exact| over all parameters, where exact is the fp64 sum of the same "
+            "gradients of the ranks.",
+            by_ranks(names, error("of the sum")),
+            "Error of the gradient, against fp32 compute without autocast. The gradients of two batches of this size "
+            f"differ by {noise} of their norm.",
+            by_ranks(per_seed[most][0]["of all"], error("of all")),
+            f"Error of the sum per layer at {most:,} ranks, mean of the seeds.",
+            tabulate(of_layers, ["layer", *names], tablefmt="github", disable_numparse=True),
+        ]
+    )
+
+
+def draw(found: dict[str, tuple[Results, Results]], picture: Path) -> None:
+    """Draw a row per model: validation loss by step, last loss by ranks, error of the sum by ranks."""
+    pyplot.rcParams["svg.hashsalt"] = "zeroamp"
+    figure, axes = pyplot.subplots(len(found), 3, figsize=(13, 3.8 * len(found)), squeeze=False, layout="constrained")
+    for (model, (curves, errors)), (of_steps, of_ranks, of_sums) in zip(found.items(), axes, strict=True):
+        most = max(ranks for name, ranks in curves if name)
+        for name, colour in COLOURS.items():
+            if results := curves[name, most]:
+                seeds = [list(map(float, result["validation"].values())) for result in results]
+                steps = list(map(int, results[0]["validation"]))
+                of_steps.plot(steps, [mean(column) for column in zip(*seeds, strict=True)], color=colour, label=name)
+            points = [(ranks, list(map(last, curves[name, ranks]))) for ranks in RANKS if curves[name, ranks]]
+            x, middle = [ranks for ranks, _ in points], [mean(values) for _, values in points]
+            bars = [[middle[i] - min(values) for i, (_, values) in enumerate(points)],
+                    [max(values) - middle[i] for i, (_, values) in enumerate(points)]]  # fmt: skip
+            of_ranks.errorbar(x, middle, yerr=bars, color=colour, marker="o", capsize=3)
+            sums = [
+                (ranks, mean(each["of the sum"][name]["all"] for each in errors["", ranks]))
+                for ranks in RANKS
+                if errors["", ranks] and name in errors["", ranks][0]["of the sum"]
+            ]
+            of_sums.plot(*zip(*sums, strict=True), color=colour, marker="o") if sums else None
+        of_steps.set(title=f"{model}: validation loss, {most:,} ranks", xlabel="optimizer step")
+        of_ranks.set(title=f"{model}: last validation loss, three seeds", xlabel="ranks", xscale="log", xticks=RANKS)
+        of_sums.set(title=f"{model}: error of the sum over ranks", xlabel="ranks", xscale="log", yscale="log")
+        for axis in (of_ranks, of_sums):
+            axis.set_xticks(RANKS, [f"{ranks:,}" for ranks in RANKS])
+            axis.minorticks_off()
+    axes[0][0].legend(fontsize=8)
+    figure.savefig(picture, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--curves", type=Path, required=True, help="the folder of the results")
+    parser.add_argument("--out", type=Path, required=True, help="the folder of the record: its tables.md and results")
+    parser.add_argument("--picture", type=Path, required=True, help="the picture")
+    options = parser.parse_args()
+    found = {
+        model: (read(options.curves / "curves", model), read(options.curves / "errors", model)) for model in SETTINGS
+    }
+    hours = (
+        sum(result["CPU seconds"] for curves, _ in found.values() for results in curves.values() for result in results)
+        / 3600
+    )
+    checks = [path.read_text().strip() for path in sorted(options.curves.glob("check-*.txt"))]
+    parts = [f"The curves took {hours:.1f} hours of one core.", *checks]
+    parts += [tables(model, *results) for model, results in found.items()]
+    for name in ("curves", "errors"):
+        shutil.copytree(options.curves / name, options.out / name, dirs_exist_ok=True)
+    (options.out / "tables.md").write_text("\n\n".join(parts) + "\n")
+    draw(found, options.picture)
+
+
+if __name__ == "__main__":
+    main()

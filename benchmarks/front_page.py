@@ -45,7 +45,7 @@ def row(engine: str, found: dict[str, Any], errors: list[dict[str, Any]]) -> dic
         "": name,
         "compute": compute,
         "sent per parameter": found.get("reason") or f"{found['sent']:.1f} bytes",
-        "error of a sum over 1,024 ranks": f"{of_sum:.0e}",
+        "error of a sum over 1,024 ranks": f"{of_sum:.1e}",
         "memory per parameter": found.get("reason") or f"{found['held']:.1f} bytes, at the peak {found['peak']:.1f}",
         "lines that change": lines,
     }

@@ -71,7 +71,7 @@ test-versions: $(addprefix test-torch-,$(VERSIONS))
 
 test-torch-%: .venv-torch-%/.installed
 	.venv-torch-$*/bin/python $(PYTEST_MODULE) -m "not slow" \
-		tests/hooks tests/zeroamp/planning tests/zeroamp/wrapping tests/zeroamp/checkpoint \
+		tests/hooks tests/zeroamp/planning tests/zeroamp/wrapping tests/zeroamp/checkpoint tests/zeroamp/meshes \
 		tests/zeroamp/training/test_parity.py tests/zeroamp/training/test_plain_loop.py tests/zeroamp/training/test_step.py
 
 .venv-torch-%/.installed: pyproject.toml

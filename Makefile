@@ -1,5 +1,6 @@
 # `make demo`, `make demo-lora`, `make test` (minutes), `make test-all` (that and the tests marked slow), `make test-versions` (other releases of torch, of
-# which each is gigabytes with CUDA); measurements: `make bench`, and `make bench-gpu` on one GPU. Each sets up all it needs in .venv first.
+# which each is gigabytes with CUDA), `make test-nightly` (the newest torch); measurements:
+# `make bench`, and `make bench-gpu` on one GPU. Each sets up all it needs in .venv first.
 # `make gpu-check` checks zeroamp on one GPU in ten minutes, or on several in thirteen, without a package index: it installs what `make gpu-wheels` has
 # downloaded. `make gpu-check` and `make bench-gpu` use .venv-gpu.
 #
@@ -11,6 +12,7 @@
 #                 By default 1 where that torch sees a GPU, else 0.
 #   RANKS         processes of `make demo`
 #   VERSIONS      releases of torch for `make test-versions`
+#   NIGHTLY_PIP_ARGS  arguments of pip for the torch of `make test-nightly`: --index-url of nightly builds. By default the newest release or pre-release
 #   TEST_PROCESSES  files of tests at a time, each with ranks of its own; 0: one, in the process of pytest
 #   BENCH_OUT     folder of what `make bench` and `make bench-gpu` write
 #   GPU_PYTHON_VERSION  version of Python on the GPU machine, for which `make gpu-wheels` downloads
@@ -41,7 +43,7 @@ SHARDED := zeroamp 2,zeroamp 3,FSDP2 bf16 reshard,FSDP2 bf16 no reshard,FSDP2 au
 
 GPU_BENCHES := $(addprefix bench-gpu-,1b 1b-compile 1b-64 1b-1024 8b 8b-compile 8b-memory)
 
-.PHONY: demo demo-lora test test-slow test-versions test-all bench bench-gpu $(GPU_BENCHES) gpu-wheels gpu-check docs lint clean
+.PHONY: demo demo-lora test test-slow test-versions test-nightly test-all bench bench-gpu $(GPU_BENCHES) gpu-wheels gpu-check docs lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
@@ -67,16 +69,27 @@ VERSIONS ?= 2.11.0 2.13.0 2.15.0
 test-versions: $(addprefix test-torch-,$(VERSIONS))
 
 test-torch-%: .venv-torch-%/.installed
-	.venv-torch-$*/bin/python $(PYTEST_MODULE) -m "not slow" \
-		tests/hooks tests/zeroamp/planning tests/zeroamp/wrapping tests/zeroamp/checkpoint \
-		tests/zeroamp/training/test_parity.py tests/zeroamp/training/test_plain_loop.py tests/zeroamp/training/test_step.py
+	.venv-torch-$*/bin/python $(PYTEST_MODULE) -m "not slow" $(ON_FSDP2)
 
 .venv-torch-%/.installed: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet torch==$*
-	$(@D)/bin/python -m pip install --quiet --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'pytest-xdist>=3.8' \
-		'safetensors>=0.8' 'transformers>=5.0'
+	$(@D)/bin/python -m pip install --quiet $(FOR_FSDP2)
 	touch $@
+
+ON_FSDP2 := tests/hooks tests/zeroamp/planning tests/zeroamp/wrapping tests/zeroamp/checkpoint tests/zeroamp/meshes \
+	tests/zeroamp/training/test_parity.py tests/zeroamp/training/test_plain_loop.py tests/zeroamp/training/test_step.py
+FOR_FSDP2 := --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'pytest-xdist>=3.8' 'safetensors>=0.8' 'transformers>=5.0'
+
+# The same on the newest torch, which each run looks for. First it checks the private names of torch, and names each one that is gone, with its reason.
+NIGHTLY_VENV := .venv-torch-nightly
+NIGHTLY_PIP_ARGS ?=
+test-nightly:
+	test -e $(NIGHTLY_VENV) || $(PYTHON) -m venv $(NIGHTLY_VENV)
+	$(NIGHTLY_VENV)/bin/python -m pip install --quiet --pre --upgrade $(NIGHTLY_PIP_ARGS) torch
+	$(NIGHTLY_VENV)/bin/python -m pip install --quiet $(FOR_FSDP2)
+	$(NIGHTLY_VENV)/bin/python -m tests.measuring.private_names
+	$(NIGHTLY_VENV)/bin/python $(PYTEST_MODULE) -m "not slow" $(ON_FSDP2)
 
 test-all: test
 	$(MAKE) test-slow

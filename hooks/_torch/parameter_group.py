@@ -56,6 +56,7 @@ class GroupParameter:
     def set_sum(self, total: torch.Tensor) -> None:
         """Set the unsharded gradient to a sum, which may have another dtype than the parameter."""
         if self.autograd_sums:
+            self._param.unsharded_param.grad = None  # while it has a gradient, `grad_dtype` cannot change
             self._param.unsharded_param.grad_dtype = total.dtype
             self._param.unsharded_param.grad = total
         else:

@@ -7,10 +7,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from benchmarks.peers.counting import Collectives
+from tests.measuring import private_names
 from tests.measuring.sources import ROOT, python_files
 from zeroamp.hooks._torch import dispatch, process_groups
 from zeroamp.hooks._torch import fsdp as _fsdp
@@ -43,11 +44,10 @@ def _missing_of_fsdp():
     state = module._get_fsdp_state()
     (group,) = _fsdp.groups_of(state)
     parameter = group.fsdp_params[0]
-    methods = ("_to_sharded", "pre_forward", *_fsdp.COMMUNICATION)
+    methods = ("pre_forward", *_fsdp.COMMUNICATION)
     there = {name: callable(getattr(group, name, None)) for name in methods}
-    of_group = ("reduce_grads", "all_reduce_grads", "_partial_reduce_output", "unshard_async_op")
+    of_group = ("reduce_grads", "all_reduce_grads", "unshard_async_op")
     there |= {name: hasattr(group, name) for name in of_group}
-    there |= {name: callable(getattr(state, name, None)) for name in (*_fsdp.FORWARD_HOOKS, _fsdp.END_OF_BACKWARD)}
     of_parameters = ("sharded_param", "unsharded_param", "unsharded_accumulated_grad")
     of_parameters += ("fsdp_placement", "sharded_size", "contiguous_sharded_stride")
     there |= {name: hasattr(parameter, name) for name in of_parameters}
@@ -126,9 +126,20 @@ def test_groups_of_a_part_of_the_ranks_are_not_split_off_the_default_group(ranks
     assert ranks4.run(_devices_bound_when_groups_are_made) == [([None], torch.device("cpu", 0))] * 4
 
 
+def _missing_without(name):
+    """What is missing, and what more is without one name of DeviceMesh."""
+    with mock.patch.object(DeviceMesh, name):
+        delattr(DeviceMesh, name)
+        return private_names.missing()
+
+
+def test_each_private_name_exists_and_one_that_does_not_is_named_with_its_reason(ranks2):
+    assert ranks2.run(private_names.missing) == [[], []]
+    assert ranks2.run(_missing_without, "_concatenate") == [["_concatenate: one mesh of several slices"]] * 2
+
+
 def test_the_names_of_fsdp_exist(ranks2):
     assert ranks2.run(_missing_of_fsdp) == [[], []]
-    assert hasattr(FSDPModule, "_get_fsdp_state")
     for new, old in (
         ("reduce_scatter_single", "reduce_scatter_tensor"),
         ("all_gather_single", "all_gather_into_tensor"),

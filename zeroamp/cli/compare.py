@@ -1,0 +1,187 @@
+"""`zeroamp compare`: runs two training commands in pairs, and prints where they differ and what each costs.
+
+The scripts may be of any library: a step is a printed loss. A run is killed after enough of them. torchrun's workers
+have sessions of their own, so /proc finds the processes of a run, by a variable in their environment.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from statistics import median, quantiles
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from zeroamp.cli import observed
+from zeroamp.cli.arguments import file, positive
+from zeroamp.policies.errors import ConfigError, StepError
+from zeroamp.reporting.tables import Row, render
+
+_NUMBER = r"""['"]?\s*[:=]?\s*['"]?(?:tensor\()?([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))"""
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """What a run printed, and when it printed the losses."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def step_s(self) -> float:
+        """Return the median time between two losses of the second half, in seconds."""
+        return median(later - earlier for earlier, later in pairwise(self.seconds[len(self.seconds) // 2 - 1 :]))
+
+
+def compare(options: Namespace) -> str:
+    """Run two training commands in turn: compare losses, gradient norms, bytes, memory and time.
+
+    zeroamp compare "torchrun --nproc-per-node 2 train.py" "torchrun --nproc-per-node 2 train_zeroamp.py"
+
+    Step n is the n-th printed loss. Each run is killed after --steps losses: let the script save nothing.
+    """
+    commands = _commands(options)
+    costs = {name: _observe(name, command, options) for name, command in commands.items()}
+    runs: dict[str, list[Run]] = {"A": [], "B": []}
+    for number in range(options.rounds):
+        for name in ("AB", "BA")[number % 2]:
+            runs[name].append(_run(name, commands[name], options))
+            sys.stderr.write(f"{name}, run {number + 1} of {options.rounds}: last loss {runs[name][-1].losses[-1]}\n")
+    ratios = [b.step_s() / a.step_s() for a, b in zip(runs["A"], runs["B"], strict=True)]
+    if options.json:
+        sides = {name: costs[name] | {"runs": [asdict(run) for run in runs[name]]} for name in "AB"}
+        text = json.dumps({"commands": commands, **sides, "time_ratios": ratios})
+        return json.dumps(json.loads(text, parse_constant=str), indent=2)  # strict JSON has no NaN
+    return "\n".join([*(f"{name}: {text}" for name, text in commands.items()), "", render(_rows(runs, costs, ratios))])
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the arguments of `compare`."""
+    add = parser.add_argument
+    add("commands", metavar="COMMAND", nargs="+", help="Two, each in quotes; or one that contains {config}.")
+    add("--config", metavar="FILE", type=file, nargs=2, help="What replaces {config} in A and in B.")
+    add("--steps", metavar="N", type=positive, default=10, help="Losses per run, half of them warm-up. Default: 10.")
+    add("--rounds", metavar="N", type=positive, default=3, help="Pairs of timed runs. Default: 3.")
+    add("--timeout", metavar="SECONDS", type=positive, default=600, help="Of one run. Default: 600.")
+    help = "Regular expression whose group is the number. Default: of loss 2.3, loss: 2.3, loss=2.3, {'loss': 2.3}."
+    add("--loss", metavar="REGEX", type=_pattern, default=rf"(?i)\bloss{_NUMBER}", help=help)
+    help = "Likewise. Default: of grad_norm, gradient norm."
+    add("--grad-norm", metavar="REGEX", type=_pattern, default=rf"(?i)\bgrad(?:ient)?[_ ]?norm{_NUMBER}", help=help)
+    add("--json", action="store_true", help="One JSON object: all that was measured, in bytes and seconds.")
+
+
+def _pattern(text: str) -> str:
+    with suppress(re.error):
+        if re.compile(text).groups == 1:
+            return text
+    raise ArgumentTypeError(f"{text!r} is not a regular expression with one group (...), around the number.")
+
+
+def _commands(options: Namespace) -> dict[str, str]:
+    found = options.commands
+    if options.config and len(found) == 1 and "{config}" in found[0]:
+        found = [found[0].replace("{config}", shlex.quote(str(path))) for path in options.config]
+    if len(found) != 2:
+        raise ConfigError("compare needs two commands, each in quotes; or one with {config} in it, and --config A B.")
+    if options.steps < 4:
+        raise ConfigError(f"--steps is {options.steps}, but must be at least 4: half of the losses are warm-up.")
+    return dict(zip("AB", found, strict=True))
+
+
+def _observe(name: str, command: str, options: Namespace) -> dict[str, Any]:
+    """Run the command with `observed` before its script, and return what that records; {} if it sees no loss."""
+    modules = list(re.finditer(r"(?<!\S)-m\s", command))  # of two, the first starts a launcher
+    script = next(re.finditer(r"[^\s'\"]+\.py\b", command), modules[-1] if modules else None)
+    with TemporaryDirectory() as folder:
+        if script is not None:
+            Path(folder, "settings.json").write_text(json.dumps({"loss": options.loss, "steps": options.steps}))
+            before, after = command[: script.start()], command[script.start() :]
+            _run(name, f"{before}{shlex.quote(observed.__file__)} {after}", options, folder)
+        found = [path.read_text() for path in Path(folder).glob("*.observed")]
+    if len(found) > 1:
+        what = "Name one rank in --loss, or start torchrun with --local-ranks-filter 0."
+        raise ConfigError(f"{len(found)} processes of {name} print losses, which mixes their steps. {what}")
+    if not any(found):
+        sys.stderr.write(f"{name}: no bytes, no memory: no FILE.py or -m MODULE in the command prints the losses.\n")
+    return json.loads(found[0]) if any(found) else {}
+
+
+def _run(name: str, command: str, options: Namespace, folder: str = "") -> Run:
+    """Run a command in a shell up to its last loss, and kill all of its processes."""
+    run, tail, begin_s = Run(), deque[str](maxlen=20), time.perf_counter()
+    folder = folder or f"run {time.time_ns()}"  # no folder: it only marks the processes
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", observed.FOLDER: folder}
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, shell=True, env=environment, text=True, errors="replace", **pipes)
+    timer = threading.Timer(options.timeout, _kill, [process, folder])
+    timer.start()
+    try:
+        for line in process.stdout or ():
+            tail.append(line)
+            run.grad_norms += [float(text) for text in re.findall(options.grad_norm, line)]
+            if found := re.search(options.loss, line):
+                run.seconds.append(time.perf_counter() - begin_s)
+                run.losses.append(float(found[1]))
+            if len(run.losses) == options.steps:
+                return run
+        code = process.wait()
+    finally:
+        timer.cancel()
+        _kill(process, folder)
+    is_late = time.perf_counter() - begin_s > options.timeout
+    end = f"was killed after {options.timeout} s (--timeout)" if is_late else f"ended with exit code {code}"
+    raise StepError(
+        f"{name} {end}, after {len(run.losses)} of {options.steps} losses (--steps) that match --loss. The last lines "
+        f"of its output:\n{''.join(tail)}"
+    )
+
+
+def _kill(process: subprocess.Popen[str], folder: str) -> None:
+    """Kill the processes of a run, and wait for their end."""
+    process.kill()
+    mark, is_left = f"{observed.FOLDER}={folder}\0".encode(), True
+    while is_left:
+        is_left = process.poll() is None
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if mark in path.read_bytes():
+                    is_left = True
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _rows(runs: dict[str, list[Run]], costs: dict[str, dict[str, Any]], ratios: list[float]) -> list[Row]:
+    a, b = runs["A"][0], runs["B"][0]
+    rows = [_row(f"loss {step}", *pair) for step, pair in enumerate(zip(a.losses, b.losses, strict=True), 1)]
+    pairs = zip_longest(a.grad_norms, b.grad_norms)
+    rows += [_row(f"gradient norm {step}", *pair) for step, pair in enumerate(pairs, 1)]
+    losses = [[run.losses for run in runs[name]] for name in "AB"]
+    repeats = [max(max(step) - min(step) for step in zip(*each, strict=True)) for each in losses]
+    rows.append(_row("losses, largest spread of its runs", *repeats))
+    a_cost, b_cost = costs["A"], costs["B"]
+    a_sent, b_sent = (cost.get("bytes_per_step", {}) for cost in costs.values())
+    for key in sorted({*a_sent, *b_sent}):
+        rows.append(_row(f"{key} per step, MiB", a_sent.get(key, 0) / 2**20, b_sent.get(key, 0) / 2**20))
+    if a_cost and b_cost:
+        what = f"peak of memory, {b_cost['peak_of']}, MiB"
+        rows.append(_row(what, a_cost["peak_bytes"] / 2**20, b_cost["peak_bytes"] / 2**20))
+    low, middle, high = quantiles(ratios if len(ratios) > 1 else ratios * 2, method="inclusive")
+    return [*rows, _row("time of a step, median ratio (quartiles)", None, None, f"{middle:.3f} ({low:.3f} to {high:.3f})")]
+
+
+def _row(what: str, a: float | None, b: float | None, ratio: str | None = None) -> Row:
+    difference = "-" if a is None or b is None else "0" if a == b else f"{b - a:+.3g}"
+    ratio = ratio or (f"{b / a:.3f}" if a and b is not None else "-")
+    return {"": what, **{name: "-" if x is None else f"{x:.7g}" for name, x in zip("AB", (a, b))}, "B - A": difference, "B / A": ratio}

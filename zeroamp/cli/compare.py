@@ -15,7 +15,6 @@ import threading
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections import deque
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise, zip_longest
@@ -25,7 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from zeroamp.cli import observed
-from zeroamp.cli.arguments import file, positive
+from zeroamp.cli.arguments import positive
 from zeroamp.policies.errors import ConfigError, StepError
 from zeroamp.reporting.tables import Row, render
 
@@ -52,8 +51,10 @@ def compare(options: Namespace) -> str:
 
     Step n is the n-th printed loss. Each run is killed after --steps losses: let the script save nothing.
     """
-    commands = _commands(options)
-    costs = {name: _observe(name, command, options) for name, command in commands.items()}
+    if options.steps < 4:
+        raise ConfigError(f"--steps is {options.steps}, but must be at least 4: half of the losses are warm-up.")
+    commands: dict[str, str] = dict(zip("AB", options.commands, strict=True))
+    num_bytes = {name: _observe(name, command, options) for name, command in commands.items()}
     runs: dict[str, list[Run]] = {"A": [], "B": []}
     for number in range(options.rounds):
         for name in ("AB", "BA")[number % 2]:
@@ -61,17 +62,17 @@ def compare(options: Namespace) -> str:
             sys.stderr.write(f"{name}, run {number + 1} of {options.rounds}: last loss {runs[name][-1].losses[-1]}\n")
     ratios = [b.step_s() / a.step_s() for a, b in zip(runs["A"], runs["B"], strict=True)]
     if options.json:
-        sides = {name: costs[name] | {"runs": [asdict(run) for run in runs[name]]} for name in "AB"}
-        text = json.dumps({"commands": commands, **sides, "time_ratios": ratios})
-        return json.dumps(json.loads(text, parse_constant=str), indent=2)  # strict JSON has no NaN
-    return "\n".join([*(f"{name}: {text}" for name, text in commands.items()), "", render(_rows(runs, costs, ratios))])
+        data = {"commands": commands, "bytes": num_bytes, "runs": runs, "time_ratios": ratios}
+        strict = json.loads(json.dumps(data, default=asdict), parse_constant=str)  # strict JSON has no NaN
+        return json.dumps(strict, indent=2)
+    heads = [f"{name}: {command}" for name, command in commands.items()]
+    return "\n".join([*heads, "", render(_rows(runs, num_bytes, ratios))])
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of `compare`."""
     add = parser.add_argument
-    add("commands", metavar="COMMAND", nargs="+", help="Two, each in quotes; or one that contains {config}.")
-    add("--config", metavar="FILE", type=file, nargs=2, help="What replaces {config} in A and in B.")
+    add("commands", metavar="COMMAND", nargs=2, help="A shell command, in quotes, that prints losses.")
     add("--steps", metavar="N", type=positive, default=10, help="Losses per run, half of them warm-up. Default: 10.")
     add("--rounds", metavar="N", type=positive, default=3, help="Pairs of timed runs. Default: 3.")
     add("--timeout", metavar="SECONDS", type=positive, default=600, help="Of one run. Default: 600.")
@@ -89,18 +90,7 @@ def _pattern(text: str) -> str:
     raise ArgumentTypeError(f"{text!r} is not a regular expression with one group (...), around the number.")
 
 
-def _commands(options: Namespace) -> dict[str, str]:
-    found = options.commands
-    if options.config and len(found) == 1 and "{config}" in found[0]:
-        found = [found[0].replace("{config}", shlex.quote(str(path))) for path in options.config]
-    if len(found) != 2:
-        raise ConfigError("compare needs two commands, each in quotes; or one with {config} in it, and --config A B.")
-    if options.steps < 4:
-        raise ConfigError(f"--steps is {options.steps}, but must be at least 4: half of the losses are warm-up.")
-    return dict(zip("AB", found, strict=True))
-
-
-def _observe(name: str, command: str, options: Namespace) -> dict[str, Any]:
+def _observe(name: str, command: str, options: Namespace) -> dict[str, float]:
     """Run the command with `observed` before its script, and return what that records; {} if it sees no loss."""
     modules = list(re.finditer(r"(?<!\S)-m\s", command))  # of two, the first starts a launcher
     script = next(re.finditer(r"[^\s'\"]+\.py\b", command), modules[-1] if modules else None)
@@ -115,13 +105,14 @@ def _observe(name: str, command: str, options: Namespace) -> dict[str, Any]:
         raise ConfigError(f"{len(found)} processes of {name} print losses, which mixes their steps. {what}")
     if not any(found):
         sys.stderr.write(f"{name}: no bytes, no memory: no FILE.py or -m MODULE in the command prints the losses.\n")
-    return json.loads(found[0]) if any(found) else {}
+        return {}
+    return dict(json.loads(found[0]))
 
 
 def _run(name: str, command: str, options: Namespace, folder: str = "") -> Run:
     """Run a command in a shell up to its last loss, and kill all of its processes."""
     run, tail, begin_s = Run(), deque[str](maxlen=20), time.perf_counter()
-    folder = folder or f"run {time.time_ns()}"  # no folder: it only marks the processes
+    folder = folder or f"run {time.time_ns()}"  # marks the processes
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", observed.FOLDER: folder}
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(command, shell=True, env=environment, text=True, errors="replace", **pipes)
@@ -162,26 +153,23 @@ def _kill(process: subprocess.Popen[str], folder: str) -> None:
         time.sleep(0.02)
 
 
-def _rows(runs: dict[str, list[Run]], costs: dict[str, dict[str, Any]], ratios: list[float]) -> list[Row]:
+def _rows(runs: dict[str, list[Run]], num_bytes: dict[str, dict[str, float]], ratios: list[float]) -> list[Row]:
     a, b = runs["A"][0], runs["B"][0]
     rows = [_row(f"loss {step}", *pair) for step, pair in enumerate(zip(a.losses, b.losses, strict=True), 1)]
-    pairs = zip_longest(a.grad_norms, b.grad_norms)
-    rows += [_row(f"gradient norm {step}", *pair) for step, pair in enumerate(pairs, 1)]
-    losses = [[run.losses for run in runs[name]] for name in "AB"]
-    repeats = [max(max(step) - min(step) for step in zip(*each, strict=True)) for each in losses]
-    rows.append(_row("losses, largest spread of its runs", *repeats))
-    a_cost, b_cost = costs["A"], costs["B"]
-    a_sent, b_sent = (cost.get("bytes_per_step", {}) for cost in costs.values())
-    for key in sorted({*a_sent, *b_sent}):
-        rows.append(_row(f"{key} per step, MiB", a_sent.get(key, 0) / 2**20, b_sent.get(key, 0) / 2**20))
-    if a_cost and b_cost:
-        what = f"peak of memory, {b_cost['peak_of']}, MiB"
-        rows.append(_row(what, a_cost["peak_bytes"] / 2**20, b_cost["peak_bytes"] / 2**20))
+    norms = zip_longest(a.grad_norms, b.grad_norms)
+    rows += [_row(f"gradient norm {step}", *pair) for step, pair in enumerate(norms, 1)]
+    losses = [zip(*(run.losses for run in each), strict=True) for each in runs.values()]
+    rows.append(_row("a loss in all runs, largest spread", *(max(max(of) - min(of) for of in each) for each in losses)))
+    for key in {**num_bytes["A"], **num_bytes["B"]}:
+        sizes = [each.get(key, 0) / 2**20 if each else None for each in num_bytes.values()]
+        if any(sizes):
+            rows.append(_row(f"{key}, MiB", *sizes))
     low, middle, high = quantiles(ratios if len(ratios) > 1 else ratios * 2, method="inclusive")
-    return [*rows, _row("time of a step, median ratio (quartiles)", None, None, f"{middle:.3f} ({low:.3f} to {high:.3f})")]
+    times = {"B / A": f"{middle:.3f} ({low:.3f} to {high:.3f})"}
+    return [*rows, _row("time of a step, median (quartiles)", None, None) | times]
 
 
-def _row(what: str, a: float | None, b: float | None, ratio: str | None = None) -> Row:
-    difference = "-" if a is None or b is None else "0" if a == b else f"{b - a:+.3g}"
-    ratio = ratio or (f"{b / a:.3f}" if a and b is not None else "-")
-    return {"": what, **{name: "-" if x is None else f"{x:.7g}" for name, x in zip("AB", (a, b))}, "B - A": difference, "B / A": ratio}
+def _row(what: str, a: float | None, b: float | None) -> Row:
+    row = {"": what, "A": "-" if a is None else f"{a:.7g}", "B": "-" if b is None else f"{b:.7g}"}
+    difference = "-" if a is None or b is None else f"{b - a:+.3g}" if a != b else "0"
+    return {**row, "B - A": difference, "B / A": f"{b / a:.3f}" if a and b is not None else "-"}

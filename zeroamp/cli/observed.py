@@ -22,27 +22,25 @@ from zeroamp.policies.dtypes import short_name
 
 FOLDER = "ZEROAMP_COMPARE"
 """The environment variable with the folder of `settings.json` and of what is recorded."""
-_KINDS = {"gather": "all_gather", "reducescatter": "reduce_scatter", "alltoall": "all_to_all", "allreduce": "all_reduce"}
-_NOTHING_MOVES = ("barrier", "wait_tensor", "wrap_tensor")
+_KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "reduce", "gather")
 
 
 class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts losses and, while it is active, bytes: those of unsharded tensors, as `zeroamp.traffic` does."""
 
     def __init__(self, path: Path, num_losses: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.path, self.first, self.last, self.num = path, num_losses // 2, num_losses, 0
         self.num_bytes: Counter[str] = Counter()
-        self.found: dict[str, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        op = func._schema.name.partition("::")[2]
-        if func.namespace in ("c10d", "_c10d_functional") and not any(name in op for name in _NOTHING_MOVES):
-            name = next((name for part, name in _KINDS.items() if part in op.replace("_", "")), op.strip("_"))
+        op = func._schema.name.replace("_", "")
+        kind = next((kind for kind in _KINDS if kind.replace("_", "") in op), None)
+        if kind is not None and func.namespace in ("c10d", "_c10d_functional"):
             sides = [list(tensors_in(value)) for value in (*args, out)]
             for tensor in max(sides, key=lambda tensors: sum(each.nbytes for each in tensors)):  # the unsharded side
-                self.num_bytes[f"{name} {short_name(tensor.dtype)}"] += tensor.nbytes
+                self.num_bytes[f"{kind} {short_name(tensor.dtype)} per step"] += tensor.nbytes
         return out
 
     def on_loss(self) -> None:
@@ -51,14 +49,13 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.num == 1:
             self.path.touch()  # shows a second process that prints losses
         if self.num == self.first:
-            self.found = {"peak_of": "resident", "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-            if torch.cuda.is_available():
-                self.found = {"peak_of": "allocated on CUDA", "peak_bytes": torch.cuda.max_memory_allocated()}
-            self.__enter__()
+            rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            self.peaks = {"peak allocated on CUDA": torch.cuda.max_memory_allocated(), "peak of resident memory": rss}
+            self.__enter__()  # type: ignore[no-untyped-call]
         elif self.num == self.last:
-            self.__exit__(None, None, None)
-            per_step = {name: size / (self.last - self.first) for name, size in sorted(self.num_bytes.items())}
-            self.path.write_text(json.dumps({"bytes_per_step": per_step, **self.found}))
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            sent = {name: size / (self.last - self.first) for name, size in sorted(self.num_bytes.items())}
+            self.path.write_text(json.dumps(sent | self.peaks))
 
 
 class _Stream:

@@ -115,32 +115,36 @@ def _run(name: str, command: str, options: Namespace, folder: str = "") -> Run:
     folder = folder or f"run {time.time_ns()}"  # marks the processes
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", observed.FOLDER: folder}
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(command, shell=True, env=environment, text=True, errors="replace", **pipes)
-    timer = threading.Timer(options.timeout, _kill, [process, folder])
-    timer.start()
-    try:
-        for line in process.stdout or ():
-            tail.append(line)
-            run.grad_norms += [float(text) for text in re.findall(options.grad_norm, line)]
-            if found := re.search(options.loss, line):
-                run.seconds.append(time.perf_counter() - begin_s)
-                run.losses.append(float(found[1]))
-            if len(run.losses) == options.steps:
-                return run
-        code = process.wait()
-    finally:
-        timer.cancel()
-        _kill(process, folder)
+    with subprocess.Popen(command, shell=True, env=environment, text=True, errors="replace", **pipes) as process:
+        ender = threading.Thread(target=_end, args=(process, folder, options.timeout))
+        ender.start()
+        try:
+            for line in process.stdout or ():
+                tail.append(line)
+                run.grad_norms += [float(text) for text in re.findall(options.grad_norm, line)]
+                if found := re.search(options.loss, line):
+                    run.seconds.append(time.perf_counter() - begin_s)
+                    run.losses.append(float(found[1]))
+                if len(run.losses) == options.steps:
+                    return run
+            process.wait()
+        finally:
+            process.kill()
+            ender.join()
     is_late = time.perf_counter() - begin_s > options.timeout
-    end = f"was killed after {options.timeout} s (--timeout)" if is_late else f"ended with exit code {code}"
+    end = (
+        f"was killed after {options.timeout} s (--timeout)" if is_late else f"ended with exit code {process.returncode}"
+    )
     raise StepError(
         f"{name} {end}, after {len(run.losses)} of {options.steps} losses (--steps) that match --loss. The last lines "
         f"of its output:\n{''.join(tail)}"
     )
 
 
-def _kill(process: subprocess.Popen[str], folder: str) -> None:
-    """Kill the processes of a run, and wait for their end."""
+def _end(process: subprocess.Popen[str], folder: str, timeout_s: float) -> None:
+    """Kill all processes of a run when its first one has ended, or after the timeout. Others may hold its output."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout_s)
     process.kill()
     mark, is_left = f"{observed.FOLDER}={folder}\0".encode(), True
     while is_left:

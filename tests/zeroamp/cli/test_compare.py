@@ -1,0 +1,160 @@
+"""`zeroamp compare`: what it reads from two scripts, what it counts, and that it leaves no process behind."""
+
+import json
+import re
+import shlex
+import sys
+import time
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+
+from tests.processes.cli import run
+from tests.processes.launch import environment
+from zeroamp.cli.compare import add_arguments
+
+PYTHON = shlex.quote(sys.executable)
+TORCHRUN = f"{PYTHON} -m torch.distributed.run --standalone --nproc-per-node 2"
+
+STEPS = """
+import sys, time
+for step in range(1, 9):
+    time.sleep({seconds})
+    print({line})
+    print("evaluated", step, "eval_loss: 9.9", file=sys.stderr)
+time.sleep(600)
+"""
+
+FSDP2 = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 16))
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+for layer in model:
+    fully_shard(layer, mp_policy=policy)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    for _ in range(2):  # micro-batches
+        loss = model(torch.ones(2, 64)).square().mean()
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.barrier()
+    if dist.get_rank() in RANKS:
+        print("loss", loss.item())
+"""
+
+WITH_CHILD = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+open("children", "a").write(f"{os.getpid()} {child.pid} ")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+
+
+def steps(path, line, seconds=0.02):
+    """Write a script that prints a line 8 times, and return the command that runs it."""
+    Path(path).write_text(STEPS.format(line=line, seconds=seconds))
+    return f"{PYTHON} {path}"
+
+
+def test_losses_norms_and_times_are_compared_step_by_step_in_alternating_pairs():
+    a = steps("a.py", '"loss", 1 / step, "grad_norm", 2')
+    steps("b.py", '{"loss": 1 / step + (step > 2), "grad_norm": 4}', seconds=0.2)
+    code, out, err = run("compare", a, f"{PYTHON} -m b", "--steps", 6, "--rounds", 2, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    for each in found["runs"]["A"]:
+        assert (each["losses"], each["grad_norms"]) == ([1 / step for step in range(1, 7)], [2] * 6)
+    assert [each["losses"][1:3] for each in found["runs"]["B"]] == [[1 / 2, 1 / 3 + 1]] * 2
+    assert len(found["time_ratios"]) == 2
+    assert all(5 < ratio < 15 for ratio in found["time_ratios"])
+    assert all(each["peak of resident memory"] > 2**20 for each in found["bytes"].values())  # a script, and -m
+    assert re.findall(r"^(\w), run (\d)", err, re.MULTILINE) == [("A", "1"), ("B", "1"), ("B", "2"), ("A", "2")]
+
+
+def test_the_table_has_differences_and_the_quartiles_of_the_ratio():
+    a, b = steps("a.py", '"loss =", 2 * step'), steps("b.py", '"loss =", 2 * step + (step == 3) / 2')
+    code, out, err = run("compare", a, b, "--steps", 4, "--rounds", 1)
+    assert code == 0, err
+    assert re.search(r"^loss 2 +4 +4 +0 +1\.000$", out, re.MULTILINE)
+    assert re.search(r"^loss 3 +6 +6\.5 +\+0\.5 +1\.083$", out, re.MULTILINE)
+    assert re.search(r"^a loss in all runs, largest spread +0 +0 ", out, re.MULTILINE)
+    assert re.search(
+        r"^time of a step, median \(quartiles\) .* \d\.\d{3} \(\d\.\d{3} to \d\.\d{3}\)$", out, re.MULTILINE
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["step 1 loss 2.5", "Loss: 2.5", "loss=2.5,", "{'loss': 2.5}", '{"loss": "2.5"}', "loss tensor(2.5)"]
+)
+def test_the_default_pattern_finds_a_loss(text):
+    parser = ArgumentParser()
+    add_arguments(parser)
+    pattern = parser.parse_args(["a", "b"]).loss
+    assert re.findall(pattern, f"eval_loss 9.9 {text} loss_scale 4") == ["2.5"]
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)])
+def test_the_bytes_of_fsdp2_are_those_of_its_parameters_and_one_rank_must_print(ranks):
+    Path("fsdp2.py").write_text(FSDP2.replace("RANKS", str(ranks)))
+    b = steps("b.py", '"loss", 1.0')
+    code, out, err = run("compare", f"{TORCHRUN} fsdp2.py", b, "--steps", 4, "--rounds", 1, "--json")
+    if ranks == (0, 1):
+        assert (code, out) == (1, "")
+        assert "2 processes of A print losses" in err
+        return
+    num_params = 64 * 32 + 32 + 32 * 16 + 16
+    sent = {name: size for name, size in json.loads(out)["bytes"]["A"].items() if not name.startswith("peak")}
+    # Two micro-batches, each with an all-gather in the forward and one in the backward.
+    assert sent == {
+        "all_gather bf16 per step": 2 * 2 * 2 * num_params,
+        "reduce_scatter fp32 per step": 2 * 4 * num_params,
+    }
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "sentence"),
+    [
+        ("print('loss', 1); raise OSError('no data here')", [], "A ended with exit code 1, after 1 of 10 losses"),
+        ("print('no data here')", [], "A ended with exit code 0, after 0 of 10 losses (--steps) that match --loss"),
+        ("print('no data here'); time.sleep(600)", ["--timeout", 3], "A was killed after 3 s (--timeout), after 0"),
+    ],
+)
+def test_a_run_without_its_losses_is_an_error_with_the_end_of_its_output(script, arguments, sentence):
+    Path("a.py").write_text(WITH_CHILD + script)
+    code, out, err = run("compare", f"{PYTHON} a.py", "unused", *arguments)
+    assert (code, out) == (1, "")
+    assert f"Error: {sentence}" in err
+    assert "no data here" in err
+    assert_nothing_runs(2)
+
+
+def test_no_process_is_left_even_one_with_a_session_of_its_own():
+    Path("a.py").write_text(WITH_CHILD + "for _ in range(99): print('loss 1.0'); time.sleep(0.01)")
+    begin_s = time.monotonic()
+    assert run("compare", f"{PYTHON} a.py", f"cd . && {PYTHON} a.py", "--steps", 4, "--rounds", 1)[0] == 0
+    assert time.monotonic() - begin_s < 60  # not the 600 seconds of the children
+    assert_nothing_runs(8)
+
+
+def assert_nothing_runs(num_processes):
+    pids = [int(pid) for pid in Path("children").read_text().split()]
+    assert len(pids) == num_processes
+    running = [
+        pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert running == []

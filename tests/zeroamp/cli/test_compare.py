@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import sys
-import time
 from argparse import ArgumentParser
 from pathlib import Path
 
@@ -33,21 +32,16 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 dist.init_process_group("gloo")
-torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 16))
-policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 for layer in model:
-    fully_shard(layer, mp_policy=policy)
+    fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
 fully_shard(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 while True:
     for _ in range(2):  # micro-batches
         loss = model(torch.ones(2, 64)).square().mean()
         loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
     dist.barrier()
-    if dist.get_rank() in RANKS:
+    if dist.get_rank() == 0:
         print("loss", loss.item())
 """
 
@@ -65,15 +59,18 @@ def _in_tmp_path(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-def steps(path, line, seconds=0.02):
-    """Write a script that prints a line 8 times, and return the command that runs it."""
-    Path(path).write_text(STEPS.format(line=line, seconds=seconds))
+def steps(line, seconds=0.02, path=None):
+    """Return a command that prints a line 8 times: of a script at the path, or of none, which is not observed."""
+    text = STEPS.format(line=line, seconds=seconds)
+    if path is None:
+        return f"{PYTHON} -c {shlex.quote(text)}"
+    Path(path).write_text(text)
     return f"{PYTHON} {path}"
 
 
 def test_losses_norms_and_times_are_compared_step_by_step_in_alternating_pairs():
-    a = steps("a.py", '"loss", 1 / step, "grad_norm", 2')
-    steps("b.py", '{"loss": 1 / step + (step > 2), "grad_norm": 4}', seconds=0.2)
+    a = steps('"loss", 1 / step, "grad_norm", 2', path="a.py")
+    steps('{"loss": 1 / step + (step > 2), "grad_norm": 4}', seconds=0.2, path="b.py")
     code, out, err = run("compare", a, f"{PYTHON} -m b", "--steps", 6, "--rounds", 2, "--json")
     assert code == 0, err
     found = json.loads(out)
@@ -87,7 +84,7 @@ def test_losses_norms_and_times_are_compared_step_by_step_in_alternating_pairs()
 
 
 def test_the_table_has_differences_and_the_quartiles_of_the_ratio():
-    a, b = steps("a.py", '"loss =", 2 * step'), steps("b.py", '"loss =", 2 * step + (step == 3) / 2')
+    a, b = steps('"loss =", 2 * step'), steps('"loss =", 2 * step + (step == 3) / 2')
     code, out, err = run("compare", a, b, "--steps", 4, "--rounds", 1)
     assert code == 0, err
     assert re.search(r"^loss 2 +4 +4 +0 +1\.000$", out, re.MULTILINE)
@@ -108,22 +105,24 @@ def test_the_default_pattern_finds_a_loss(text):
     assert re.findall(pattern, f"eval_loss 9.9 {text} loss_scale 4") == ["2.5"]
 
 
-@pytest.mark.parametrize("ranks", [(0,), (0, 1)])
-def test_the_bytes_of_fsdp2_are_those_of_its_parameters_and_one_rank_must_print(ranks):
-    Path("fsdp2.py").write_text(FSDP2.replace("RANKS", str(ranks)))
-    b = steps("b.py", '"loss", 1.0')
+def test_the_bytes_of_fsdp2_are_those_of_its_parameters():
+    Path("fsdp2.py").write_text(FSDP2)
+    b = steps('"loss", 1.0')
     code, out, err = run("compare", f"{TORCHRUN} fsdp2.py", b, "--steps", 4, "--rounds", 1, "--json")
-    if ranks == (0, 1):
-        assert (code, out) == (1, "")
-        assert "2 processes of A print losses" in err
-        return
+    assert code == 0, err
     num_params = 64 * 32 + 32 + 32 * 16 + 16
     sent = {name: size for name, size in json.loads(out)["bytes"]["A"].items() if not name.startswith("peak")}
     # Two micro-batches, each with an all-gather in the forward and one in the backward.
-    assert sent == {
-        "all_gather bf16 per step": 2 * 2 * 2 * num_params,
-        "reduce_scatter fp32 per step": 2 * 4 * num_params,
-    }
+    all_gathers, reductions = 2 * 2 * 2 * num_params, 2 * 4 * num_params
+    assert sent == {"all_gather bf16 per step": all_gathers, "reduce_scatter fp32 per step": reductions}
+    assert "B: no bytes, no memory" in err
+
+
+def test_two_ranks_that_print_losses_are_an_error():
+    steps('"loss", 1.0', path="a.py")
+    code, out, err = run("compare", f"{TORCHRUN} a.py", "unused")
+    assert (code, out) == (1, "")
+    assert "Error: 2 processes of A print losses" in err
 
 
 @pytest.mark.parametrize(
@@ -135,8 +134,8 @@ def test_the_bytes_of_fsdp2_are_those_of_its_parameters_and_one_rank_must_print(
     ],
 )
 def test_a_run_without_its_losses_is_an_error_with_the_end_of_its_output(script, arguments, sentence):
-    Path("a.py").write_text(WITH_CHILD + script)
-    code, out, err = run("compare", f"{PYTHON} a.py", "unused", *arguments)
+    command = f"{PYTHON} -c {shlex.quote(WITH_CHILD + script)}"
+    code, out, err = run("compare", command, "unused", *arguments)
     assert (code, out) == (1, "")
     assert f"Error: {sentence}" in err
     assert "no data here" in err
@@ -145,16 +144,12 @@ def test_a_run_without_its_losses_is_an_error_with_the_end_of_its_output(script,
 
 def test_no_process_is_left_even_one_with_a_session_of_its_own():
     Path("a.py").write_text(WITH_CHILD + "for _ in range(99): print('loss 1.0'); time.sleep(0.01)")
-    begin_s = time.monotonic()
     assert run("compare", f"{PYTHON} a.py", f"cd . && {PYTHON} a.py", "--steps", 4, "--rounds", 1)[0] == 0
-    assert time.monotonic() - begin_s < 60  # not the 600 seconds of the children
     assert_nothing_runs(8)
 
 
 def assert_nothing_runs(num_processes):
-    pids = [int(pid) for pid in Path("children").read_text().split()]
+    pids = Path("children").read_text().split()
     assert len(pids) == num_processes
-    running = [
-        pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    assert running == []
+    lines = [path.read_bytes() for pid in pids if (path := Path(f"/proc/{pid}/cmdline")).exists()]
+    assert not any(lines), lines  # a zombie has none

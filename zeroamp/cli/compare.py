@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections import deque
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise, zip_longest
@@ -29,6 +28,8 @@ from zeroamp.policies.errors import ConfigError, StepError
 from zeroamp.reporting.tables import Row, render
 
 _NUMBER = r"""['"]?\s*[:=]?\s*['"]?(?:tensor\()?([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))"""
+_LOSS = rf"(?i)\bloss{_NUMBER}"
+_GRAD_NORM = rf"(?i)\bgrad(?:ient)?[_ ]norm{_NUMBER}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,7 +49,6 @@ def compare(options: Namespace) -> str:
     """Run two training commands in turn: compare losses, gradient norms, bytes, memory and time.
 
     zeroamp compare "torchrun --nproc-per-node 2 train.py" "torchrun --nproc-per-node 2 train_zeroamp.py"
-
     Step n is the n-th printed loss. Each run is killed after --steps losses: let the script save nothing.
     """
     if options.steps < 4:
@@ -63,10 +63,9 @@ def compare(options: Namespace) -> str:
     ratios = [b.step_s() / a.step_s() for a, b in zip(runs["A"], runs["B"], strict=True)]
     if options.json:
         data = {"commands": commands, "bytes": num_bytes, "runs": runs, "time_ratios": ratios}
-        strict = json.loads(json.dumps(data, default=asdict), parse_constant=str)  # strict JSON has no NaN
-        return json.dumps(strict, indent=2)
-    heads = [f"{name}: {command}" for name, command in commands.items()]
-    return "\n".join([*heads, "", render(_rows(runs, num_bytes, ratios))])
+        text = json.dumps(data, default=asdict)
+        return json.dumps(json.loads(text, parse_constant=str), indent=2)  # strict JSON has no NaN
+    return f"A: {commands['A']}\nB: {commands['B']}\n\n{render(_rows(runs, num_bytes, ratios))}"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -76,10 +75,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--steps", metavar="N", type=positive, default=10, help="Losses per run, half of them warm-up. Default: 10.")
     add("--rounds", metavar="N", type=positive, default=3, help="Pairs of timed runs. Default: 3.")
     add("--timeout", metavar="SECONDS", type=positive, default=600, help="Of one run. Default: 600.")
-    help = "Regular expression whose group is the number. Default: of loss 2.3, loss: 2.3, loss=2.3, {'loss': 2.3}."
-    add("--loss", metavar="REGEX", type=_pattern, default=rf"(?i)\bloss{_NUMBER}", help=help)
-    help = "Likewise. Default: of grad_norm, gradient norm."
-    add("--grad-norm", metavar="REGEX", type=_pattern, default=rf"(?i)\bgrad(?:ient)?[_ ]?norm{_NUMBER}", help=help)
+    help = "Regular expression with one group, the number. Default: loss 2.3, loss: 2.3, loss=2.3, {'loss': 2.3}."
+    add("--loss", metavar="REGEX", type=_pattern, default=_LOSS, help=help)
+    add("--grad-norm", metavar="REGEX", type=_pattern, default=_GRAD_NORM, help="The same of the gradient norm.")
     add("--json", action="store_true", help="One JSON object: all that was measured, in bytes and seconds.")
 
 
@@ -92,8 +90,7 @@ def _pattern(text: str) -> str:
 
 def _observe(name: str, command: str, options: Namespace) -> dict[str, float]:
     """Run the command with `observed` before its script, and return what that records; {} if it sees no loss."""
-    modules = list(re.finditer(r"(?<!\S)-m\s", command))  # of two, the first starts a launcher
-    script = next(re.finditer(r"[^\s'\"]+\.py\b", command), modules[-1] if modules else None)
+    script = re.search(r"[^\s'\"]+\.py\b|(?<!\S)-m (?!torch\.|accelerate)", command)  # no -m of a launcher
     with TemporaryDirectory() as folder:
         if script is not None:
             Path(folder, "settings.json").write_text(json.dumps({"loss": options.loss, "steps": options.steps}))
@@ -105,13 +102,12 @@ def _observe(name: str, command: str, options: Namespace) -> dict[str, float]:
         raise ConfigError(f"{len(found)} processes of {name} print losses, which mixes their steps. {what}")
     if not any(found):
         sys.stderr.write(f"{name}: no bytes, no memory: no FILE.py or -m MODULE in the command prints the losses.\n")
-        return {}
-    return dict(json.loads(found[0]))
+    return json.loads(found[0]) if any(found) else {}
 
 
 def _run(name: str, command: str, options: Namespace, folder: str = "") -> Run:
     """Run a command in a shell up to its last loss, and kill all of its processes."""
-    run, tail, begin_s = Run(), deque[str](maxlen=20), time.perf_counter()
+    run, output, begin_s = Run(), list[str](), time.perf_counter()
     folder = folder or f"run {time.time_ns()}"  # marks the processes
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", observed.FOLDER: folder}
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -120,7 +116,7 @@ def _run(name: str, command: str, options: Namespace, folder: str = "") -> Run:
         ender.start()
         try:
             for line in process.stdout or ():
-                tail.append(line)
+                output.append(line)
                 run.grad_norms += [float(text) for text in re.findall(options.grad_norm, line)]
                 if found := re.search(options.loss, line):
                     run.seconds.append(time.perf_counter() - begin_s)
@@ -137,7 +133,7 @@ def _run(name: str, command: str, options: Namespace, folder: str = "") -> Run:
     )
     raise StepError(
         f"{name} {end}, after {len(run.losses)} of {options.steps} losses (--steps) that match --loss. The last lines "
-        f"of its output:\n{''.join(tail)}"
+        f"of its output:\n{''.join(output[-20:])}"
     )
 
 
@@ -168,7 +164,7 @@ def _rows(runs: dict[str, list[Run]], num_bytes: dict[str, dict[str, float]], ra
         sizes = [each.get(key, 0) / 2**20 if each else None for each in num_bytes.values()]
         if any(sizes):
             rows.append(_row(f"{key}, MiB", *sizes))
-    low, middle, high = quantiles(ratios if len(ratios) > 1 else ratios * 2, method="inclusive")
+    low, middle, high = quantiles(ratios * 2 if len(ratios) == 1 else ratios, method="inclusive")
     times = {"B / A": f"{middle:.3f} ({low:.3f} to {high:.3f})"}
     return [*rows, _row("time of a step, median (quartiles)", None, None) | times]
 

@@ -1,7 +1,7 @@
 """Runs the script of `zeroamp compare` in a run that is not timed: records the bytes of a step and the peak of memory.
 
-Nothing of torch or of the script is replaced. Streams count the losses that this process prints. In the second half of
-them, a dispatch mode sees each collective, also one that C++ issues. A rank that prints no loss only runs the script.
+Streams count the losses that this process prints. In the second half of them, a dispatch mode sees each collective,
+also one that C++ issues. Nothing of torch is replaced. A rank that prints no loss only runs the script.
 """
 
 import json

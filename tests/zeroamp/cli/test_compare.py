@@ -4,14 +4,13 @@ import json
 import re
 import shlex
 import sys
-from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
 from tests.processes.cli import run
 from tests.processes.launch import environment
-from zeroamp.cli.compare import add_arguments
+from zeroamp.cli.compare import _LOSS
 
 PYTHON = shlex.quote(sys.executable)
 TORCHRUN = f"{PYTHON} -m torch.distributed.run --standalone --nproc-per-node 2"
@@ -78,7 +77,7 @@ def test_losses_norms_and_times_are_compared_step_by_step_in_alternating_pairs()
         assert (each["losses"], each["grad_norms"]) == ([1 / step for step in range(1, 7)], [2] * 6)
     assert [each["losses"][1:3] for each in found["runs"]["B"]] == [[1 / 2, 1 / 3 + 1]] * 2
     assert len(found["time_ratios"]) == 2
-    assert all(5 < ratio < 15 for ratio in found["time_ratios"])
+    assert all(2 < ratio < 20 for ratio in found["time_ratios"])
     assert all(each["peak of resident memory"] > 2**20 for each in found["bytes"].values())  # a script, and -m
     assert re.findall(r"^(\w), run (\d)", err, re.MULTILINE) == [("A", "1"), ("B", "1"), ("B", "2"), ("A", "2")]
 
@@ -95,16 +94,12 @@ def test_the_table_has_differences_and_the_quartiles_of_the_ratio():
     )
 
 
-@pytest.mark.parametrize(
-    "text", ["step 1 loss 2.5", "Loss: 2.5", "loss=2.5,", "{'loss': 2.5}", '{"loss": "2.5"}', "loss tensor(2.5)"]
-)
+@pytest.mark.parametrize("text", ["loss 2.5", "Loss: 2.5", "loss=2.5,", "{'loss': '2.5'}", "loss tensor(2.5)"])
 def test_the_default_pattern_finds_a_loss(text):
-    parser = ArgumentParser()
-    add_arguments(parser)
-    pattern = parser.parse_args(["a", "b"]).loss
-    assert re.findall(pattern, f"eval_loss 9.9 {text} loss_scale 4") == ["2.5"]
+    assert re.findall(_LOSS, f"eval_loss 9.9 {text} loss_scale 4") == ["2.5"]
 
 
+@pytest.mark.slow
 def test_the_bytes_of_fsdp2_are_those_of_its_parameters():
     Path("fsdp2.py").write_text(FSDP2)
     b = steps('"loss", 1.0')
@@ -130,7 +125,7 @@ def test_two_ranks_that_print_losses_are_an_error():
     [
         ("print('loss', 1); raise OSError('no data here')", [], "A ended with exit code 1, after 1 of 10 losses"),
         ("print('no data here')", [], "A ended with exit code 0, after 0 of 10 losses (--steps) that match --loss"),
-        ("print('no data here'); time.sleep(600)", ["--timeout", 3], "A was killed after 3 s (--timeout), after 0"),
+        ("print('no data here'); time.sleep(600)", ["--timeout", 5], "A was killed after 5 s (--timeout), after 0"),
     ],
 )
 def test_a_run_without_its_losses_is_an_error_with_the_end_of_its_output(script, arguments, sentence):

@@ -124,6 +124,8 @@ def _run(name: str, command: str, options: Namespace, folder: str = "") -> Run:
                 if len(run.losses) == options.steps:
                     return run
             process.wait()
+        except ValueError as error:
+            raise ConfigError(f"--loss or --grad-norm finds no number: {error}. The line is: {line}") from error
         finally:
             process.kill()
             ender.join()

@@ -39,7 +39,6 @@ while True:
     for _ in range(2):  # micro-batches
         loss = model(torch.ones(2, 64)).square().mean()
         loss.backward()
-    dist.barrier()
     if dist.get_rank() == 0:
         print("loss", loss.item())
 """
@@ -76,8 +75,7 @@ def test_losses_norms_and_times_are_compared_step_by_step_in_alternating_pairs()
     for each in found["runs"]["A"]:
         assert (each["losses"], each["grad_norms"]) == ([1 / step for step in range(1, 7)], [2] * 6)
     assert [each["losses"][1:3] for each in found["runs"]["B"]] == [[1 / 2, 1 / 3 + 1]] * 2
-    assert len(found["time_ratios"]) == 2
-    assert all(2 < ratio < 20 for ratio in found["time_ratios"])
+    assert [2 < ratio < 20 for ratio in found["time_ratios"]] == [True, True]
     assert all(each["peak of resident memory"] > 2**20 for each in found["bytes"].values())  # a script, and -m
     assert re.findall(r"^(\w), run (\d)", err, re.MULTILINE) == [("A", "1"), ("B", "1"), ("B", "2"), ("A", "2")]
 
@@ -89,9 +87,7 @@ def test_the_table_has_differences_and_the_quartiles_of_the_ratio():
     assert re.search(r"^loss 2 +4 +4 +0 +1\.000$", out, re.MULTILINE)
     assert re.search(r"^loss 3 +6 +6\.5 +\+0\.5 +1\.083$", out, re.MULTILINE)
     assert re.search(r"^a loss in all runs, largest spread +0 +0 ", out, re.MULTILINE)
-    assert re.search(
-        r"^time of a step, median \(quartiles\) .* \d\.\d{3} \(\d\.\d{3} to \d\.\d{3}\)$", out, re.MULTILINE
-    )
+    assert re.search(r"^time of a step, .* \d\.\d{3} \(\d\.\d{3} to \d\.\d{3}\)$", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("text", ["loss 2.5", "Loss: 2.5", "loss=2.5,", "{'loss': '2.5'}", "loss tensor(2.5)"])
@@ -99,24 +95,28 @@ def test_the_default_pattern_finds_a_loss(text):
     assert re.findall(_LOSS, f"eval_loss 9.9 {text} loss_scale 4") == ["2.5"]
 
 
+def test_a_pattern_that_finds_no_number_is_an_error():
+    code, _, err = run("compare", "echo loss=2.5,", "unused", "--loss", r"loss=(\S+)")
+    assert code == 1
+    assert "Error: --loss or --grad-norm finds no number: could not convert string to float: '2.5,'" in err
+
+
 @pytest.mark.slow
 def test_the_bytes_of_fsdp2_are_those_of_its_parameters():
     Path("fsdp2.py").write_text(FSDP2)
-    b = steps('"loss", 1.0')
-    code, out, err = run("compare", f"{TORCHRUN} fsdp2.py", b, "--steps", 4, "--rounds", 1, "--json")
+    code, out, err = run("compare", f"{TORCHRUN} fsdp2.py", steps('"loss", 1'), "--steps", 4, "--rounds", 1, "--json")
     assert code == 0, err
     num_params = 64 * 32 + 32 + 32 * 16 + 16
     sent = {name: size for name, size in json.loads(out)["bytes"]["A"].items() if not name.startswith("peak")}
-    # Two micro-batches, each with an all-gather in the forward and one in the backward.
-    all_gathers, reductions = 2 * 2 * 2 * num_params, 2 * 4 * num_params
+    all_gathers, reductions = 2 * 2 * 2 * num_params, 2 * 4 * num_params  # two micro-batches; forward, backward
     assert sent == {"all_gather bf16 per step": all_gathers, "reduce_scatter fp32 per step": reductions}
     assert "B: no bytes, no memory" in err
 
 
 def test_two_ranks_that_print_losses_are_an_error():
     steps('"loss", 1.0', path="a.py")
-    code, out, err = run("compare", f"{TORCHRUN} a.py", "unused")
-    assert (code, out) == (1, "")
+    code, _, err = run("compare", f"{TORCHRUN} a.py", "unused")
+    assert code == 1
     assert "Error: 2 processes of A print losses" in err
 
 

@@ -1,4 +1,4 @@
-"""The command line: `zeroamp check`, `explain`, `plan`, `report` and `profile`.
+"""The command line: `zeroamp check`, `explain`, `plan`, `report`, `profile` and `compare`.
 
 Data goes to stdout, all else to stderr. Exit codes: 0, 1 for a mistake in config or model, 2 for a mistake in the
 arguments.
@@ -18,6 +18,7 @@ import torch
 
 import zeroamp
 from zeroamp.cli import arguments
+from zeroamp.cli.compare import add_arguments, compare
 from zeroamp.cli.model_source import load_function, load_model
 from zeroamp.dry_run.gpu_memory import GPUS_GB
 from zeroamp.dry_run.run_plan import plan_run, ranks_at
@@ -210,7 +211,10 @@ def parsers() -> list[ArgumentParser]:
     of_profile.add_argument("--wait", metavar="N", type=int, default=1, help="Optimizer steps before profiling.")
     of_profile.add_argument("--warmup", metavar="N", type=int, default=1, help="Profiled steps to discard.")
     of_profile.add_argument("--active", metavar="N", type=int, default=3, help="Steps to record.")
-    return [root, of_check, of_explain, of_plan, of_report, of_profile]
+
+    of_compare = arguments.add_command(commands, compare)
+    add_arguments(of_compare)
+    return [root, of_check, of_explain, of_plan, of_report, of_profile, of_compare]
 
 
 def _policy(options: Namespace, num_ranks: int | None) -> Policy:

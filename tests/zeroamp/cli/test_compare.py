@@ -1,0 +1,150 @@
+"""`zeroamp compare`: what it reads from two scripts, what it counts, and that it leaves no process behind."""
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes.cli import run
+from tests.processes.launch import environment
+from zeroamp.cli.compare import _LOSS
+
+PYTHON = shlex.quote(sys.executable)
+TORCHRUN = f"{PYTHON} -m torch.distributed.run --standalone --nproc-per-node 2"
+
+STEPS = """
+import sys, time
+for step in range(1, 9):
+    time.sleep({seconds})
+    print({line})
+    print("evaluated", step, "eval_loss: 9.9", file=sys.stderr)
+time.sleep(600)
+"""
+
+FSDP2 = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+dist.init_process_group("gloo")
+model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 16))
+for layer in model:
+    fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+fully_shard(model)
+while True:
+    for _ in range(2):  # micro-batches
+        loss = model(torch.ones(2, 64)).square().mean()
+        loss.backward()
+    if dist.get_rank() == 0:
+        print("loss", loss.item())
+"""
+
+WITH_CHILD = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+open("children", "a").write(f"{os.getpid()} {child.pid} ")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+
+
+def steps(line, seconds=0.02, path=None):
+    """Return a command that prints a line 8 times: of a script at the path, or of none, which is not observed."""
+    text = STEPS.format(line=line, seconds=seconds)
+    if path is None:
+        return f"{PYTHON} -c {shlex.quote(text)}"
+    Path(path).write_text(text)
+    return f"{PYTHON} {path}"
+
+
+def test_losses_norms_and_times_are_compared_step_by_step_in_alternating_pairs():
+    a = steps('"loss", 1 / step, "grad_norm", 2', path="a.py")
+    steps('{"loss": 1 / step + (step > 2), "grad_norm": 4}', seconds=0.2, path="b.py")
+    code, out, err = run("compare", a, f"{PYTHON} -m b", "--steps", 6, "--rounds", 2, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    for each in found["runs"]["A"]:
+        assert (each["losses"], each["grad_norms"]) == ([1 / step for step in range(1, 7)], [2] * 6)
+    assert [each["losses"][1:3] for each in found["runs"]["B"]] == [[1 / 2, 1 / 3 + 1]] * 2
+    assert [2 < ratio < 20 for ratio in found["time_ratios"]] == [True, True]
+    assert all(each["peak of resident memory"] > 2**20 for each in found["bytes"].values())  # a script, and -m
+    assert re.findall(r"^(\w), run (\d)", err, re.MULTILINE) == [("A", "1"), ("B", "1"), ("B", "2"), ("A", "2")]
+
+
+def test_the_table_has_differences_and_the_quartiles_of_the_ratio():
+    a, b = steps('"loss =", 2 * step'), steps('"loss =", 2 * step + (step == 3) / 2')
+    code, out, err = run("compare", a, b, "--steps", 4, "--rounds", 1)
+    assert code == 0, err
+    assert re.search(r"^loss 2 +4 +4 +0 +1\.000$", out, re.MULTILINE)
+    assert re.search(r"^loss 3 +6 +6\.5 +\+0\.5 +1\.083$", out, re.MULTILINE)
+    assert re.search(r"^a loss in all runs, largest spread +0 +0 ", out, re.MULTILINE)
+    assert re.search(r"^time of a step, .* \d\.\d{3} \(\d\.\d{3} to \d\.\d{3}\)$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("text", ["loss 2.5", "Loss: 2.5", "loss=2.5,", "{'loss': '2.5'}", "loss tensor(2.5)"])
+def test_the_default_pattern_finds_a_loss(text):
+    assert re.findall(_LOSS, f"eval_loss 9.9 {text} loss_scale 4") == ["2.5"]
+
+
+def test_a_pattern_that_finds_no_number_is_an_error():
+    code, _, err = run("compare", "echo loss=2.5,", "unused", "--loss", r"loss=(\S+)")
+    assert code == 1
+    assert "Error: --loss or --grad-norm finds no number: could not convert string to float: '2.5,'" in err
+
+
+@pytest.mark.slow
+def test_the_bytes_of_fsdp2_are_those_of_its_parameters():
+    Path("fsdp2.py").write_text(FSDP2)
+    code, out, err = run("compare", f"{TORCHRUN} fsdp2.py", steps('"loss", 1'), "--steps", 4, "--rounds", 1, "--json")
+    assert code == 0, err
+    num_params = 64 * 32 + 32 + 32 * 16 + 16
+    sent = {name: size for name, size in json.loads(out)["bytes"]["A"].items() if not name.startswith("peak")}
+    all_gathers, reductions = 2 * 2 * 2 * num_params, 2 * 4 * num_params  # two micro-batches; forward, backward
+    assert sent == {"all_gather bf16 per step": all_gathers, "reduce_scatter fp32 per step": reductions}
+    assert "B: no bytes, no memory" in err
+
+
+def test_two_ranks_that_print_losses_are_an_error():
+    steps('"loss", 1.0', path="a.py")
+    code, _, err = run("compare", f"{TORCHRUN} a.py", "unused")
+    assert code == 1
+    assert "Error: 2 processes of A print losses" in err
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "sentence"),
+    [
+        ("print('loss', 1); raise OSError('no data here')", [], "A ended with exit code 1, after 1 of 10 losses"),
+        ("print('no data here')", [], "A ended with exit code 0, after 0 of 10 losses (--steps) that match --loss"),
+        ("print('no data here'); time.sleep(600)", ["--timeout", 5], "A was killed after 5 s (--timeout), after 0"),
+    ],
+)
+def test_a_run_without_its_losses_is_an_error_with_the_end_of_its_output(script, arguments, sentence):
+    command = f"{PYTHON} -c {shlex.quote(WITH_CHILD + script)}"
+    code, out, err = run("compare", command, "unused", *arguments)
+    assert (code, out) == (1, "")
+    assert f"Error: {sentence}" in err
+    assert "no data here" in err
+    assert_nothing_runs(2)
+
+
+def test_no_process_is_left_even_one_with_a_session_of_its_own():
+    Path("a.py").write_text(WITH_CHILD + "for _ in range(99): print('loss 1.0'); time.sleep(0.01)")
+    assert run("compare", f"{PYTHON} a.py", f"cd . && {PYTHON} a.py", "--steps", 4, "--rounds", 1)[0] == 0
+    assert_nothing_runs(8)
+
+
+def assert_nothing_runs(num_processes):
+    pids = Path("children").read_text().split()
+    assert len(pids) == num_processes
+    lines = [path.read_bytes() for pid in pids if (path := Path(f"/proc/{pid}/cmdline")).exists()]
+    assert not any(lines), lines  # a zombie has none

@@ -1,0 +1,177 @@
+"""`zeroamp compare`: runs two training commands in pairs, and prints where they differ and what each costs.
+
+The scripts may be of any library: a step is a printed loss. A run is killed after enough of them. torchrun's workers
+have sessions of their own, so /proc finds the processes of a run, by a variable in their environment.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from statistics import median, quantiles
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from zeroamp.cli import observed
+from zeroamp.cli.arguments import positive
+from zeroamp.policies.errors import ConfigError, StepError
+from zeroamp.reporting.tables import Row, render
+
+_NUMBER = r"""['"]?\s*[:=]?\s*['"]?(?:tensor\()?([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))"""
+_LOSS = rf"(?i)\bloss{_NUMBER}"
+_GRAD_NORM = rf"(?i)\bgrad(?:ient)?[_ ]norm{_NUMBER}"
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """What a run printed, and when it printed the losses."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def step_s(self) -> float:
+        """Return the median time between two losses of the second half, in seconds."""
+        return median(later - earlier for earlier, later in pairwise(self.seconds[len(self.seconds) // 2 - 1 :]))
+
+
+def compare(options: Namespace) -> str:
+    """Run two training commands in turn: compare losses, gradient norms, bytes, memory and time.
+
+    zeroamp compare "torchrun --nproc-per-node 2 train.py" "torchrun --nproc-per-node 2 train_zeroamp.py"
+    Step n is the n-th printed loss. Each run is killed after --steps losses: let the script save nothing.
+    """
+    if options.steps < 4:
+        raise ConfigError(f"--steps is {options.steps}, but must be at least 4: half of the losses are warm-up.")
+    commands: dict[str, str] = dict(zip("AB", options.commands, strict=True))
+    num_bytes = {name: _observe(name, command, options) for name, command in commands.items()}
+    runs: dict[str, list[Run]] = {"A": [], "B": []}
+    for number in range(options.rounds):
+        for name in ("AB", "BA")[number % 2]:
+            runs[name].append(_run(name, commands[name], options))
+            sys.stderr.write(f"{name}, run {number + 1} of {options.rounds}: last loss {runs[name][-1].losses[-1]}\n")
+    ratios = [b.step_s() / a.step_s() for a, b in zip(runs["A"], runs["B"], strict=True)]
+    if options.json:
+        data = {"commands": commands, "bytes": num_bytes, "runs": runs, "time_ratios": ratios}
+        text = json.dumps(data, default=asdict)
+        return json.dumps(json.loads(text, parse_constant=str), indent=2)  # strict JSON has no NaN
+    return f"A: {commands['A']}\nB: {commands['B']}\n\n{render(_rows(runs, num_bytes, ratios))}"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the arguments of `compare`."""
+    add = parser.add_argument
+    add("commands", metavar="COMMAND", nargs=2, help="A shell command, in quotes, that prints losses.")
+    add("--steps", metavar="N", type=positive, default=10, help="Losses per run, half of them warm-up. Default: 10.")
+    add("--rounds", metavar="N", type=positive, default=3, help="Pairs of timed runs. Default: 3.")
+    add("--timeout", metavar="SECONDS", type=positive, default=600, help="Of one run. Default: 600.")
+    help = "Regular expression with one group, the number. Default: loss 2.3, loss: 2.3, loss=2.3, {'loss': 2.3}."
+    add("--loss", metavar="REGEX", type=_pattern, default=_LOSS, help=help)
+    add("--grad-norm", metavar="REGEX", type=_pattern, default=_GRAD_NORM, help="The same of the gradient norm.")
+    add("--json", action="store_true", help="One JSON object: all that was measured, in bytes and seconds.")
+
+
+def _pattern(text: str) -> str:
+    with suppress(re.error):
+        if re.compile(text).groups == 1:
+            return text
+    raise ArgumentTypeError(f"{text!r} is not a regular expression with one group (...), around the number.")
+
+
+def _observe(name: str, command: str, options: Namespace) -> dict[str, float]:
+    """Run the command with `observed` before its script, and return what that records; {} if it sees no loss."""
+    script = re.search(r"[^\s'\"]+\.py\b|(?<!\S)-m (?!torch\.|accelerate)", command)  # no -m of a launcher
+    with TemporaryDirectory() as folder:
+        if script is not None:
+            Path(folder, "settings.json").write_text(json.dumps({"loss": options.loss, "steps": options.steps}))
+            before, after = command[: script.start()], command[script.start() :]
+            _run(name, f"{before}{shlex.quote(observed.__file__)} {after}", options, folder)
+        found = [path.read_text() for path in Path(folder).glob("*.observed")]
+    if len(found) > 1:
+        what = "Name one rank in --loss, or start torchrun with --local-ranks-filter 0."
+        raise ConfigError(f"{len(found)} processes of {name} print losses, which mixes their steps. {what}")
+    if not any(found):
+        sys.stderr.write(f"{name}: no bytes, no memory: no FILE.py or -m MODULE in the command prints the losses.\n")
+    return json.loads(found[0]) if any(found) else {}
+
+
+def _run(name: str, command: str, options: Namespace, folder: str = "") -> Run:
+    """Run a command in a shell up to its last loss, and kill all of its processes."""
+    run, output, begin_s = Run(), list[str](), time.perf_counter()
+    folder = folder or f"run {time.time_ns()}"  # marks the processes
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", observed.FOLDER: folder}
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, shell=True, env=environment, text=True, errors="replace", **pipes) as process:
+        ender = threading.Thread(target=_end, args=(process, folder, options.timeout))
+        ender.start()
+        try:
+            for line in process.stdout or ():
+                output.append(line)
+                run.grad_norms += [float(text) for text in re.findall(options.grad_norm, line)]
+                if found := re.search(options.loss, line):
+                    run.seconds.append(time.perf_counter() - begin_s)
+                    run.losses.append(float(found[1]))
+                if len(run.losses) == options.steps:
+                    return run
+            process.wait()
+        except ValueError as error:
+            raise ConfigError(f"--loss or --grad-norm finds no number: {error}. The line is: {line}") from error
+        finally:
+            process.kill()
+            ender.join()
+    is_late = time.perf_counter() - begin_s > options.timeout
+    end = (
+        f"was killed after {options.timeout} s (--timeout)" if is_late else f"ended with exit code {process.returncode}"
+    )
+    raise StepError(
+        f"{name} {end}, after {len(run.losses)} of {options.steps} losses (--steps) that match --loss. The last lines "
+        f"of its output:\n{''.join(output[-20:])}"
+    )
+
+
+def _end(process: subprocess.Popen[str], folder: str, timeout_s: float) -> None:
+    """Kill all processes of a run when its first one has ended, or after the timeout. Others may hold its output."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout_s)
+    process.kill()
+    mark, is_left = f"{observed.FOLDER}={folder}\0".encode(), True
+    while is_left:
+        is_left = process.poll() is None
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if mark in path.read_bytes():
+                    is_left = True
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _rows(runs: dict[str, list[Run]], num_bytes: dict[str, dict[str, float]], ratios: list[float]) -> list[Row]:
+    a, b = runs["A"][0], runs["B"][0]
+    rows = [_row(f"loss {step}", *pair) for step, pair in enumerate(zip(a.losses, b.losses, strict=True), 1)]
+    norms = zip_longest(a.grad_norms, b.grad_norms)
+    rows += [_row(f"gradient norm {step}", *pair) for step, pair in enumerate(norms, 1)]
+    losses = [zip(*(run.losses for run in each), strict=True) for each in runs.values()]
+    rows.append(_row("a loss in all runs, largest spread", *(max(max(of) - min(of) for of in each) for each in losses)))
+    for key in {**num_bytes["A"], **num_bytes["B"]}:
+        sizes = [each.get(key, 0) / 2**20 if each else None for each in num_bytes.values()]
+        if any(sizes):
+            rows.append(_row(f"{key}, MiB", *sizes))
+    low, middle, high = quantiles(ratios * 2 if len(ratios) == 1 else ratios, method="inclusive")
+    times = {"B / A": f"{middle:.3f} ({low:.3f} to {high:.3f})"}
+    return [*rows, _row("time of a step, median (quartiles)", None, None) | times]
+
+
+def _row(what: str, a: float | None, b: float | None) -> Row:
+    row = {"": what, "A": "-" if a is None else f"{a:.7g}", "B": "-" if b is None else f"{b:.7g}"}
+    difference = "-" if a is None or b is None else f"{b - a:+.3g}" if a != b else "0"
+    return {**row, "B - A": difference, "B / A": f"{b / a:.3f}" if a and b is not None else "-"}

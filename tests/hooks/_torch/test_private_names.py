@@ -39,28 +39,19 @@ def _fully_sharded():
 
 
 def _missing_of_fsdp():
-    """Name -> whether it is there and what it is taken for; those that are not."""
+    """The names that FSDP2's classes lack, and those that are not what they are taken for."""
     module = _fully_sharded()
-    state = module._get_fsdp_state()
-    (group,) = _fsdp.groups_of(state)
-    parameter = group.fsdp_params[0]
+    (group,) = _fsdp.groups_of(module._get_fsdp_state())
     methods = ("pre_forward", *_fsdp.COMMUNICATION)
-    there = {name: callable(getattr(group, name, None)) for name in methods}
-    of_group = ("reduce_grads", "all_reduce_grads", "unshard_async_op")
-    there |= {name: hasattr(group, name) for name in of_group}
+    of_group = (*methods, "reduce_grads", "all_reduce_grads", "unshard_async_op", "post_forward_mesh_info")
     of_parameters = ("sharded_param", "unsharded_param", "unsharded_accumulated_grad")
     of_parameters += ("fsdp_placement", "sharded_size", "contiguous_sharded_stride")
-    there |= {name: hasattr(parameter, name) for name in of_parameters}
-    there["post_forward_mesh_info"] = hasattr(group, "post_forward_mesh_info")
-    groups = [
-        "shard_process_group",
-        "shard_mesh_dim",
-        "shard_mesh_size",
-    ]
-    there |= {name: hasattr(group.mesh_info, name) for name in groups}
-    there["gradient_divide_factor"] = _fsdp.divide_factor(module) is None
-    there["_timeout"] = isinstance(_fsdp.timeout_of(dist.group.WORLD, "cpu"), timedelta)
-    return [name for name, is_there in there.items() if not is_there]
+    of_mesh = ("shard_process_group", "shard_mesh_dim", "shard_mesh_size")
+    places = ((group, of_group), (group.fsdp_params[0], of_parameters), (group.mesh_info, of_mesh))
+    lacking = [name for owner, names in places for name in names if not hasattr(owner, name)]
+    lacking += [name for name in methods if not callable(getattr(group, name, None))]
+    lacking += ["gradient_divide_factor"] * (_fsdp.divide_factor(module) is not None)
+    return lacking + ["_timeout"] * (not isinstance(_fsdp.timeout_of(dist.group.WORLD, "cpu"), timedelta))
 
 
 def _of_replicas():

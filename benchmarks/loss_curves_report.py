@@ -18,26 +18,32 @@ from tabulate import tabulate
 
 from benchmarks.loss_curves import METHODS, RANKS, SETTINGS
 
-Results = dict[tuple[str, int], list[dict[str, Any]]]
-"""(method, ranks), or ("", ranks) for errors -> one result per seed."""
+Results = dict[tuple[str, int], dict[str, dict[str, Any]]]
+"""(method, ranks), or ("", ranks) for errors -> seed -> result."""
 BASE = "autocast, fp32 sum"
 COLOURS = dict(zip(METHODS, matplotlib.color_sequences["tab10"], strict=False))
 
 
 def read(folder: Path, model: str) -> Results:
     """Return the results of a model. Unfinished ones are left out."""
-    found: Results = defaultdict(list)
+    found: Results = defaultdict(dict)
     for path in sorted(folder.glob(f"{model}, *.json")):
         text = path.read_text()
-        *method, ranks, _ = path.stem.removeprefix(f"{model}, ").split(", ")
+        *method, ranks, seed = path.stem.removeprefix(f"{model}, ").split(", ")
         if text:
-            found[", ".join(method), int(ranks.split()[0])].append(json.loads(text))
+            found[", ".join(method), int(ranks.split()[0])][seed] = json.loads(text)
     return found
 
 
 def last(result: dict[str, Any]) -> float:
     """Return the validation loss after the last step."""
     return float(list(result["validation"].values())[-1])
+
+
+def differences(curves: Results, name: str, ranks: int) -> list[float]:
+    """Return the last loss minus that of the fp32 sum with the same ranks, of each seed that has both."""
+    base, found = curves[BASE, ranks], {} if name == BASE else curves[name, ranks]
+    return [last(found[seed]) - last(base[seed]) for seed in found if seed in base]
 
 
 def spread(values: Iterable[float], form: str) -> str:
@@ -55,11 +61,7 @@ def by_ranks(names: Iterable[str], cell: Callable[[str, int], str]) -> str:
 
 def tables(model: str, curves: Results, errors: Results) -> str:
     """Return the Markdown about a model."""
-    setting, per_seed = SETTINGS[model], {ranks: errors["", ranks] for ranks in RANKS}
-
-    def differences(name: str, ranks: int) -> str:
-        pairs = zip(curves[name, ranks], curves[BASE, ranks], strict=False)
-        return spread((last(one) - last(base) for one, base in pairs), "+.4f") if name != BASE else ""
+    setting, per_seed = SETTINGS[model], {ranks: list(errors["", ranks].values()) for ranks in RANKS}
 
     def error(kind: str) -> Callable[[str, int], str]:
         return lambda name, ranks: spread(
@@ -79,9 +81,9 @@ def tables(model: str, curves: Results, errors: Results) -> str:
             f"## {model}",
             f"{setting.steps} steps of {setting.samples:,} samples of {setting.length} tokens, three seeds.",
             "Validation loss after the last step: mean of the seeds (least to most).",
-            by_ranks(METHODS, lambda name, ranks: spread(map(last, curves[name, ranks]), ".4f")),
+            by_ranks(METHODS, lambda name, ranks: spread(map(last, curves[name, ranks].values()), ".4f")),
             f'The same, minus the loss of "{BASE}" with the same seed and ranks.',
-            by_ranks(METHODS, differences),
+            by_ranks(METHODS, lambda name, ranks: spread(differences(curves, name, ranks), "+.4f")),
             "Error of the sum: |sum - exact| / |exact| over all parameters, where exact is the fp64 sum of the same "
             "gradients of the ranks.",
             by_ranks(names, error("of the sum")),
@@ -96,34 +98,36 @@ def tables(model: str, curves: Results, errors: Results) -> str:
 
 def draw(found: dict[str, tuple[Results, Results]], picture: Path) -> None:
     """Draw a row per model: validation loss by step, last loss by ranks, error of the sum by ranks."""
-    pyplot.rcParams["svg.hashsalt"] = "zeroamp"
     figure, axes = pyplot.subplots(len(found), 3, figsize=(13, 3.8 * len(found)), squeeze=False, layout="constrained")
     for (model, (curves, errors)), (of_steps, of_ranks, of_sums) in zip(found.items(), axes, strict=True):
-        most = max(ranks for name, ranks in curves if name)
+        most = max(ranks for (_, ranks), seeds in curves.items() if seeds)
         for name, colour in COLOURS.items():
-            if results := curves[name, most]:
+            if results := list(curves[name, most].values()):
                 seeds = [list(map(float, result["validation"].values())) for result in results]
                 steps = list(map(int, results[0]["validation"]))
                 of_steps.plot(steps, [mean(column) for column in zip(*seeds, strict=True)], color=colour, label=name)
-            points = [(ranks, list(map(last, curves[name, ranks]))) for ranks in RANKS if curves[name, ranks]]
-            x, middle = [ranks for ranks, _ in points], [mean(values) for _, values in points]
-            bars = [[middle[i] - min(values) for i, (_, values) in enumerate(points)],
-                    [max(values) - middle[i] for i, (_, values) in enumerate(points)]]  # fmt: skip
-            of_ranks.errorbar(x, middle, yerr=bars, color=colour, marker="o", capsize=3)
+            points = [(ranks, values) for ranks in RANKS if (values := differences(curves, name, ranks))]
+            middle = [mean(values) for _, values in points]
+            below = [mean(values) - min(values) for _, values in points]
+            above = [max(values) - mean(values) for _, values in points]
+            x = [ranks for ranks, _ in points]
+            of_ranks.errorbar(x, middle, yerr=[below, above], color=colour, marker="o", capsize=3)
             sums = [
-                (ranks, mean(each["of the sum"][name]["all"] for each in errors["", ranks]))
+                (ranks, mean(each["of the sum"][name]["all"] for each in errors["", ranks].values()))
                 for ranks in RANKS
-                if errors["", ranks] and name in errors["", ranks][0]["of the sum"]
+                if any(name in each["of the sum"] for each in errors["", ranks].values())
             ]
-            of_sums.plot(*zip(*sums, strict=True), color=colour, marker="o") if sums else None
+            if sums:
+                style = "--" if name == "autocast, bf16 ring" else "-"  # it lies on "all bf16"
+                of_sums.plot(*zip(*sums, strict=True), style, color=colour, marker="o")
         of_steps.set(title=f"{model}: validation loss, {most:,} ranks", xlabel="optimizer step")
-        of_ranks.set(title=f"{model}: last validation loss, three seeds", xlabel="ranks", xscale="log", xticks=RANKS)
+        of_ranks.set(title=f'{model}: last loss minus that of "{BASE}"', xlabel="ranks", xscale="log")
         of_sums.set(title=f"{model}: error of the sum over ranks", xlabel="ranks", xscale="log", yscale="log")
         for axis in (of_ranks, of_sums):
             axis.set_xticks(RANKS, [f"{ranks:,}" for ranks in RANKS])
             axis.minorticks_off()
     axes[0][0].legend(fontsize=8)
-    figure.savefig(picture, metadata={"Date": None})
+    figure.savefig(picture)
 
 
 def main() -> None:
@@ -135,10 +139,8 @@ def main() -> None:
     found = {
         model: (read(options.curves / "curves", model), read(options.curves / "errors", model)) for model in SETTINGS
     }
-    hours = (
-        sum(result["CPU seconds"] for curves, _ in found.values() for results in curves.values() for result in results)
-        / 3600
-    )
+    all_curves = [result for curves, _ in found.values() for seeds in curves.values() for result in seeds.values()]
+    hours = sum(result["CPU seconds"] for result in all_curves) / 3600
     checks = [path.read_text().strip() for path in sorted(options.curves.glob("check-*.txt"))]
     parts = [f"The curves took {hours:.1f} hours of one core.", *checks]
     parts += [tables(model, *results) for model, results in found.items()]

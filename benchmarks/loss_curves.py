@@ -207,24 +207,35 @@ def train(setting: Setting, method: Method, num_ranks: int, seed: int) -> tuple[
     return masters, {"training": losses, "validation": validation}
 
 
+def is_claimed(path: Path) -> bool:
+    """Make an empty file and return True, or return False if it exists: a result, or another process works on it.
+
+    A process that was killed leaves an empty file. Delete it before the next start.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 def run_curves(options: argparse.Namespace) -> None:
     """Train all curves that have no file yet."""
     for seed in options.seeds:
         for num_ranks in options.ranks:
             for name in options.only or METHODS:
                 path = options.out / "curves" / f"{options.model}, {name}, {num_ranks} ranks, seed {seed}.json"
-                if path.exists():
+                if not is_claimed(path):
                     continue
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.touch(exist_ok=False)  # this process has it
                 began, cpu_began = time.monotonic(), time.process_time()
                 masters, found = train(SETTINGS[options.model], METHODS[name], num_ranks, seed)
                 found["seconds"] = round(time.monotonic() - began)
                 found["CPU seconds"] = round(time.process_time() - cpu_began)
-                path.write_text(json.dumps(found) + "\n")
-                print(path.stem, found["validation"], found["seconds"], flush=True)
                 if name == "autocast, fp32 sum" and num_ranks == min(RANKS):
                     torch.save(masters.state_dict(), options.out / f"{options.model}-{seed}.pt")
+                path.write_text(json.dumps(found) + "\n")
+                print(path.stem, found["validation"], found["seconds"], flush=True)
 
 
 def run_errors(options: argparse.Namespace) -> None:
@@ -239,10 +250,8 @@ def run_errors(options: argparse.Namespace) -> None:
         noise = distance(fp32_gradient(masters, *other), exact)
         for num_ranks in options.ranks:
             path = options.out / "errors" / f"{options.model}, {num_ranks} ranks, seed {seed}.json"
-            if path.exists():
+            if not is_claimed(path):
                 continue
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
             sums = {name: method.add for name, method in METHODS.items() if method.params == torch.float32}
             means = Gradients(masters, *batch, num_ranks).mean({**sums, "exact": virtual_ranks.exact_sum})
             of_sum = {name: distance(means[name], means["exact"]) for name in sums}

@@ -75,12 +75,16 @@ def tables(model: str, curves: Results, errors: Results) -> str:
         [layer, *(f"{mean(each['of the sum'][name][layer] for each in per_seed[most]):.1e}" for name in names)]
         for layer in layers
     ]
+    done = ", ".join(
+        f"{len(seeds)} of {name}, {ranks:,} ranks" for (name, ranks), seeds in curves.items() if len(seeds) < 3
+    )
     noise = spread((each["noise"]["all"] for each in per_seed[most]), ".2f")
     return "\n\n".join(
         [
             f"## {model}",
-            f"{setting.steps} steps of {setting.samples:,} samples of {setting.length} tokens, three seeds.",
-            "Validation loss after the last step: mean of the seeds (least to most).",
+            f"{setting.steps} steps of {setting.samples:,} samples of {setting.length} tokens.",
+            "Validation loss after the last step, in the numerics of the training: mean of the seeds (least to "
+            f"most). {'Less than three seeds: ' + done if done else ''}",
             by_ranks(METHODS, lambda name, ranks: spread(map(last, curves[name, ranks].values()), ".4f")),
             f'The same, minus the loss of "{BASE}" with the same seed and ranks.',
             by_ranks(METHODS, lambda name, ranks: spread(differences(curves, name, ranks), "+.4f")),

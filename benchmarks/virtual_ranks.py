@@ -3,8 +3,8 @@
 [Note: Gradients of virtual ranks]
 One forward and backward runs over the samples of many ranks. It computes no gradient of a weight: hooks retain the
 input of each layer and the gradient of its output, and the gradients of all ranks follow from these, layer by layer, by
-the operations of autograd, for as many output rows at a time as fit the cache. So memory does not grow with the
-number of ranks times the number of weights. `benchmarks.loss_curves --check` compares the result with 8 processes.
+the operations of autograd, at most BLOCK elements of all ranks at a time. So memory does not grow with the number of
+ranks times the number of weights. `benchmarks.loss_curves --check` compares the result with 8 processes.
 """
 
 from collections.abc import Callable, Iterator

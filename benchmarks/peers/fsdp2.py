@@ -14,10 +14,15 @@ FP32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float3
 
 
 def build(setup: Setup, *, precision: MixedPrecisionPolicy, reshard: bool) -> Engine:
-    """Shard a model. With fp32 parameters its forward runs under torch.autocast."""
+    """Shard a model. With fp32 parameters its forward runs under torch.autocast.
+
+    `reshard`: of the blocks. The root then has FSDP2's default, which is not to reshard it. Records before 2026-11-26
+    reshard the root too.
+    """
     model = setup.model()
-    for module in (*model.blocks, model):
-        fully_shard(module, mp_policy=precision, reshard_after_forward=reshard)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=precision, reshard_after_forward=reshard)
+    fully_shard(model, mp_policy=precision, reshard_after_forward=None if reshard else False)
     optimizer = setup.optimizer(model)
     parameters = list(model.parameters())
 

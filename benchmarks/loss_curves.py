@@ -298,10 +298,12 @@ def check(options: argparse.Namespace) -> None:
     from tests.processes import ranks as rank_processes
 
     rank_processes.CALL_TIMEOUT_S = 1800
-    ranks = rank_processes.Ranks(8)
     setting = replace(SETTINGS[options.model], steps=CHECKED_STEPS)
-    real = ranks.run(train_on_ranks, options.model)[0]
-    ranks.stop()
+    ranks = rank_processes.Ranks(8)
+    try:
+        real = ranks.run(train_on_ranks, options.model)[0]
+    finally:
+        ranks.stop()
     virtual_ranks.TOKENS = setting.samples * setting.length // 8  # a product of other size may have other last bits
     masters, _ = train(setting, METHODS["zeroamp"], 8, seed=0)
     differ = [name for name, parameter in masters.named_parameters() if not torch.equal(parameter, real[name])]

@@ -175,6 +175,8 @@ def _of_layer(module: nn.Module, x: torch.Tensor, gradient: torch.Tensor, part: 
         return torch.bmm(gradient[:, :, part].transpose(1, 2), x).flatten(1)
     if isinstance(module, nn.Embedding):
         is_here = (x >= part.start) & (x < part.stop)
+        if module.padding_idx is not None:  # its row has no gradient
+            is_here &= x != module.padding_idx
         places = (torch.arange(num_ranks)[:, None] * num_rows + x - part.start)[is_here]
         rows = torch.ops.aten.embedding_dense_backward(gradient[is_here], places, num_ranks * num_rows, -1, False)
         return rows.view(num_ranks, -1)

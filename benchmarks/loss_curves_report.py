@@ -1,4 +1,4 @@
-"""Writes the record and the picture of `benchmarks.loss_curves`.
+"""Writes the record and the picture of `benchmarks.loss_curves`. A model without curves or errors is left out.
 
 python -m benchmarks.loss_curves_report --curves FOLDER --out FOLDER --picture FILE.svg
 """
@@ -143,6 +143,7 @@ def main() -> None:
     found = {
         model: (read(options.curves / "curves", model), read(options.curves / "errors", model)) for model in SETTINGS
     }
+    found = {model: results for model, results in found.items() if all(results)}
     all_curves = [result for curves, _ in found.values() for seeds in curves.values() for result in seeds.values()]
     hours = sum(result["CPU seconds"] for result in all_curves) / 3600
     checks = [path.read_text().strip() for path in sorted(options.curves.glob("check-*.txt"))]

@@ -241,6 +241,7 @@ def run_curves(options: argparse.Namespace) -> None:
 def run_errors(options: argparse.Namespace) -> None:
     """Measure the errors of gradients at the trained weights of each seed."""
     setting = SETTINGS[options.model]
+    virtual_ranks.TOKENS = 2**9  # less memory beside the inputs and gradients of all layers, which are retained
     for seed in options.seeds:
         masters = setting.load(seed)
         masters.load_state_dict(torch.load(options.out / f"{options.model}-{seed}.pt"))

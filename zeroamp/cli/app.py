@@ -63,6 +63,8 @@ def check(options: Namespace) -> str:
     if options.model is None and (options.auto_wrap is not None or options.inputs is not None):
         raise ConfigError("--auto-wrap and --inputs are about a model. Name one with --model, or leave them out.")
     policy = zeroamp.policy_from_config({}) if options.config is None else _policy(options, options.world_size)
+    if options.world_size is not None:
+        ranks_at(policy, options.world_size)
     lines = [] if options.config is None else [str(options.config)]
     lines.append(policy.report(defaults=options.all))
     if not options.all:

@@ -53,6 +53,7 @@ def compare(options: Namespace) -> str:
     """
     if options.steps < 4:
         raise ConfigError(f"--steps is {options.steps}, but must be at least 4: half of the losses are warm-up.")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends the run's processes, as Ctrl-C does
     commands: dict[str, str] = dict(zip("AB", options.commands, strict=True))
     num_bytes = {name: _observe(name, command, options) for name, command in commands.items()}
     runs: dict[str, list[Run]] = {"A": [], "B": []}

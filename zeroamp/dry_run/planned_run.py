@@ -143,7 +143,10 @@ class RunPlan:
 
 def _kind_row(stage: StagePlan) -> Row:
     on_host, peak = stage.memory.on_host, stage.memory.peak()
-    return {"stage": stage.stage, **{f"{kind}{' (host)' * (kind in on_host)}": peak[kind] for kind in KINDS}}
+    row: Row = {"stage": stage.stage, **{f"{kind}{' (host)' * (kind in on_host)}": peak[kind] for kind in KINDS}}
+    if stage.memory.host_activations:
+        row["activations (host)"] = stage.memory.host_activations
+    return row
 
 
 def _yes(value: bool) -> str:

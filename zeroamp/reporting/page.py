@@ -61,7 +61,7 @@ def html_page(kind: PageKind, title: str, subtitle: str, data: Mapping[str, Any]
 
 
 def check_page(path: Path) -> None:
-    """Create the file of a page, before computing what it shows.
+    """Check that the file of a page can be written, before computing what it shows.
 
     Raises:
         ConfigError: plotly is not installed, the path is a folder, or the file cannot be written.
@@ -71,7 +71,10 @@ def check_page(path: Path) -> None:
         raise ConfigError(f"--html: '{path}' is a folder. Name a file.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+        with path.open("a") as file:
+            is_empty = file.tell() == 0
+        if is_empty:
+            path.unlink()  # a command that fails leaves no page
     except OSError as error:
         raise ConfigError(f"--html: '{path}' cannot be written ({error.strerror}). Name another file.") from error
 

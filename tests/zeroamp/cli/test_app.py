@@ -209,6 +209,14 @@ def test_explain_counts_bytes_per_rank_where_the_ranks_are_said(tmp_path, net, m
     assert "The number of ranks is not known" not in run("explain", path, "--model", net, "--world-size", 8)[1]
 
 
+def test_check_refuses_replicas_that_do_not_divide_the_ranks(tmp_path):
+    (tmp_path / "zero.json").write_text(json.dumps(config(3, zeroamp={"dp_replicate_size": 2})))
+    assert run("check", tmp_path / "zero.json", "--world-size", 4)[0] == 0
+    code, _, err = run("check", tmp_path / "zero.json", "--world-size", 3)
+    assert code == 1
+    assert "zeroamp.dp_replicate_size must" in err
+
+
 def test_explain_as_json_is_one_object_whatever_the_factory_prints(cfg, net):
     code, out, err = run("explain", cfg, "--model", net.replace("Net", "talk"), "--json")
     ledger = json.loads(out)

@@ -3,7 +3,9 @@
 import json
 import re
 import shlex
+import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -149,6 +151,17 @@ def test_no_process_is_left_even_one_with_a_session_of_its_own():
     Path("a.py").write_text(WITH_CHILD + "for _ in range(99): print('loss 1.0'); time.sleep(0.01)")
     assert run("compare", f"{PYTHON} a.py", f"cd . && {PYTHON} a.py", "--steps", 4, "--rounds", 1)[0] == 0
     assert_nothing_runs(8)
+
+
+def test_a_signal_ends_the_run_and_its_processes():
+    script = f"{PYTHON} -c {shlex.quote(WITH_CHILD + 'time.sleep(600)')}"
+    command = [sys.executable, "-m", "zeroamp", "compare", script, "unused", "--timeout", "60"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        while process.poll() is None and not Path("children").exists():
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait() != 0
+    assert_nothing_runs(2)
 
 
 def assert_nothing_runs(num_processes):

@@ -97,6 +97,8 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_work(tmp_path):
         assert "cannot be written" in err
         assert "is a folder" in run(*command, "--html", tmp_path)[2]
         assert "built" not in err
+        assert "no.such" in run(*command, "--html", tmp_path / "page.html", "--model", "no.such:model")[2]
+        assert not (tmp_path / "page.html").exists()
 
 
 def test_without_plotly_the_message_says_what_to_install(tmp_path, monkeypatch):

@@ -19,10 +19,10 @@ def arguments(tmp_path, python_file):
 
 def test_it_prints_tables(arguments, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")  # so that no header is wrapped
-    code, out, err = run(*arguments, "--batch", 4, "--seq", 3)
+    code, out, err = run(*arguments, "--batch", 4, "--seq", 3, "--offload-activations")
     assert (code, err) == (0, "")
     assert "mode autocast, 8 ranks, 1 x batch 4 x 3 per rank" in out
-    assert {"peak", "fits", "traffic"} <= set(out.split())
+    assert {"peak", "fits", "traffic", "(host)"} <= set(out.split())
 
 
 def test_options_reach_the_plan(arguments):

@@ -136,6 +136,7 @@ def _dims(dp=2, cp=1, tp=1):
 
     warnings.filterwarnings("ignore", category=UserWarning)  # of DTensor and of compilation
     warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=".*should not be instantiated")  # of Dynamo
     parallel_dims.device_type = "cpu"  # it takes "cuda" where there is no accelerator
     utils.set_spmd_backend(BACKEND)
     sizes = {"dp_shard": dp, "cp": cp, "tp": tp, "world_size": dp * cp * tp}

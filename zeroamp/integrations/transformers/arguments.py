@@ -13,6 +13,7 @@ from zeroamp.integrations.accelerate.arguments import asked_precision
 from zeroamp.integrations.config_values import CLIPPING, STEPS, KnownValues, fill_config
 from zeroamp.module_dtypes.patterns import find_matches
 from zeroamp.planning.parameter_uses import modules_around
+from zeroamp.policies.auto_wrap import named_by
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import ConfigLike
 
@@ -107,11 +108,11 @@ def override_of_head(model: Any, own: Iterable[Mapping[str, Any]]) -> Iterator[d
     Nothing is yielded if one of `own`, the overrides of the config, applies to the head: only the first that matches
     would apply.
     """
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head, embedding = named_by(model, "get_output_embeddings"), named_by(model, "get_input_embeddings")
     weight = getattr(head, "weight", None)
     if weight is None or not weight.requires_grad or weight.dtype != torch.float32:
         return
-    if weight is model.get_input_embeddings().weight:
+    if weight is getattr(embedding, "weight", None):
         return
     name = next(fqn for fqn, module in model.named_modules() if module is head)
     around = {"", name, *modules_around(name)}

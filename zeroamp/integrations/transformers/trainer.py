@@ -137,6 +137,7 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
         """Return the config with its "auto" values filled from the arguments, and from a model if there is one."""
         num_steps = None if model is None else self._num_training_steps()
         filled = fill_auto(self._config(), self.args, model, num_steps)
+        policy_from_config(without_open_keys(filled))  # an error in the config comes before code that reads its blocks
         # Liger's fused cross entropy reads the head's weight outside of its module. It is on unless it is switched off.
         kernels = {"fused_linear_cross_entropy": True} | (self.args.liger_kernel_config or {})
         reads_head = self.args.use_liger_kernel and kernels["fused_linear_cross_entropy"]

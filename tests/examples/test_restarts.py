@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -52,14 +53,19 @@ class Run:
         self.process.wait()
 
     def _kill(self):
-        for rank in self.ranks():
-            os.kill(rank, signal.SIGKILL)
-        os.killpg(self.process.pid, signal.SIGKILL)
+        ranks = self.ranks()
+        os.killpg(self.process.pid, signal.SIGKILL)  # first torchrun: it would start the ranks again
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
 
     def ranks(self):
         """Process ids, in rank order."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        scripts = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+        scripts = {}
+        for pid in children:
+            with suppress(OSError):  # it has ended
+                scripts[int(pid)] = Path(f"/proc/{pid}/cmdline").read_bytes()
         return [pid for pid, command in scripts.items() if b"finetune_llama.py" in command]
 
     def wait_for(self, pattern):

@@ -63,8 +63,6 @@ def check(options: Namespace) -> str:
     if options.model is None and (options.auto_wrap is not None or options.inputs is not None):
         raise ConfigError("--auto-wrap and --inputs are about a model. Name one with --model, or leave them out.")
     policy = zeroamp.policy_from_config({}) if options.config is None else _policy(options, options.world_size)
-    if options.world_size is not None:
-        ranks_at(policy, options.world_size)
     lines = [] if options.config is None else [str(options.config)]
     lines.append(policy.report(defaults=options.all))
     if not options.all:
@@ -222,7 +220,10 @@ def parsers() -> list[ArgumentParser]:
 def _policy(options: Namespace, num_ranks: int | None) -> Policy:
     """Return the policy of the config. A mistake in it is an error whose text begins with the path."""
     try:
-        return zeroamp.policy_from_config(options.config, world_size=num_ranks, **dict(options.auto))
+        policy = zeroamp.policy_from_config(options.config, world_size=num_ranks, **dict(options.auto))
+        if num_ranks is not None:
+            ranks_at(policy, num_ranks)
+        return policy
     except ConfigError as error:
         text = str(error)
         raise ConfigError(text if str(options.config) in text else f"{options.config}: {text}") from error

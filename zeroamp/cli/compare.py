@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -53,14 +54,15 @@ def compare(options: Namespace) -> str:
     """
     if options.steps < 4:
         raise ConfigError(f"--steps is {options.steps}, but must be at least 4: half of the losses are warm-up.")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends the run's processes, as Ctrl-C does
     commands: dict[str, str] = dict(zip("AB", options.commands, strict=True))
-    num_bytes = {name: _observe(name, command, options) for name, command in commands.items()}
     runs: dict[str, list[Run]] = {"A": [], "B": []}
-    for number in range(options.rounds):
-        for name in ("AB", "BA")[number % 2]:
-            runs[name].append(_run(name, commands[name], options))
-            sys.stderr.write(f"{name}, run {number + 1} of {options.rounds}: last loss {runs[name][-1].losses[-1]}\n")
+    with _signals_interrupt():
+        num_bytes = {name: _observe(name, command, options) for name, command in commands.items()}
+        for number in range(options.rounds):
+            for name in ("AB", "BA")[number % 2]:
+                runs[name].append(_run(name, commands[name], options))
+                last = runs[name][-1].losses[-1]
+                sys.stderr.write(f"{name}, run {number + 1} of {options.rounds}: last loss {last}\n")
     ratios = [b.step_s() / a.step_s() for a, b in zip(runs["A"], runs["B"], strict=True)]
     if options.json:
         data = {"commands": commands, "bytes": num_bytes, "runs": runs, "time_ratios": ratios}
@@ -80,6 +82,20 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--loss", metavar="REGEX", type=_pattern, default=_LOSS, help=help)
     add("--grad-norm", metavar="REGEX", type=_pattern, default=_GRAD_NORM, help="The same of the gradient norm.")
     add("--json", action="store_true", help="One JSON object: all that was measured, in bytes and seconds.")
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP interrupt as Ctrl-C does, so that the processes of a run are killed."""
+    numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    ours = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]  # nohup ignores SIGHUP
+    for number in ours:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _pattern(text: str) -> str:
@@ -114,8 +130,8 @@ def _run(name: str, command: str, options: Namespace, folder: str = "") -> Run:
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(command, shell=True, env=environment, text=True, errors="replace", **pipes) as process:
         ender = threading.Thread(target=_end, args=(process, folder, options.timeout))
-        ender.start()
         try:
+            ender.start()
             for line in process.stdout or ():
                 output.append(line)
                 run.grad_norms += [float(text) for text in re.findall(options.grad_norm, line)]
@@ -129,7 +145,8 @@ def _run(name: str, command: str, options: Namespace, folder: str = "") -> Run:
             raise ConfigError(f"--loss or --grad-norm finds no number: {error}. The line is: {line}") from error
         finally:
             process.kill()
-            ender.join()
+            if ender.is_alive():
+                ender.join()
     is_late = time.perf_counter() - begin_s > options.timeout
     end = (
         f"was killed after {options.timeout} s (--timeout)" if is_late else f"ended with exit code {process.returncode}"

@@ -143,9 +143,11 @@ class RunPlan:
 
 def _kind_row(stage: StagePlan) -> Row:
     on_host, peak = stage.memory.on_host, stage.memory.peak()
-    row: Row = {"stage": stage.stage, **{f"{kind}{' (host)' * (kind in on_host)}": peak[kind] for kind in KINDS}}
-    if stage.memory.host_activations:
-        row["activations (host)"] = stage.memory.host_activations
+    row: Row = {"stage": stage.stage}
+    for kind in KINDS:
+        row[f"{kind}{' (host)' * (kind in on_host)}"] = peak[kind]
+        if kind == "activations" and stage.memory.host_activations:
+            row["activations (host)"] = stage.memory.host_activations
     return row
 
 

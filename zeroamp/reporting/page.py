@@ -71,9 +71,9 @@ def check_page(path: Path) -> None:
         raise ConfigError(f"--html: '{path}' is a folder. Name a file.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            is_empty = file.tell() == 0
-        if is_empty:
+        is_new = not path.exists() and not path.is_symlink()
+        path.touch()
+        if is_new:
             path.unlink()  # a command that fails leaves no page
     except OSError as error:
         raise ConfigError(f"--html: '{path}' cannot be written ({error.strerror}). Name another file.") from error

@@ -214,7 +214,7 @@ def test_check_refuses_replicas_that_do_not_divide_the_ranks(tmp_path):
     assert run("check", tmp_path / "zero.json", "--world-size", 4)[0] == 0
     code, _, err = run("check", tmp_path / "zero.json", "--world-size", 3)
     assert code == 1
-    assert "zeroamp.dp_replicate_size must" in err
+    assert f"{tmp_path / 'zero.json'}: zeroamp.dp_replicate_size must" in err
 
 
 def test_explain_as_json_is_one_object_whatever_the_factory_prints(cfg, net):

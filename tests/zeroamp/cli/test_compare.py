@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -157,10 +158,11 @@ def test_a_signal_ends_the_run_and_its_processes():
     script = f"{PYTHON} -c {shlex.quote(WITH_CHILD + 'time.sleep(600)')}"
     command = [sys.executable, "-m", "zeroamp", "compare", script, "unused", "--timeout", "60"]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        while process.poll() is None and not Path("children").exists():
+        children = Path("children")
+        while process.poll() is None and not (children.exists() and len(children.read_text().split()) == 2):
             time.sleep(0.1)
         process.terminate()
-        assert process.wait() != 0
+        assert process.wait() == -signal.SIGINT
     assert_nothing_runs(2)
 
 

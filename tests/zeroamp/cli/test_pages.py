@@ -99,6 +99,9 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_work(tmp_path):
         assert "built" not in err
         assert "no.such" in run(*command, "--html", tmp_path / "page.html", "--model", "no.such:model")[2]
         assert not (tmp_path / "page.html").exists()
+    (tmp_path / "link.html").symlink_to(tmp_path / "page.html")
+    assert run(*command, "--html", tmp_path / "link.html", "--model", "no.such:model")[0] == 1
+    assert (tmp_path / "link.html").is_symlink()
 
 
 def test_without_plotly_the_message_says_what_to_install(tmp_path, monkeypatch):

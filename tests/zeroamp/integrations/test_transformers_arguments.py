@@ -167,10 +167,9 @@ def test_a_model_that_is_spread_over_devices_and_a_sum_of_gradients_are_refused(
         trainer_of(3, tmp_path, {"zeroamp": {"reduce": "sum"}})
 
 
-@pytest.mark.parametrize("block", [None, {"overrides": [{"communication": "bf16"}]}])
-def test_a_malformed_config_is_an_error_before_its_blocks_are_read(tmp_path, block):
-    """Liger's kernels add an override to those of the config."""
-    args = arguments(3, tmp_path, {"zeroamp": block})
+def test_a_malformed_config_is_an_error_before_its_blocks_are_read(tmp_path):
+    """Liger's kernels add keys to the block."""
+    args = arguments(3, tmp_path, {"zeroamp": None})
     args.use_liger_kernel = True
-    with pytest.raises(zeroamp.ConfigError, match="zeroamp"):
+    with pytest.raises(zeroamp.ConfigError, match="zeroamp must"):
         trainer_of(3, tmp_path, args=args)

@@ -19,6 +19,13 @@ A head may run for each chunk of a sequence, and is better not resharded in betw
 run of a forward ends the group's backward, because the backward of that run comes last. If further gradients of the
 group come after it, FSDP2 reduces them at the end of the whole backward.
 
+[Note: The rest of a backward]
+Autograd ends a unit's backward only if an input of the unit requires a gradient. FSDP2 reduces the other groups when
+the whole backward ends, in the order of the module tree, the root first. If the first block gets the output of a frozen
+embedding on one rank, and that plus the output of a vision part on another, the ranks would reduce the block's group
+and the root's in other orders, and add the gradients of one to those of the other. So the rest is reduced in the order
+in which autograd would have done it: the group that began its first forward last comes first, the root comes last.
+
 [Note: Sums that await their replicas]
 With HSDP, each replica sums the micro-batches of an optimizer step, and these sums are summed over replicas once. FSDP2
 adds the reductions of the micro-batches in `parameter.grad`. The hook of the last one moves them from there into the
@@ -44,13 +51,40 @@ from zeroamp.hooks.tensors import hold_for_current_stream
 from zeroamp.policies.errors import WrapError
 
 
+class _RestOfBackward:
+    """Reduces the groups of a root that autograd has not reached: see [Note: The rest of a backward]."""
+
+    def __init__(self) -> None:
+        self.groups: list[GroupGradients] = []
+        self.num_forwards = 0
+        """Forwards of all groups so far, with gradients on."""
+        self._is_running = False
+
+    def begins(self) -> bool:
+        """Return whether FSDP2 has begun to end a backward: it calls the first group outside of autograd's nodes."""
+        return not self._is_running and is_in_backward() and not runs_autograd_node()
+
+    def run(self) -> None:
+        """Reduce the rest. FSDP2 then finds that these groups have ended their backward."""
+        self._is_running = True
+        try:
+            for each in sorted(self.groups, key=lambda each: each.first_forward, reverse=True):
+                if not each.group.has_ended_backward:
+                    each.group.end_backward()
+        finally:
+            self._is_running = False
+
+
 class GroupGradients:
     """Tracks which parameters of a group this rank used, and completes the group's gradients before a reduction."""
 
-    def __init__(self, group: ParameterGroup, module: FSDPModule) -> None:
-        """Take the group, and the unit or group holder that has it."""
+    def __init__(self, group: ParameterGroup, module: FSDPModule, rest: _RestOfBackward) -> None:
+        """Take the group, the unit or group holder that has it, and what all groups of the root share."""
         self.group = group
         self.module = module
+        self.first_forward = 0
+        """The number, among those of all groups, of the first forward whose backward has not ended."""
+        self._rest = rest
         self._num_forwards = 0  # with gradients on, whose backward has not ended
         self._reduces_once = False
         self._is_pending = False  # a backward ended without a reduction
@@ -168,7 +202,11 @@ class GroupGradients:
                 parameter.grad = None
 
     def _pre_forward(self, *args: Any) -> Any:
-        self._num_forwards += torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self._rest.num_forwards += 1
+            if self._num_forwards == 0:
+                self.first_forward = self._rest.num_forwards
+            self._num_forwards += 1
         if replaced := self.group.follow_changes():
             raise WrapError(
                 f"The FSDP unit of {replaced} was called with another tensor in the place of that parameter, as by "
@@ -178,6 +216,9 @@ class GroupGradients:
         return self._pre_forward_of_fsdp(*args)
 
     def _post_backward(self, *unused: Any) -> Any:
+        if self._rest.begins():
+            self._rest.run()
+            return None
         group = self.group
         refuse_create_graph()
         found = group.unsharded_gradients()
@@ -214,7 +255,8 @@ def follow_gradients(root: nn.Module) -> list[GroupGradients]:
         for fqn, module in root.named_modules()
         for name, parameter in module._parameters.items()
     }
-    found = [GroupGradients(group, module) for group, module in parameter_groups(root)]
+    rest = _RestOfBackward()
+    found = rest.groups = [GroupGradients(group, module, rest) for group, module in parameter_groups(root)]
     for each in found:
         each.group.places = [places[id(parameter)] for parameter in each.parameters]
     return found

@@ -122,6 +122,15 @@ class ParameterGroup:
 
         self._group._register_post_backward_hook = register_if
 
+    @property
+    def has_ended_backward(self) -> bool:
+        """Whether FSDP2 has ended the group's part of the running backward."""
+        return bool(self._group._training_state == type(self._group._training_state).POST_BACKWARD)
+
+    def end_backward(self) -> None:
+        """End the group's backward, and reduce its gradients, as FSDP2 does at the end of the whole backward."""
+        self._group.post_backward()
+
     def reshard_in_backward(self) -> None:
         """Reshard the group after the backward of one of several runs, unless it stays unsharded after backwards.
 

@@ -1,15 +1,19 @@
-"""Lists the collectives that this rank issued in an optimizer step, and names those that fail.
+"""The order of the collectives that this rank issued in an optimizer step, and the error for one that fails.
 
-`zeroamp/training/rank_agreement.py` compares the list between ranks.
+Ranks compare their orders: with `TrainStep` in `zeroamp/training/rank_agreement.py`, in other loops in
+`zeroamp/wrapping/reduction_order.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from zeroamp.hooks.collectives.traffic import STEP, CollectiveListener, IssuedCollective, ReduceOp, notify
+from zeroamp.hooks.tensors import HostCopy
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import PeerError
 
@@ -25,37 +29,77 @@ def _text(issued: IssuedCollective) -> str:
     return f"{issued.collective} of {where} ({issued.tensor.numel()} elements, {short_name(issued.tensor.dtype)}{op})"
 
 
+MOST_LISTED = 2_000
+"""Collectives of a step whose texts are retained. An evaluation before the step may issue millions."""
+
+
+class CallOrder:
+    """The order of collectives: a hash of all of them, and the texts of the first `MOST_LISTED`."""
+
+    def __init__(self) -> None:
+        self.first: list[str] = []
+        self.num_calls = 0
+        self._hash = blake2b(digest_size=8)
+
+    def add(self, text: str, encoded: bytes) -> None:
+        """Append a collective, as text and as UTF-8."""
+        self.num_calls += 1
+        self._hash.update(encoded)
+        if self.num_calls <= MOST_LISTED:
+            self.first.append(text)
+
+    def digest(self) -> bytes:
+        """Return a hash of 8 bytes, which is the same on ranks that issued the same collectives in the same order."""
+        return self._hash.digest()
+
+    def describe(self) -> Mapping[str, str]:
+        """Return how often each collective was issued, and which one each was: the same on ranks with equal orders."""
+        counts = {f"the count of {text}": str(count) for text, count in Counter(self.first).items()}
+        calls = {f"collective {number}": text for number, text in enumerate(self.first, 1)}
+        return {**counts, **calls, "the number of collectives": str(self.num_calls)}
+
+
 @dataclass(slots=True)
 class IssuedInStep:
-    """Lists the collectives of the parameter groups. Reads sizes and dtypes, never values."""
+    """Listens to the collectives of the parameter groups. Reads sizes and dtypes, never values."""
 
+    own_units: frozenset[str] = frozenset()
+    """Names of the groups of embeddings and heads that are units of their own."""
+    is_counted: bool = False
+    """Whether a `TrainStep` counts steps and backwards here."""
     step: int = 1
     """Number of the current optimizer step. The first one after this object was built is 1."""
     num_backwards: int = 0
     """Backwards begun since the last optimizer step, including those that `zero_grad` discarded."""
-    calls: list[str] = field(default_factory=list)
-    """The collectives since the last optimizer step as text, in their order."""
-    own_units: frozenset[str] = frozenset()
-    """Names of the groups of embeddings and heads that are units of their own."""
-    _texts: dict[tuple[object, ...], tuple[str, ReduceOp]] = field(default_factory=dict)
+    calls: CallOrder = field(default_factory=CallOrder)
+    """The collectives since the last optimizer step."""
+    reductions: CallOrder = field(default_factory=CallOrder)
+    """Those of them that reduce gradients. A loop without `TrainStep` begins a new one in each optimizer step."""
+    before: tuple[HostCopy, CallOrder] | None = None
+    """The reductions of the step before, and what all ranks sent of them, on other devices than a CPU."""
+    _texts: dict[tuple[object, ...], tuple[str, bytes, ReduceOp]] = field(default_factory=dict)
     """Collective, group, dtype, size and id of the op -> its text, and the op, so that its id is not reused. Hashing
     the op itself would double the time of a call."""
 
     def on_collective(self, issued: IssuedCollective) -> None:
-        """Append a parameter group's collective. `TrainStep`'s own is left out."""
+        """Append a parameter group's collective. That of the optimizer step itself is left out."""
         collective, tensor, group_name, _, op = issued
         if group_name == STEP:
             return
         key = collective, group_name, tensor.dtype, tensor.numel(), id(op)
         found = self._texts.get(key)
         if found is None:
-            self._texts[key] = found = _text(issued), op
-        self.calls.append(found[0])
+            text = _text(issued)
+            self._texts[key] = found = text, text.encode(), op
+        text, encoded, _ = found
+        self.calls.add(text, encoded)
+        if collective != "all_gather":
+            self.reductions.add(text, encoded)
 
     def end_step(self) -> None:
-        """Begin the next optimizer step. `calls` becomes a new list, so that a caller may retain the old one."""
+        """Begin the next optimizer step. The orders become new objects, so that a caller may retain the old ones."""
         self.step += 1
-        self.num_backwards, self.calls = 0, []
+        self.num_backwards, self.calls, self.reductions = 0, CallOrder(), CallOrder()
 
 
 def issue(
@@ -91,10 +135,11 @@ def peer_lost(
         what = f"{_text(issued)} over ranks {', '.join(map(str, ranks))}"
     step = next((listener for listener in listeners if isinstance(listener, IssuedInStep)), None)
     place = ""
-    if step is not None and issued is not None and issued.group_name == STEP:
+    if step is not None and step.is_counted and issued is not None and issued.group_name == STEP:
         place = f" at the end of optimizer step {step.step - 1}"
-    elif step is not None:
-        last = f" after the {step.calls[-1]}" if issued is None and step.calls else ""
+    elif step is not None and step.is_counted:
+        is_listed = issued is None and 0 < step.calls.num_calls <= MOST_LISTED
+        last = f" after the {step.calls.first[-1]}" if is_listed else ""
         place = f" in optimizer step {step.step}{last}, where {step.num_backwards} backwards had begun"
     own_unit = ""
     if step is not None and issued is not None and issued.group_name in step.own_units:
@@ -111,7 +156,8 @@ def peer_lost(
     return PeerError(
         f"Rank {dist.get_rank()} waited for the {what}{place}, and the process group ended it: {str(error).strip()}. "
         "Another rank has ended or did not issue the same collective. Read the output of the other ranks, and check "
-        "that all ranks run the same modules, micro-batches and evaluations."
+        "that all ranks run the same modules, micro-batches and evaluations. Modules that a rank may skip belong into "
+        '"zeroamp": {"optional_units": [...]}.'
         f"{own_unit} Restart from the last checkpoint."
     )
 

@@ -24,7 +24,7 @@ import torch
 
 from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.hooks.root_forward import ForwardCall
-from zeroamp.hooks.tensors import tensors_in
+from zeroamp.hooks.tensors import HostCopy, tensors_in
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import ConfigError, StepError
@@ -33,7 +33,7 @@ from zeroamp.reporting.step_clock import StepClock, time_communication
 from zeroamp.reporting.step_record import StepRecord
 from zeroamp.training.callbacks import Callback, Phase
 from zeroamp.training.step import TrainStep, driver_of
-from zeroamp.training.step_report import HostCopy, StepReport
+from zeroamp.training.step_report import StepReport
 from zeroamp.version import __version__
 from zeroamp.wrapping.state import WrapState, wrap_state
 

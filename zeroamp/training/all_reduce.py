@@ -29,7 +29,7 @@ from zeroamp.training.callbacks import Callbacks, Receive
 from zeroamp.training.micro_batches import MicroBatches
 from zeroamp.training.rank_agreement import RankAgreement
 from zeroamp.training.refused_arguments import no_gradient
-from zeroamp.training.step_report import HostCopy
+from zeroamp.hooks.tensors import HostCopy
 from zeroamp.training.unused_parameters import UnusedParameters
 from zeroamp.wrapping.state import WrapState
 from zeroamp.wrapping.step_state import LossSum

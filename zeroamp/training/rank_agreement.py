@@ -8,7 +8,6 @@ this rank raises. A rank does not detect the difference if its number happens to
 for this rank until the timeout.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from hashlib import blake2b
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zeroamp.hooks.collectives.collective_calls import IssuedInStep
+from zeroamp.hooks.collectives.collective_calls import CallOrder
 from zeroamp.policies.errors import StepError
 from zeroamp.training.callbacks import Receive
 from zeroamp.training.refused_arguments import Scheduler, StatefulScheduler
@@ -102,8 +101,8 @@ class _Facts(NamedTuple):
     """The plain values of each param group of each optimizer."""
     held: list[list[int]]
     """Of each param group: twice the position of each parameter in the model, plus 1 if it has optimizer state."""
-    calls: list[str]
-    """The collectives of the parameter groups."""
+    calls: bytes
+    """A hash of the collectives of the parameter groups, in their order."""
 
 
 class RankAgreement:
@@ -114,15 +113,10 @@ class RankAgreement:
     """
 
     def __init__(self, state: WrapState, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        issued = state.issued
-        if issued is None:
-            plan = state.plan
-            own_units = frozenset(group.name for group in plan.groups if group.unit in plan.own_units)
-            issued = IssuedInStep(own_units=own_units)
-            state.listeners.append(issued)
+        state.issued.is_counted = True
         self.done: Done | None = None
         """Set by `TrainStep` before the step's all-reduce."""
-        self.issued = issued
+        self.issued = state.issued
         """The collectives of this rank in the current optimizer step. All `TrainStep`s of a model share it."""
         self._state = state
         self._optimizers = optimizers
@@ -148,23 +142,25 @@ class RankAgreement:
                 [2 * self._places.get(id(p), -1) + bool(state.get(p)) for p in group["params"]]
                 for state, group in groups
             ],
-            calls=self.issued.calls,
+            calls=self.issued.calls.digest(),
         )
+        calls = self.issued.calls
         self.issued.end_step()
         digest = blake2b(repr(facts).encode(), digest_size=8).digest()
         number = int.from_bytes(digest) % (2**53 // self._num_ranks)
-        return (float(number),), partial(self._compare, facts, self._num_ranks * number, is_late)
+        return (float(number),), partial(self._compare, facts, calls, self._num_ranks * number, is_late)
 
-    def _compare(self, facts: _Facts, expected: int, is_late: bool, sums: Sequence[float]) -> None:
+    def _compare(self, facts: _Facts, calls: CallOrder, expected: int, is_late: bool, sums: Sequence[float]) -> None:
         if sums[0] == expected:
             return
+        what, remedy = "This optimizer step", "Nothing was updated in it."
         if is_late:
-            raise self._error("The optimizer step before this one", facts, "Restart from a checkpoint before it.")
-        raise self._error("This optimizer step", facts, "Nothing was updated in it.")
-
-    def _error(self, what: str, facts: _Facts, remedy: str) -> StepError:
-        found = differences(self._describe(facts), self._state.world)
-        return StepError(f"{what} {found} Run the same code with the same settings on all ranks. {remedy}")
+            what, remedy = "The optimizer step before this one", "Restart from a checkpoint before it."
+        found = differences({**self._describe(facts), **calls.describe()}, self._state.world)
+        raise StepError(
+            f"{what} {found} Run the same code with the same settings on all ranks. Modules that only some ranks run "
+            f'belong into "zeroamp": {{"optional_units": [...]}}. {remedy}'
+        )
 
     def _describe(self, facts: _Facts) -> Description:
         found = {"the number of backwards": str(facts.num_backwards)}
@@ -179,5 +175,4 @@ class RankAgreement:
             for number, (place, has_state) in enumerate(divmod(each, 2) for each in held):
                 state = "with state" if has_state else "without state"
                 found[f"the place of {fqns[place]}"] = f"param group {index}, number {number}, {state}"
-        calls = {f"the count of {call}": str(count) for call, count in Counter(facts.calls).items()}
-        return found | calls  # in the order of their first call
+        return found

@@ -5,24 +5,6 @@ from dataclasses import dataclass
 import torch
 
 
-class HostCopy:
-    """Copies a 1-D tensor to the host asynchronously. The host waits for the copy only when it reads the numbers."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        """Begin to copy. Do not change the tensor afterwards: a CPU tensor is copied only in `values`."""
-        self._copied = tensor.to("cpu", non_blocking=True)  # into page-locked memory
-        self._event: torch.Event | None = None
-        if tensor.device.type != "cpu":
-            self._event = torch.Event(tensor.device)
-            self._event.record()
-
-    def values(self) -> list[float]:
-        """Return the numbers. Waits for the copy, but not for work that was launched after it."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._copied.tolist()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
     """Loss, gradient norm, loss scale and learning rates of one optimizer step.

@@ -11,11 +11,12 @@ once, because `TrainStep` checks and reshards by itself. In other loops:
 | before | it steps an optimizer that `TrainStep` steps too, inside an optimizer step | StepError |
 | before | its last backward did not reduce the gradients (`set_requires_gradient_sync`) | StepError |
 | before | no rank used a parameter, whose unit ran | its gradient of zeros becomes None |
+| before | ranks reduced gradients in different orders | StepError: see `reduction_order.py` |
 | after | a forward with gradients ran between backward and step | the old unsharded weights are released |
 | after | it steps inside `torch.autocast` | the cached casts of the old weights are released |
 
-The fourth row needs one all-reduce of a byte per parameter. The host waits for it only on a rank that did not use a
-parameter of a unit that ran. Gradients that a closure computes are not looked at.
+The fourth row needs one all-reduce of a byte per parameter, and the fifth 16 bytes more. On a GPU the host waits for it
+only on a rank that did not use a parameter of a unit that ran. Gradients that a closure computes are not looked at.
 """
 
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
 from zeroamp.hooks.group_gradients import GroupGradients
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import StepError
+from zeroamp.wrapping.reduction_order import compare_orders, order_bytes
 from zeroamp.wrapping.state import WrapState, reshard, wrap_state, wrapped_models
 
 
@@ -210,7 +212,7 @@ def _find_groups(optimizer: torch.optim.Optimizer) -> "list[tuple[ref[nn.Module]
 
 
 def _discard_unused(held: _Held, state: WrapState, groups: list[GroupGradients]) -> None:
-    """Set `grad` to None on the parameters of `groups` that no rank used, as in one process.
+    """Set `grad` to None on the parameters of `groups` that no rank used, as in one process; compare the ranks' orders.
 
     If only some ranks used a parameter, the others have added zeros to its mean gradient, and it stays.
     """
@@ -225,13 +227,14 @@ def _discard_unused(held: _Held, state: WrapState, groups: list[GroupGradients])
     for index in unused:
         is_used[index] = False
     if state.axes.whole.size() > 1:
-        if held.used != (used := bytes(is_used)):
+        if held.used != (used := bytes(is_used) + order_bytes(state.issued)):
             held.used, held.sent = used, torch.tensor(list(used), dtype=torch.uint8, device=device_of(state.mesh))
         by_any = held.sent.clone()
         call = IssuedCollective("all_reduce", by_any, STEP, state.world, dist.ReduceOp.MAX)
         issue(lambda: dist.all_reduce(by_any, dist.ReduceOp.MAX, group=state.world), call, state.listeners)
+        compare_orders(state, by_any[len(parameters) :])
         if unused:  # otherwise the host does not wait for the device
-            is_used = by_any.tolist()
+            is_used = by_any[: len(parameters)].tolist()
     for index in unused:
         if not is_used[index]:
             parameters[index].grad = None

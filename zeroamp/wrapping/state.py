@@ -67,8 +67,10 @@ class WrapState:
     """One entry per parameter group of FSDP2."""
     traffic: Traffic
     """Counters of the collectives' calls and bytes."""
+    issued: IssuedInStep
+    """The order of this rank's collectives, by which ranks are compared."""
     listeners: list[CollectiveListener]
-    """Called after each collective that this rank issues, `traffic` first."""
+    """Called after each collective that this rank issues, `traffic` first; `issued` only if there are several ranks."""
     step: StepState
     """The current optimizer step."""
     root_forward: RootForward = field(default_factory=RootForward)
@@ -78,11 +80,6 @@ class WrapState:
     backward is the last of its optimizer step."""
     callbacks: "list[Callback]" = field(default_factory=list)
     """The callbacks of all `TrainStep`s of the model, called before those of each."""
-
-    @property
-    def issued(self) -> IssuedInStep | None:
-        """The listener with which `TrainStep` compares the collectives of several ranks. None before it is needed."""
-        return next((each for each in self.listeners if isinstance(each, IssuedInStep)), None)
 
 
 def record_state(model: nn.Module, state: WrapState) -> None:

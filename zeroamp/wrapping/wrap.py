@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from zeroamp.hooks.collectives.collective_calls import IssuedInStep
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.hooks.group_gradients import follow_gradients
 from zeroamp.hooks.precision.module_casts import cast_inputs
@@ -164,6 +165,7 @@ def wrap_model(
     if is_meta and materialize:
         load("wrap_model.materialize_model")(model, mesh, device_of(mesh), shard_device(policy, mesh))
     nodes, traffic = MeshNodes(), Traffic()
+    issued = IssuedInStep(frozenset(group.name for group in plan.groups if group.unit in plan.own_units))
     # Of all ranks, not of the mesh: on nodes of different sizes, all ranks must decide alike.
     if policy.reduce_accumulate_dtype == "fp32" and not is_one_node(policy):
         nodes = load("wrap_model.nodes_of_mesh")(policy, mesh, world)
@@ -179,7 +181,8 @@ def wrap_model(
         units={unit: model.get_submodule(unit) for unit in ("", *plan.units)},
         gradients=follow_gradients(model),
         traffic=traffic,
-        listeners=[traffic],
+        issued=issued,
+        listeners=[traffic] if axes.whole.size() == 1 else [traffic, issued],
         step=StepState(accumulates_in=unsharded_accumulation(policy)),
     )
     attach_hooks(model, state)

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from zeroamp.hooks.collectives.collective_calls import IssuedInStep, peer_lost
+from zeroamp.hooks.collectives.collective_calls import MOST_LISTED, IssuedInStep, peer_lost
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
 from zeroamp.policies.errors import PeerError
 
@@ -12,16 +12,38 @@ def _call(name="a", collective="all_gather", op=dist.ReduceOp.SUM):
     return IssuedCollective(collective, torch.empty(4), name, None, op)
 
 
-def test_calls_but_the_steps_own_are_listed_as_texts_and_a_new_step_begins_empty():
-    issued = IssuedInStep()
-    for call in (_call(), _call("b", "reduce_scatter", dist.ReduceOp.AVG), _call(STEP)):
+def _issued(*calls):
+    issued = IssuedInStep(is_counted=True)
+    for call in calls:
         issued.on_collective(call)
+    return issued
+
+
+def test_calls_are_listed_and_a_new_step_begins_empty():
+    """All but the collective of the optimizer step itself; reductions are listed apart."""
+    reduction = _call("b", "reduce_scatter", dist.ReduceOp.AVG)
+    issued = _issued(_call(), reduction, _call(STEP))
     calls = issued.calls
-    assert calls == ["all_gather of a (4 elements, fp32)", "reduce_scatter of b (4 elements, fp32, AVG)"]
+    assert calls.first == ["all_gather of a (4 elements, fp32)", "reduce_scatter of b (4 elements, fp32, AVG)"]
+    assert issued.reductions.first == calls.first[1:]
     issued.num_backwards = 1
     issued.end_step()
-    assert (issued.step, issued.num_backwards, issued.calls) == (2, 0, [])
-    assert len(calls) == 2, "what was issued is left to who holds it"
+    assert (issued.step, issued.num_backwards, issued.calls.first, issued.reductions.first) == (2, 0, [], [])
+    assert len(calls.first) == 2, "what was issued is left to who holds it"
+
+
+def test_the_hash_tells_orders_apart_and_forgets_nothing():
+    orders = [(_call("a"), _call("b")), (_call("b"), _call("a")), (_call("a"),), (_call("a"), _call("b"), _call("b"))]
+    assert len({_issued(*calls).calls.digest() for calls in orders}) == len(orders)
+    assert _issued(*orders[0]).calls.digest() == _issued(*orders[0]).calls.digest()
+
+
+def test_an_evaluation_of_any_length_does_not_fill_the_list():
+    """The hash and the count go on, the texts end."""
+    calls = _issued(*[_call()] * (3 * MOST_LISTED)).calls
+    assert len(calls.first) == MOST_LISTED
+    assert calls.describe()["the number of collectives"] == str(3 * MOST_LISTED)
+    assert calls.digest() != _issued(*[_call()] * (3 * MOST_LISTED - 1)).calls.digest()
 
 
 def test_an_error_of_this_rank_itself_is_left_alone():
@@ -31,7 +53,7 @@ def test_an_error_of_this_rank_itself_is_left_alone():
 
 def test_an_error_of_the_backend_names_the_collective_and_the_place(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    issued = IssuedInStep(step=3, num_backwards=2)
+    issued = IssuedInStep(step=3, num_backwards=2, is_counted=True)
     errors = [RuntimeError("[gloo/transport/tcp/pair.cc:1] Timed out"), dist.DistBackendError("NCCL timeout")]
     for error in (*errors, RuntimeError("Application timeout caused pair closure")):
         text = str(peer_lost(error, None, [issued]))

@@ -1,14 +1,18 @@
 """Ranks that take other paths through the model: one order of reductions, or one error, never sums of other groups."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 import zeroamp
 from tests.oracles.one_process import combine
 from tests.processes.training import config, full_parameters, same_bits
+from zeroamp.hooks.collectives.collective_calls import IssuedInStep
+from zeroamp.hooks.collectives.traffic import IssuedCollective
+from zeroamp.wrapping.reduction_order import compare_orders, order_bytes
 
 WIDTH, NUM_STEPS = 16, 3
 
@@ -102,3 +106,81 @@ def test_an_image_on_one_rank_gives_bits_of_one_process(ranks2, stage, in_train_
     for rank, (own, ours) in enumerate(ranks2.run(_train, stage, have_images, in_train_step)):
         assert own == [of_step[rank] for of_step in losses]
         assert same_bits(ours, parameters) == []
+
+
+class Blocks(nn.Module):
+    """Runs its blocks in the order of `order`."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x, order):
+        for number in order:
+            x = self.blocks[number](x)
+        return x.float().pow(2).mean()
+
+
+def _in_other_orders(stage, orders, in_train_step, more):
+    """Steps whose last one has an order per rank; return the error, and how far the weights moved with it."""
+    model = _wrapped(Blocks, stage, **more)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = zeroamp.TrainStep(model, optimizer) if in_train_step else None
+    for order in ((0, 1, 2), orders[dist.get_rank()]):
+        before = [parameter.to_local().clone() for parameter in model.parameters()]
+        loss = model(torch.ones(2, WIDTH), order)
+        if train is not None:
+            train.backward(loss)
+        else:
+            loss.backward()
+        try:
+            optimizer.step() if train is None else train.step()
+        except zeroamp.StepError as error:
+            now = [parameter.to_local() for parameter in model.parameters()]
+            return str(error), all(map(torch.equal, before, now))
+        optimizer.zero_grad()
+    return None
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    ("in_train_step", "more"),
+    [(False, {}), (True, {}), (False, {"zeroamp": {"reduce_accumulate_dtype": "native"}})],
+    ids=["plain loop", "TrainStep", "plain loop, native sums"],
+)
+def test_another_order_on_one_rank_is_an_error_on_all(ranks2, stage, in_train_step, more):
+    """The error comes before the update, names both groups, and what to write. The sums would be of other groups."""
+    texts = ranks2.run(_in_other_orders, stage, ((0, 1, 2), (0, 2, 1)), in_train_step, more)
+    assert texts[0] == texts[1]
+    text, is_unchanged = texts[0]
+    assert is_unchanged
+    assert "differs between ranks: collective" in text
+    assert "blocks.2" in text
+    assert "blocks.1" in text
+    assert '"zeroamp": {"optional_units": [...]}' in text
+
+
+def _late():
+    issued, rank = IssuedInStep(), dist.get_rank()
+    state = SimpleNamespace(issued=issued, mesh=SimpleNamespace(device_type="cuda"), world=None)
+    texts = []
+    for step in range(3):
+        names = ("a", "b") if rank == 0 or step != 1 else ("b", "a")
+        for name in names:
+            issued.on_collective(IssuedCollective("all_to_all", torch.empty(4), name, None))
+        maxima = torch.tensor(list(order_bytes(issued)), dtype=torch.uint8)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        try:
+            compare_orders(state, maxima)
+        except zeroamp.StepError as error:
+            texts.append((step, str(error)))
+    return texts
+
+
+def test_on_a_device_the_next_step_raises(ranks2):
+    """The host does not wait for the step in which the orders differed. That step's list is the one that is named."""
+    for texts in ranks2.run(_late):
+        ((step, text),) = texts
+        assert step == 2
+        assert "collective 1 is all_to_all of a (4 elements, fp32) on rank 0, but all_to_all of b" in text
+        assert "The step before this one was wrong: restart" in text

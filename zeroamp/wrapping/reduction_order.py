@@ -1,0 +1,59 @@
+"""Compares the order in which ranks reduced gradients, in loops without `TrainStep`.
+
+[Note: An order in a reduction by maximum]
+If ranks run other modules, or the same ones in another order, a rank's gradients of one group are added to another
+rank's gradients of another group. If both have the same size, no error shows it. So each rank hashes the reductions
+since its last optimizer step, in their order. The hash rides on the all-reduce by maximum that
+`optimizer_hooks.py` issues in each optimizer step: 8 bytes, and for each of them 255 minus it. The maximum of the
+second 8 bytes is 255 minus the minimum of the first, so all ranks see whether all hashes are equal. Two different
+orders have the same hash in one of 2^64 steps.
+"""
+
+from torch import Tensor
+
+from zeroamp.hooks.collectives.collective_calls import CallOrder, IssuedInStep
+from zeroamp.hooks.tensors import HostCopy
+from zeroamp.policies.errors import StepError
+from zeroamp.wrapping.run_alike import differences
+from zeroamp.wrapping.state import WrapState
+
+
+def order_bytes(issued: IssuedInStep) -> bytes:
+    """Return the bytes that this rank sends: see [Note: An order in a reduction by maximum]."""
+    digest = issued.reductions.digest()
+    return digest + bytes(255 - each for each in digest)
+
+
+def compare_orders(state: WrapState, maxima: Tensor) -> None:
+    """Raise on all ranks if they reduced gradients in different orders since the last optimizer step.
+
+    On a CPU this step raises, before the update. On other devices the next one does, so that the host does not wait
+    for the device. Begins the list of the next step.
+
+    Args:
+        state: of the wrapped model.
+        maxima: 1-D uint8, on the device of the model: the maxima over the ranks of their `order_bytes`.
+
+    Raises:
+        StepError: the orders differ. The text names the first reductions that differ.
+    """
+    issued = state.issued
+    comparison = HostCopy(maxima), issued.reductions
+    is_late = state.mesh.device_type != "cpu"
+    issued.reductions = CallOrder()
+    if is_late:
+        issued.before, comparison = comparison, issued.before
+    if comparison is None:
+        return
+    copied, order = comparison
+    values = copied.values()
+    size = len(values) // 2
+    if all(largest + of_complement == 255 for largest, of_complement in zip(values[:size], values[size:], strict=True)):
+        return
+    when = "The step before this one was wrong: restart" if is_late else "Nothing was updated in this step. Restart"
+    raise StepError(
+        f"The order in which gradients were reduced {differences(order.describe(), state.world)} Gradients of one "
+        "group were added to those of another, because ranks took different paths through the model. Run the same "
+        'modules on all ranks, or name those that only some ranks run: "zeroamp": {"optional_units": [...]}. '
+        f"{when} from the last checkpoint."
+    )

@@ -24,12 +24,12 @@ import torch.distributed as dist
 
 from zeroamp.hooks.collectives.collective_calls import issue
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
+from zeroamp.hooks.tensors import HostCopy
 from zeroamp.policies.extensions import load
 from zeroamp.training.callbacks import Callbacks, Receive
 from zeroamp.training.micro_batches import MicroBatches
 from zeroamp.training.rank_agreement import RankAgreement
 from zeroamp.training.refused_arguments import no_gradient
-from zeroamp.hooks.tensors import HostCopy
 from zeroamp.training.unused_parameters import UnusedParameters
 from zeroamp.wrapping.state import WrapState
 from zeroamp.wrapping.step_state import LossSum

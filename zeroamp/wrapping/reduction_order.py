@@ -38,11 +38,12 @@ def compare_orders(state: WrapState, maxima: Tensor) -> None:
         StepError: the orders differ. The text names the first reductions that differ.
     """
     issued = state.issued
-    comparison = HostCopy(maxima), issued.reductions
-    is_late = state.mesh.device_type != "cpu"
+    of_this_step = HostCopy(maxima), issued.reductions
     issued.reductions = CallOrder()
+    is_late = state.mesh.device_type != "cpu"
+    comparison = issued.before if is_late else of_this_step
     if is_late:
-        issued.before, comparison = comparison, issued.before
+        issued.before = of_this_step
     if comparison is None:
         return
     copied, order = comparison

@@ -48,7 +48,7 @@ padding. The padding is sent, is not counted as traffic, and is never part of a 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -59,7 +59,7 @@ from zeroamp.hooks._torch.dispatch import at_end_of_backward, backward_id
 from zeroamp.hooks._torch.fsdp import all_gather, reduce_scatter
 from zeroamp.hooks.collectives.collective_calls import issue
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective, ReduceOp
-from zeroamp.hooks.collectives.tree_sum import tree_sum
+from zeroamp.hooks.collectives.tree_sum import Variant, tree_sum, variant
 from zeroamp.hooks.observers.trace_labels import label
 from zeroamp.hooks.tensors import allocating_in, hold_for_current_stream, stream_of
 
@@ -305,6 +305,24 @@ def sum_over_ranks(
     dist.all_to_all_single(received, chunks, group=group)
     rows = received.view(group.size(), -1)
     tree_sum(rows if rows.shape[1] == output.numel() else rows[:, : output.numel()], output, divide_by)
+
+
+def variants_over_ranks(
+    num_ranks: int, dtype: torch.dtype, multiple: int = 16, nodes: "Nodes | None" = None
+) -> Iterator[Variant]:
+    """Yield the variants of the kernel that `sum_over_ranks` may need on CUDA.
+
+    Args:
+        num_ranks: the number of ranks of the group.
+        dtype: that of the chunks.
+        multiple: the number of elements of each sum is a multiple of it. 16: as in an all-reduce.
+        nodes: the two levels of the group. None: one level.
+    """
+    for numel in (16, multiple):
+        if nodes is not None:
+            yield from nodes.variants(dtype, numel)
+        else:
+            yield variant(num_ranks, dtype, 16, numel)  # rows are aligned: see [Note: Aligned rows]
 
 
 def all_reduce_in_tree_order(

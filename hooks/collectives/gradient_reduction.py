@@ -35,10 +35,12 @@ On an accelerator a receive buffer is retained. The accelerator's allocator has 
 buffer is allocated, written and read in FSDP2's stream for reductions. The forward runs in another stream. It could use
 the memory of a released buffer only after the allocator has run out of memory, waited for the device and returned all
 cached memory to the driver. The next backward would then allocate the buffer again, in each step. So `zeroamp plan`
-counts the buffer during the whole step. The buffer of an embedding or head that is a unit of its own is large, and used
-once per backward. It is released after its reduction, also on an accelerator. There it is allocated from the memory of
-the forward's stream, in which `allocate` was called for the input, so that activations can use its memory. FSDP2 has
-made the stream for reductions wait for that stream just before.
+counts the buffer during the whole step. `zeroamp.sleep` releases it.
+
+The buffer of an embedding or head that is a unit of its own is large, and used once per backward. It is released after
+its reduction, also on an accelerator. There it is allocated from the memory of the forward's stream, in which
+`allocate` was called for the input, so that activations can use its memory. FSDP2 has made the stream for reductions
+wait for that stream just before.
 
 [Note: Aligned rows]
 On an accelerator the chunks of an exchange begin at multiples of 16 bytes. NCCL sends other chunks byte by byte, and
@@ -84,6 +86,10 @@ class ReceiveBuffers:
         """Release the buffers on a CPU. Call after the reductions that used them."""
         for key in [key for key in self._buffers if not _is_kept(key[1])]:
             del self._buffers[key]
+
+    def discard(self) -> None:
+        """Release the buffers on all devices. The next backward allocates them again. Call between optimizer steps."""
+        self._buffers.clear()
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a buffer of `tensor`'s size, dtype and device, which is valid until the next call."""

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.fsdp import divide_factor, leave_replicas_alone
 from zeroamp.hooks.collectives.all_gather import GroupAllGather
-from zeroamp.hooks.collectives.gradient_reduction import GroupReduceScatter, ReceiveBuffers, variants_over_ranks
+from zeroamp.hooks.collectives.gradient_reduction import GroupReduceScatter, variants_over_ranks
 from zeroamp.hooks.collectives.traffic import IssuedCollective, notify
 from zeroamp.hooks.collectives.tree_sum import Variant, compile_sum, has_kernel
 from zeroamp.hooks.group_gradients import GroupGradients
@@ -23,9 +23,7 @@ from zeroamp.planning.shard_sizes import local_numel
 from zeroamp.wrapping.state import MeshNodes, WrapState
 
 
-def attach_collectives(
-    module: FSDPModule, group: GroupPlan, state: WrapState, buffers: ReceiveBuffers, gradients: GroupGradients
-) -> None:
+def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, gradients: GroupGradients) -> None:
     """Give `module`'s own FSDP2 group the all-gather and the reduction with the dtypes of the plan.
 
     Replicas are summed in the order of the tree, in the hook that FSDP2 calls after each reduction. With native sums
@@ -34,8 +32,7 @@ def attach_collectives(
     Args:
         module: a unit's module or a group holder, after `fully_shard`.
         group: the parameter group that it has.
-        state: the plan, meshes and listeners.
-        buffers: receive buffers that all groups share.
+        state: the plan, meshes, listeners and receive buffers.
         gradients: the gradients of the group.
     """
     mesh, listeners = state.axes.fsdp_of(is_expert=group.is_expert), state.listeners
@@ -58,7 +55,7 @@ def attach_collectives(
         divides_outside=dtypes.unsharded_accumulate == torch.float16,
         group_name=group.name,
         listeners=listeners,
-        buffers=buffers,
+        buffers=state.buffers,
         shares_buffers=group.unit not in state.plan.own_units,
     )
     module.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]

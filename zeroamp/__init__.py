@@ -35,7 +35,6 @@ EXTENSIONS = {
     "torch_autocast.lower_precision_safe_modules=auto": "zeroamp.discovery.extension:Discovery",
     "Ledger.plan_traffic": "zeroamp.dry_run.planned_traffic:plan_traffic",
     "Ledger.bytes_per_step": "zeroamp.dry_run.planned_traffic:bytes_per_step",
-    "Ledger.adamw_of_bf16_states": "zeroamp.optimizers.bf16_states:Bf16StatesAdamW",
     "Ledger.text": "zeroamp.reporting.ledger_tables:ledger_text",
     "Ledger.parameter_text": "zeroamp.reporting.ledger_tables:parameter_text",
     "Verification.text": "zeroamp.reporting.ledger_tables:verification_text",

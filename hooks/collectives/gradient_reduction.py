@@ -35,10 +35,12 @@ On an accelerator a receive buffer is retained. The accelerator's allocator has 
 buffer is allocated, written and read in FSDP2's stream for reductions. The forward runs in another stream. It could use
 the memory of a released buffer only after the allocator has run out of memory, waited for the device and returned all
 cached memory to the driver. The next backward would then allocate the buffer again, in each step. So `zeroamp plan`
-counts the buffer during the whole step. The buffer of an embedding or head that is a unit of its own is large, and used
-once per backward. It is released after its reduction, also on an accelerator. There it is allocated from the memory of
-the forward's stream, in which `allocate` was called for the input, so that activations can use its memory. FSDP2 has
-made the stream for reductions wait for that stream just before.
+counts the buffer during the whole step. `zeroamp.sleep` releases it.
+
+The buffer of an embedding or head that is a unit of its own is large, and used once per backward. It is released after
+its reduction, also on an accelerator. There it is allocated from the memory of the forward's stream, in which
+`allocate` was called for the input, so that activations can use its memory. FSDP2 has made the stream for reductions
+wait for that stream just before.
 
 [Note: Aligned rows]
 On an accelerator the chunks of an exchange begin at multiples of 16 bytes. NCCL sends other chunks byte by byte, and
@@ -48,7 +50,7 @@ padding. The padding is sent, is not counted as traffic, and is never part of a 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -59,7 +61,7 @@ from zeroamp.hooks._torch.dispatch import at_end_of_backward, backward_id
 from zeroamp.hooks._torch.fsdp import all_gather, reduce_scatter
 from zeroamp.hooks.collectives.collective_calls import issue
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective, ReduceOp
-from zeroamp.hooks.collectives.tree_sum import tree_sum
+from zeroamp.hooks.collectives.tree_sum import Variant, tree_sum, variant
 from zeroamp.hooks.observers.trace_labels import label
 from zeroamp.hooks.tensors import allocating_in, hold_for_current_stream, stream_of
 
@@ -84,6 +86,10 @@ class ReceiveBuffers:
         """Release the buffers on a CPU. Call after the reductions that used them."""
         for key in [key for key in self._buffers if not _is_kept(key[1])]:
             del self._buffers[key]
+
+    def discard(self) -> None:
+        """Release the buffers on all devices. The next backward allocates them again. Call between optimizer steps."""
+        self._buffers.clear()
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a buffer of `tensor`'s size, dtype and device, which is valid until the next call."""
@@ -305,6 +311,24 @@ def sum_over_ranks(
     dist.all_to_all_single(received, chunks, group=group)
     rows = received.view(group.size(), -1)
     tree_sum(rows if rows.shape[1] == output.numel() else rows[:, : output.numel()], output, divide_by)
+
+
+def variants_over_ranks(
+    num_ranks: int, dtype: torch.dtype, multiple: int = 16, nodes: "Nodes | None" = None
+) -> Iterator[Variant]:
+    """Yield the variants of the kernel that `sum_over_ranks` may need on CUDA.
+
+    Args:
+        num_ranks: the number of ranks of the group.
+        dtype: that of the chunks.
+        multiple: the number of elements of each sum is a multiple of it. 16: as in an all-reduce.
+        nodes: the two levels of the group. None: one level.
+    """
+    for numel in (16, multiple):
+        if nodes is not None:
+            yield from nodes.variants(dtype, numel)
+        else:
+            yield variant(num_ranks, dtype, 16, numel)  # rows are aligned: see [Note: Aligned rows]
 
 
 def all_reduce_in_tree_order(

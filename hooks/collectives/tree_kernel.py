@@ -3,22 +3,24 @@
 A program adds one block of columns. It reads every row once, adds in fp32 in exactly the order of the tree, and writes
 once: for N rows of bf16, 2 N + 4 bytes per column and one launch. The tree is unrolled when the kernel is compiled,
 once per number of rows. With more than `LARGEST` rows, whole subtrees of `LARGEST` rows are summed first, in one
-launch, and then their sums. LARGEST is a power of two, so the tree is the same.
+launch, and then their sums. LARGEST is a power of two, so the tree is the same. `tree_sum.Variant` is all that the
+kernel is compiled for.
 
 Loads have 16 bytes if the distance of the rows is a multiple of that: `gradient_reduction.py` makes it one. Triton
 itself only knows whether 16 divides a number of elements, so the kernel gets the largest power of two that divides the
 distance, up to the elements of a load. A load may then read padding behind a row, which is never stored.
 
 Rows are added one by one and not with `tl.sum`, whose order is its own. `tl.div_rn` is the IEEE division; `/` is an
-approximation on CUDA. With TRITON_INTERPRET=1 the kernel runs on a CPU, where tests compare its bits with the loop's.
-Arguments of kernels have no type annotations: Triton would interpret them.
+approximation on CUDA. Every sum is divided: a division by 1 changes no bit, and a kernel without one would be another
+variant. With TRITON_INTERPRET=1 the kernel runs on a CPU, where tests compare its bits with the loop's. Arguments of
+kernels have no type annotations: Triton would interpret them.
 """
-
-import math
 
 import torch
 import triton
 import triton.language as tl
+
+from zeroamp.hooks.collectives.tree_sum import variant
 
 LARGEST = 32
 """Rows of a tree in one launch."""
@@ -45,7 +47,8 @@ def _subtree(rows, first: tl.constexpr, num_rows: tl.constexpr, row_stride, colu
     return total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Alignments are arguments. Triton would compile the kernel again for a number of 1, and for multiples of 16.
+@triton.jit(do_not_specialize=["row_stride", "output_stride", "numel"])  # type: ignore[untyped-decorator]
 def _sum_rows(  # type: ignore[no-untyped-def]
     rows,
     output,
@@ -54,13 +57,11 @@ def _sum_rows(  # type: ignore[no-untyped-def]
     numel,
     divide_by,
     num_rows: tl.constexpr,
-    divides: tl.constexpr,
     width: tl.constexpr,
     row_alignment: tl.constexpr,
     output_alignment: tl.constexpr,
 ):
     """Write the sum of rows p * num_rows to (p + 1) * num_rows - 1 to row p of `output`, for p = program_id(1)."""
-    # Not `.to`: a number of 1 is compiled as a constant, which has no methods.
     row_stride = tl.multiple_of(tl.cast(row_stride, tl.int64), row_alignment)
     output_stride = tl.multiple_of(tl.cast(output_stride, tl.int64), output_alignment)
     numel = tl.multiple_of(tl.cast(numel, tl.int64), output_alignment)
@@ -68,15 +69,14 @@ def _sum_rows(  # type: ignore[no-untyped-def]
     columns = tl.program_id(0).to(tl.int64) * width + tl.arange(0, width)
     # Not numel: so Triton knows that all columns of a load are inside, or none.
     total = _subtree(rows + subtree * num_rows * row_stride, 0, num_rows, row_stride, columns, columns < row_stride)
-    if divides:
-        total = tl.div_rn(total, divide_by)
-    tl.store(output + subtree * output_stride + columns, total, mask=columns < numel)
+    tl.store(output + subtree * output_stride + columns, tl.div_rn(total, divide_by), mask=columns < numel)
 
 
 def _launch(rows: torch.Tensor, output: torch.Tensor, num_rows: int, divide_by: float) -> int:
-    """Write the sum of each `num_rows` rows to a row of `output`, whose rows are contiguous or padded."""
+    """Write the sum of each `num_rows` rows to a row of `output`. Its rows are contiguous, or padded to `_THREADS`."""
     num_subtrees, numel = output.shape
     width = _THREADS * (_BYTES_OF_A_LOAD // rows.element_size())
+    compiled = variant(num_rows, rows.dtype, rows.stride(0), numel)
     _sum_rows[triton.cdiv(numel, width), num_subtrees](
         rows,
         output,
@@ -85,10 +85,9 @@ def _launch(rows: torch.Tensor, output: torch.Tensor, num_rows: int, divide_by: 
         numel,
         float(divide_by),
         num_rows=num_rows,
-        divides=divide_by != 1,
         width=width,
-        row_alignment=math.gcd(rows.stride(0), _BYTES_OF_A_LOAD // rows.element_size()),
-        output_alignment=math.gcd(output.stride(0), numel, _BYTES_OF_A_LOAD // output.element_size()),
+        row_alignment=compiled.row_alignment,
+        output_alignment=compiled.output_alignment,
         num_warps=_WARPS,
     )
     return 1

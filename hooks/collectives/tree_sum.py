@@ -20,13 +20,24 @@ Without the kernel of `tree_kernel.py`, rows are added pair by pair, one block o
 carries: two sums of equally many rows are added as soon as both are there. The sums left at the end are added from the
 right. This is the tree above. It needs log2(N) - 1 blocks in fp32, and never a copy of the input in fp32. On a CPU it
 takes 0.9 to 1.4 times as long as adding row after row (`benchmarks/records/`, paired runs).
+
+[Note: Variants of the kernel]
+Triton compiles a kernel for each `Variant`. `wrap_model` compiles those that the model's reductions can need, because
+compiling takes up to two seconds, and may fail. What could not be foreseen is compiled when it is first summed. If any
+variant fails, all sums of this process run the loop from then on. Other ranks may go on with the kernel.
 """
 
+import logging
+import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from zeroamp.policies.errors import error_text
+
+logger = logging.getLogger("zeroamp.rank")  # each rank prints its own
 
 BLOCK = 2**18
 """Columns of a block on a CPU: 1 MiB in fp32. Smaller ones cost time: each op has a fixed cost."""
@@ -46,32 +57,63 @@ def tree_sum(rows: torch.Tensor, output: torch.Tensor, divide_by: float = 1) -> 
         The number of kernels that were launched; 0 on a CPU.
     """
     if _has_kernel(rows.device) and (kernel := _kernel()) is not None:
-        launches: int = kernel(rows, output, divide_by)
-        return launches
+        try:
+            launches: int = kernel(rows, output, divide_by)
+        except torch.OutOfMemoryError:  # not of the kernel: the loop needs memory too
+            raise
+        except Exception as error:  # of Triton, of a compiler that it calls, or of the file system
+            _give_up(error)
+        else:
+            return launches
     return _loop(rows, output, divide_by)
 
 
-_failure: Exception | None = None
-"""The error with which Triton failed in `compile_sum`. The kernel is not used any more then."""
+class Variant(NamedTuple):
+    """What the kernel is compiled for: see [Note: Variants of the kernel]. Use `variant`."""
+
+    num_rows: int
+    dtype: torch.dtype
+    row_alignment: int
+    """The largest power of two that divides the distance of rows in elements, up to the elements of 16 bytes."""
+    output_alignment: int
+    """4 if 4 divides the number of columns, so that the fp32 sums are stored 16 bytes at a time; else 1."""
 
 
-def compile_sum(num_rows: int, dtype: torch.dtype, device: torch.device) -> Exception | None:
-    """Compile and run the kernel for so many rows, before a backward needs it. No effect on other devices than CUDA.
+def variant(num_rows: int, dtype: torch.dtype, row_stride: int, numel: int) -> Variant:
+    """Return the variant for rows of `numel` elements, each `row_stride` elements behind the one before."""
+    return Variant(num_rows, dtype, math.gcd(row_stride, max(1, 16 // dtype.itemsize)), 1 if numel % 4 else 4)
+
+
+def compile_sum(variant: Variant, device: torch.device) -> None:
+    """Compile and run the kernel, before a backward needs it. No effect on other devices than CUDA.
 
     Triton needs a C compiler, Python's headers and a writable cache. If it fails, all sums of this process run the
     loop, which has the same bits.
-
-    Returns:
-        The error with which Triton failed, now or before; else None.
     """
+    if has_kernel(device):
+        numel = 12 + variant.output_alignment
+        rows = torch.zeros((variant.num_rows, 16 + variant.row_alignment), dtype=variant.dtype, device=device)
+        tree_sum(rows[:, :numel], torch.empty(numel, dtype=torch.float32, device=device), variant.num_rows)
+
+
+def has_kernel(device: torch.device) -> bool:
+    """Return whether sums on a device run the kernel. It must be compiled then."""
+    return _has_kernel(device) and _kernel() is not None
+
+
+_failure: Exception | None = None
+"""The error with which Triton failed. The kernel is not used any more then."""
+
+
+def _give_up(error: Exception) -> None:
+    """Use the loop from now on, and log why, once per process."""
     global _failure
-    if _failure is None and _has_kernel(device) and (kernel := _kernel()) is not None:
-        rows = torch.zeros((num_rows, 16), dtype=dtype, device=device)
-        try:
-            kernel(rows, torch.empty(16, dtype=torch.float32, device=device), num_rows)
-        except Exception as error:  # of Triton, of a compiler that it calls, or of the file system
-            _failure = error
-    return _failure
+    _failure = error
+    logger.warning(
+        "Triton cannot compile the kernel that sums gradients over ranks (%s). A loop sums them, with the same bits "
+        "and more launches. Triton needs a C compiler (CC), Python's headers and a writable TRITON_CACHE_DIR.",
+        error_text(error),
+    )
 
 
 def _has_kernel(device: torch.device) -> bool:

@@ -16,6 +16,9 @@ from zeroamp.hooks._torch.dispatch import TorchDispatchMode, storage_key
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.dtypes import short_name
 
+NO_TENSOR = "none"
+"""The dtype that is recorded where there is no tensor: the state of SGD without momentum."""
+
 
 class Observations:
     """The dtypes that were seen, by parameter and by boundary: the key of a column of the ledger, such as "param"."""
@@ -24,9 +27,13 @@ class Observations:
         self.seen: dict[str, dict[str, dict[str, str]]] = {}
         """FQN -> boundary -> short name of a dtype -> where it was seen first."""
 
-    def see(self, fqn: str, boundary: str, dtype: torch.dtype, where: str) -> None:
-        """Record a dtype of the parameter `fqn` at a boundary. For a dtype seen twice, the first `where` stays."""
-        self.seen.setdefault(fqn, {}).setdefault(boundary, {}).setdefault(short_name(dtype), where)
+    def see(self, fqn: str, boundary: str, dtype: torch.dtype | None, where: str) -> None:
+        """Record a dtype of the parameter `fqn` at a boundary, or that there was no tensor (None).
+
+        For a dtype seen twice, the first `where` stays.
+        """
+        name = NO_TENSOR if dtype is None else short_name(dtype)
+        self.seen.setdefault(fqn, {}).setdefault(boundary, {}).setdefault(name, where)
 
 
 class OpObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]

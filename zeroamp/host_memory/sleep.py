@@ -36,7 +36,8 @@ _sleeps: "WeakKeyDictionary[nn.Module, _Sleep]" = WeakKeyDictionary()
 def sleep(model: nn.Module, optimizers: Optimizers = (), what: Sequence[Part] = PARTS) -> None:
     """Move parts of a training's state to host memory, pinned on accelerators, and free their device memory.
 
-    Call it on every rank, between two optimizer steps. Communicates nothing. Buffers stay on the device. Until `wake`,
+    Call it on every rank, between two optimizer steps. Communicates nothing. The model's buffers stay on the
+    device; those in which reductions receive gradients are released until the next backward. Until `wake`,
     a forward, an optimizer step, a save and an export are errors. Shards that the config offloads stay where they are.
     While gradients sleep, do not call `zero_grad(set_to_none=False)`: torch has no hook there, and memory is freed.
 
@@ -68,6 +69,7 @@ def sleep(model: nn.Module, optimizers: Optimizers = (), what: Sequence[Part] = 
         asleep.handles[part] = list(_guards(part, state, given))
         if part != "optimizer":
             hide_state(model, f"is asleep: its {part} are in host memory. Call zeroamp.wake(model) first.")
+    state.buffers.discard()
     if state.mesh.device_type != "cpu":
         torch.get_device_module(state.mesh.device_type).empty_cache()  # other processes and libraries need the memory
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from zeroamp.hooks.collectives.traffic import Traffic
+from zeroamp.hooks.observers.observed_dtypes import NO_TENSOR
 from zeroamp.ledger.rows import DTYPE_COLUMNS, Row, dtype_names
 from zeroamp.planning.group_dtypes import PER_OP, ParamDtypes, group_dtypes
 from zeroamp.planning.groups import GroupPlan, ParamPlan
@@ -26,7 +27,7 @@ _REMEDIES = {
     "gradient": "Remove the hook that casts the gradient.",
     "communication": "Leave the reduce-scatter of the unit as wrap_model set it.",
     "accumulate": "Leave the accumulation as wrap_model set it; data_types.grad_accum_dtype sets another dtype.",
-    "optimizer": "Keep optimizer state in the dtype of the stored parameters.",
+    "optimizer": "Keep optimizer state in this dtype, or set data_types.optimizer_states_dtype if it is bf16.",
     REPLICAS: "Leave the reduce-scatter of the unit, whose output replicas average, as wrap_model set it.",
 }
 
@@ -94,7 +95,10 @@ class Verification:
     def title(self) -> str:
         """Return what was compared: the numbers of parameters and micro-batches."""
         total = sum(len(group.params) for group in self.plan.all_groups)
-        return f"{total} parameters, {self.num_micro_batches} micro-batches: every dtype is the expected one"
+        seen = "every dtype is the expected one"
+        if not any(boundaries.get("optimizer") for boundaries in self.observed.values()):
+            seen += "; optimizer state was not observed (pass optimizer=)"
+        return f"{total} parameters, {self.num_micro_batches} micro-batches: {seen}"
 
     def traffic_result(self) -> str:
         """Return whether the collectives were the planned ones, in words."""
@@ -171,7 +175,7 @@ def find_differences(plan: Plan, ranks: Ranks, observed: Seen) -> list[Differenc
         for param in group.params
         for boundary, expected in expected_dtypes(param.dtypes, group, plan, ranks).items()
         for name, where in observed[param.fqn].get(boundary, {}).items()
-        if expected not in (name, PER_OP)
+        if expected not in (name, PER_OP) and name != NO_TENSOR
     ]
 
 

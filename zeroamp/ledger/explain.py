@@ -7,6 +7,7 @@ from torch import nn
 
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.ledger.dtype_differences import Verification
+from zeroamp.ledger.observed_optimizer import Optimizers
 from zeroamp.ledger.rows import BYTES, DTYPE_COLUMNS, PER_STEP, SHARD_DIM, SHARD_DIMS, LedgerRows, cells, ledger_rows
 from zeroamp.ledger.verify_step import verify
 from zeroamp.planning.mesh import Ranks
@@ -99,28 +100,38 @@ class Ledger:
             "low_share": self.plan.low_share,
         }
 
-    def verify(self, model: nn.Module, batch: object, *, loss_fn: LossFunction | None = None) -> Verification:
+    def verify(
+        self,
+        model: nn.Module,
+        batch: object,
+        *,
+        loss_fn: LossFunction | None = None,
+        optimizer: Optimizers = None,
+    ) -> Verification:
         """Run one optimizer step on `batch` without an update and compare every dtype that occurs with this ledger.
 
-        Call it on all ranks. It runs as many forwards and backwards as the config accumulates, all on `batch`, and then
-        AdamW on copies. It observes the dtypes of stored and unsharded parameters, of the ops that consume them, of raw
-        gradients, collectives, sums and optimizer state. Parameters, gradients, buffers, random states and counters are
-        restored, also if the step raises. Compiled modules run eagerly. Where a parameter's compute dtype is "per op",
-        the dtypes of its ops are reported, but not compared. Modules that do not run are not checked. Under autocast,
-        two more forwards show whether the output changes if a weight's `dtype`, where the model reads it, is fp32.
+        Call it on all ranks. It runs as many forwards and backwards as the config accumulates, all on `batch`. It
+        observes the dtypes of stored and unsharded parameters, of the ops that consume them, of raw gradients,
+        collectives, sums and optimizer state. Parameters, gradients, buffers, random states and counters are restored,
+        also if the step raises. Compiled modules run eagerly. Where a parameter's compute dtype is "per op", the dtypes
+        of its ops are reported, but not compared. Modules that do not run are not checked. Under autocast, two more
+        forwards show whether the output changes if a weight's `dtype`, where the model reads it, is fp32.
 
         Args:
             model: the wrapped model of this ledger, between two optimizer steps.
             batch: a tensor, a tuple of arguments or a mapping of keyword arguments of the model's forward.
             loss_fn: computes a scalar loss from the model's output. Default: its `.loss`, or the output itself.
+            optimizer: yours, or several (`train.optimizers`). The dtypes of its state are compared. If it has no state
+                of a parameter yet, a copy of the optimizer makes one, on a copy of the shard. It is not changed. None:
+                the column "optimizer" is what the ledger expects, and is not observed.
 
         Raises:
             PrecisionError: on all ranks, naming parameter, module, boundary, the expected and the observed dtype.
-            StepError: there are gradients (between two micro-batches, for example), `batch` has another type, or there
-                is no scalar loss.
+            StepError: there are gradients (between two micro-batches, for example), `batch` has another type, there is
+                no scalar loss, or `optimizer` has no parameter of the model.
             WrapError: the model is not wrapped, the ledger is another model's, or the mesh has a tensor or expert axis.
         """
-        return verify(self.plan, model, batch, loss_fn)
+        return verify(self.plan, model, batch, loss_fn, optimizer)
 
     def _rows(self) -> LedgerRows:
         return ledger_rows(self.plan, self.ranks)

@@ -1,6 +1,6 @@
 """Runs one optimizer step for `Ledger.verify`, without an update, and restores the model afterwards."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from zeroamp.hooks._torch.fsdp import can_be_sharded, unsharded_sums
 from zeroamp.hooks.observers.observed_dtypes import Observations
 from zeroamp.hooks.random_state import preserved_random_state
+from zeroamp.ledger.observed_optimizer import state_dtypes
 from zeroamp.planning.plan import Plan
-from zeroamp.policies.extensions import load
 from zeroamp.training.loss_scaler import LossScaler
 from zeroamp.training.micro_batches import MicroBatches
 from zeroamp.wrapping.state import WrapState, reshard
@@ -36,7 +36,7 @@ class ObservedStep:
             observations.seen.setdefault(self._names[id(parameter)], {})
             self._see(parameter, "stored", parameter.dtype, "the shard")
 
-    def _see(self, parameter: nn.Parameter, boundary: str, dtype: torch.dtype, where: str) -> None:
+    def _see(self, parameter: nn.Parameter, boundary: str, dtype: torch.dtype | None, where: str) -> None:
         self._observations.see(self._names[id(parameter)], boundary, dtype, where)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -61,19 +61,13 @@ class ObservedStep:
                 if parameter.grad is not None:
                     self._see(parameter, "accumulate", parameter.grad.dtype, "the sharded gradient")
 
-    def update(self) -> None:
-        """Run AdamW on a copy of each parameter in turn, record the dtypes of its state, and discard the gradients."""
+    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Record the dtypes of the state of `optimizers`, one parameter after the other, and discard the gradients."""
         self._micro_batches.finish()
-        is_fp32 = self._state.plan.policy.optimizer_states_dtype is None
-        adamw = torch.optim.AdamW if is_fp32 else load("Ledger.adamw_of_bf16_states")
         for parameter in self._micro_batches.with_gradient():
-            copy = nn.Parameter(parameter.detach().clone())
-            copy.grad, parameter.grad = parameter.grad, None
-            optimizer = adamw([copy])
-            optimizer.step()
-            for name, value in optimizer.state[copy].items():
-                if name != "step":  # a count, not of the parameter's dtype
-                    self._see(parameter, "optimizer", value.dtype, f"AdamW's {name}")
+            gradient, parameter.grad = parameter.grad, None
+            for dtype, where in state_dtypes(optimizers, parameter, gradient):
+                self._see(parameter, "optimizer", dtype, where)
         self._micro_batches.end()
 
     def abandon(self) -> None:

@@ -1,6 +1,6 @@
 """`Ledger.verify`: runs one observed optimizer step, and compares the dtypes that occur with those of the ledger."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -9,6 +9,7 @@ from zeroamp.hooks.collectives.traffic import Traffic, listening
 from zeroamp.hooks.observers.observed_dtypes import Observations, OpObserver, UnitObserver
 from zeroamp.ledger.dtype_differences import Verification, find_differences, see_collectives
 from zeroamp.ledger.dtype_reads import differing_reads
+from zeroamp.ledger.observed_optimizer import Optimizers, listed, problem_with
 from zeroamp.ledger.observed_step import ObservedStep, call, is_sharded, leaves_no_trace, observed_units
 from zeroamp.planning.mesh import device_of, ranks_of
 from zeroamp.planning.plan import Plan
@@ -22,7 +23,9 @@ _NUM_DIFFERENCES = 8
 """How many differences an error lists at most."""
 
 
-def verify(plan: Plan, model: nn.Module, batch: object, loss_fn: LossFunction | None) -> Verification:
+def verify(
+    plan: Plan, model: nn.Module, batch: object, loss_fn: LossFunction | None, optimizer: Optimizers
+) -> Verification:
     """See `Ledger.verify`."""
     state = wrap_state(model)
     if not state.axes.is_plain:
@@ -30,10 +33,10 @@ def verify(plan: Plan, model: nn.Module, batch: object, loss_fn: LossFunction | 
             "Ledger.verify is not supported with tensor or expert parallelism. zeroamp.traffic(model) has what was "
             "communicated."
         )
-    _run_on_all_ranks(state, lambda: _refuse_problem(plan, state, batch))
+    _run_on_all_ranks(state, lambda: _refuse_problem(plan, state, batch, optimizer))
     observations, counted = Observations(), Traffic()
     with leaves_no_trace(state), torch.inference_mode(False), torch.enable_grad():
-        _observe_step(model, state, batch, loss_fn, observations, counted)
+        _observe_step(model, state, batch, loss_fn, listed(optimizer), observations, counted)
         reads = differing_reads(plan, model, state, batch)
     see_collectives(counted, plan, observations.seen)
     ranks = ranks_of(state.mesh)
@@ -70,6 +73,7 @@ def _observe_step(
     state: WrapState,
     batch: object,
     loss_fn: LossFunction | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     observations: Observations,
     counted: Traffic,
 ) -> None:
@@ -86,7 +90,7 @@ def _observe_step(
                     loss = loss_of(call(model, batch), loss_fn, where="Ledger.verify", error=StepError)
                 ops.forget()
                 step.backward(loss)
-            step.update()
+            step.update(optimizers)
     except BaseException:
         step.abandon()
         raise
@@ -96,8 +100,8 @@ def _observe_step(
             handle.remove()
 
 
-def _refuse_problem(plan: Plan, state: WrapState, batch: object) -> None:
-    """Raise an error if the ledger is another model's, the batch is unusable, or an optimizer step has not ended."""
+def _refuse_problem(plan: Plan, state: WrapState, batch: object, optimizer: Optimizers) -> None:
+    """Raise an error for another model's ledger, an unusable batch or optimizer, or an unfinished optimizer step."""
     if plan != state.plan:
         raise WrapError("Ledger.verify: this is another model's ledger. Call explain(model).verify(model, ...).")
     if not isinstance(batch, torch.Tensor | tuple | Mapping):
@@ -109,6 +113,8 @@ def _refuse_problem(plan: Plan, state: WrapState, batch: object) -> None:
                 "Pass what the model's forward takes.",
             )
         )
+    if problem := problem_with(optimizer, state.root):
+        raise StepError(f"Ledger.verify(optimizer=) {problem}.")
     if found := _unfinished(state):
         raise StepError(
             f"Ledger.verify must be called between two optimizer steps, but {found}. Call it before training, or after "

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from zeroamp.hooks._torch.dtensor import local_parts
 from zeroamp.hooks._torch.parameter_group import GroupParameter, ParameterGroup
 from zeroamp.hooks.collectives.collective_calls import issue
-from zeroamp.hooks.collectives.gradient_reduction import all_reduce_in_tree_order
+from zeroamp.hooks.collectives.gradient_reduction import all_reduce_in_tree_order, variants_over_ranks
 from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.hooks.collectives.tree_sum import compile_sum
 from zeroamp.hooks.group_gradients import by_module
@@ -55,7 +55,9 @@ class PartialGradients(Extension):
                 sums_in_tree_order=dtypes.sums_in_tree_order,
             )
             if dtypes.sums_in_tree_order:
-                compile_sum(axis.size(), dtypes.communication, device_of(state.mesh))
+                for dtype in {dtypes.communication, torch.float32}:
+                    for variant in set(variants_over_ranks(axis.size(), dtype)):
+                        compile_sum(variant, device_of(state.mesh))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,6 +24,7 @@ different links. All ranks issue the collectives in the same order: inside 1, in
 Columns are summed on their own, so the bits are the same.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -32,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from zeroamp.hooks._torch.fsdp import all_gather
-from zeroamp.hooks.collectives.tree_sum import tree_sum
+from zeroamp.hooks.collectives.tree_sum import Variant, tree_sum, variant
 
 Partials = Literal["fp32", "bf16"]
 
@@ -96,6 +97,14 @@ class Nodes:
             _wait(work)
             total = output[piece]
             tree_sum(rows[:, : total.numel()], total, divide_by)
+
+    def variants(self, dtype: torch.dtype, multiple: int) -> Iterator[Variant]:
+        """Yield the variants of the kernel that `sum_over_ranks` may need: see `variants_over_ranks`."""
+        partial = torch.bfloat16 if self.partials == "bf16" else torch.float32
+        for length in (16, 16 // dtype.itemsize):  # of a row; pieces end at multiples of 16, rows at 16 bytes
+            inside = self.across.size() * length
+            yield variant(self.inside.size(), dtype, inside, inside)
+            yield variant(self.across.size(), partial, length, multiple)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False) -> dist.Work | None:
         """All-gather between nodes, then inside the node.

@@ -11,7 +11,6 @@ from torch.distributed.fsdp import FSDPModule
 from zeroamp.hooks._torch.dispatch import is_in_backward
 from zeroamp.hooks._torch.fsdp import gather_in_background
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
-from zeroamp.hooks.collectives.gradient_reduction import ReceiveBuffers
 from zeroamp.hooks.group_gradients import by_module
 from zeroamp.hooks.guards import (
     BackwardGuard,
@@ -45,11 +44,10 @@ from zeroamp.wrapping.state import WrapState
 def attach_hooks(model: nn.Module, state: WrapState) -> None:
     """Give the model's groups their collectives, and its modules their hooks: see `zeroamp.hooks.unit_hooks`."""
     policy = state.plan.policy
-    buffers = ReceiveBuffers()
     gradients = by_module(state.gradients)
     for group in state.plan.groups:
         group_module = state.holders.get(group.name) or cast(FSDPModule, model.get_submodule(group.unit))
-        attach_collectives(group_module, group, state, buffers, gradients[group_module])
+        attach_collectives(group_module, group, state, gradients[group_module])
     if state.mesh.device_type == "cpu":
         gather_in_background(cast(FSDPModule, model))
         pause_before_exit()

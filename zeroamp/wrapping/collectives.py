@@ -1,31 +1,29 @@
 """Installs zeroamp's all-gather and reduction into the FSDP2 parameter groups of a model."""
 
-import logging
+import math
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.fsdp import divide_factor, leave_replicas_alone
 from zeroamp.hooks.collectives.all_gather import GroupAllGather
-from zeroamp.hooks.collectives.gradient_reduction import GroupReduceScatter, ReceiveBuffers
+from zeroamp.hooks.collectives.gradient_reduction import GroupReduceScatter, variants_over_ranks
 from zeroamp.hooks.collectives.traffic import IssuedCollective, notify
-from zeroamp.hooks.collectives.tree_sum import compile_sum
+from zeroamp.hooks.collectives.tree_sum import Variant, compile_sum, has_kernel
 from zeroamp.hooks.group_gradients import GroupGradients
 from zeroamp.hooks.tensors import hold_for_current_stream
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import device_of, ranks_of, replicate_size, shard_size
-from zeroamp.policies.errors import error_text
+from zeroamp.planning.shard_sizes import local_numel
 from zeroamp.wrapping.state import MeshNodes, WrapState
 
-logger = logging.getLogger("zeroamp.rank")  # each rank prints its own
 
-
-def attach_collectives(
-    module: FSDPModule, group: GroupPlan, state: WrapState, buffers: ReceiveBuffers, gradients: GroupGradients
-) -> None:
+def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, gradients: GroupGradients) -> None:
     """Give `module`'s own FSDP2 group the all-gather and the reduction with the dtypes of the plan.
 
     Replicas are summed in the order of the tree, in the hook that FSDP2 calls after each reduction. With native sums
@@ -34,13 +32,12 @@ def attach_collectives(
     Args:
         module: a unit's module or a group holder, after `fully_shard`.
         group: the parameter group that it has.
-        state: the plan, meshes and listeners.
-        buffers: receive buffers that all groups share.
+        state: the plan, meshes, listeners and receive buffers.
         gradients: the gradients of the group.
     """
     mesh, listeners = state.axes.fsdp_of(is_expert=group.is_expert), state.listeners
     dtypes = group_dtypes(group.key, state.plan.policy, ranks_of(mesh))
-    nodes = state.nodes if mesh is state.mesh else MeshNodes()
+    nodes = _nodes_of(mesh, state)
     gathers = nodes.by_axis.get(mesh.ndim - 1)
     gather = GroupAllGather(group_name=group.name, nodes=gathers, listeners=listeners)
     module.set_custom_all_gather(gather)  # type: ignore[arg-type]  # its base class is private, and adds nothing
@@ -58,7 +55,7 @@ def attach_collectives(
         divides_outside=dtypes.unsharded_accumulate == torch.float16,
         group_name=group.name,
         listeners=listeners,
-        buffers=buffers,
+        buffers=state.buffers,
         shares_buffers=group.unit not in state.plan.own_units,
     )
     module.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]
@@ -86,20 +83,31 @@ def attach_collectives(
 
 
 def compile_sums(state: WrapState) -> None:
-    """Compile the kernel of the sums over ranks on CUDA. Log a warning on each rank where that fails."""
-    device, error = device_of(state.mesh), None
-    for key in {group.key for group in state.plan.groups}:
-        dtypes = group_dtypes(key, state.plan.policy, ranks_of(state.mesh))
-        if dtypes.reduction == "all_to_all":
-            error = compile_sum(shard_size(state.mesh), dtypes.communication, device)
-    if replicate_size(state.mesh) > 1:
-        error = compile_sum(replicate_size(state.mesh), torch.float32, device)
-    if error is not None:
-        logger.warning(
-            "Triton cannot compile the kernel that sums gradients over ranks (%s). A loop sums them, with the same "
-            "bits and more launches. Triton needs a C compiler (CC), Python's headers and a writable TRITON_CACHE_DIR.",
-            error_text(error),
-        )
+    """Compile the variants of the kernel that the sums over ranks may need: [Note: Variants of the kernel]."""
+    device = device_of(state.mesh)
+    if has_kernel(device):
+        for variant in {variant for group in state.plan.groups for variant in _variants(group, state)}:
+            compile_sum(variant, device)
+
+
+def _variants(group: GroupPlan, state: WrapState) -> Iterator[Variant]:
+    """Yield the variants of the kernel for the reductions of a group.
+
+    A reduction of the gradients of some parameters, because the others are frozen, has other sizes.
+    """
+    mesh = state.axes.fsdp_of(is_expert=group.is_expert)
+    dtypes = group_dtypes(group.key, state.plan.policy, ranks_of(mesh))
+    nodes, num_shards = _nodes_of(mesh, state).by_axis, shard_size(mesh)
+    if dtypes.reduction == "all_to_all":
+        multiple = math.gcd(*(local_numel(param, num_shards) for param in group.params))
+        for dtype in {dtypes.communication, torch.float32}:  # fp32: for a sum of several micro-batches
+            yield from variants_over_ranks(num_shards, dtype, multiple, nodes.get(mesh.ndim - 1))
+    if mesh.ndim == 2 and dtypes.sums_in_tree_order and replicate_size(mesh) > 1:
+        yield from variants_over_ranks(replicate_size(mesh), torch.float32, nodes=nodes.get(0))
+
+
+def _nodes_of(mesh: DeviceMesh, state: WrapState) -> MeshNodes:
+    return state.nodes if mesh is state.mesh else MeshNodes()
 
 
 def _sum_replicas(module: FSDPModule, reduction: GroupReduceScatter, gradients: GroupGradients) -> None:

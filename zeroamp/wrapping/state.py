@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.fsdp import release
 from zeroamp.hooks.collectives.collective_calls import IssuedInStep
+from zeroamp.hooks.collectives.gradient_reduction import ReceiveBuffers
 from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
 from zeroamp.hooks.group_gradients import GroupGradients
 from zeroamp.hooks.root_forward import RootForward
@@ -73,6 +74,8 @@ class WrapState:
     """Called after each collective that this rank issues, `traffic` first; `issued` only if there are several ranks."""
     step: StepState
     """The current optimizer step."""
+    buffers: ReceiveBuffers = field(default_factory=ReceiveBuffers)
+    """The receive buffers that all groups share."""
     root_forward: RootForward = field(default_factory=RootForward)
     """The context managers around the root's forward."""
     replica_switches: list[Callable[[bool], None]] = field(default_factory=list)

@@ -7,6 +7,7 @@ import subprocess
 import pytest
 import torch
 
+from tests.measuring.logs import log_lines
 from tests.oracles.one_process import tree
 from tests.processes.launch import completed
 from zeroamp.hooks.collectives import tree_sum as module
@@ -98,8 +99,12 @@ def test_a_kernel_that_triton_cannot_compile_is_replaced_by_the_loop(monkeypatch
     monkeypatch.setattr(module, "_has_kernel", lambda _device: module._failure is None)
     monkeypatch.setattr(module, "_kernel", lambda: kernel)
     monkeypatch.setattr(module, "_failure", None)
-    assert module.compile_sum(2, torch.bfloat16, torch.device("cpu")) is error
-    assert module.compile_sum(4, torch.float32, torch.device("cpu")) is error  # is not tried again
+    with log_lines() as lines:
+        for num_rows, dtype in ((2, torch.bfloat16), (4, torch.float32)):  # the second is not tried
+            module.compile_sum(module.variant(num_rows, dtype, 16, 16), torch.device("cpu"))
+    assert module._failure is error
+    assert len(lines) == 1
+    assert "same bits" in lines[0]
     rows, output = torch.randn(3, 40).bfloat16(), torch.empty(40)
     tree_sum(rows, output, 3)
     assert torch.equal(output, tree(rows) / 3)

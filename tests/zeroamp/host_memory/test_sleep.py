@@ -1,5 +1,6 @@
 """`sleep` and `wake`: the bits of a run that never slept, nothing left on the device, and errors in between."""
 
+import gc
 import itertools
 from unittest import mock
 
@@ -11,6 +12,7 @@ import zeroamp
 from tests.measuring.state_bytes import bytes_of
 from tests.models.small import batch, loss_of
 from tests.processes.training import SmallTraining, adamw, check_errors, config, errors_of, same_bits, wrapped
+from zeroamp.hooks.collectives import gradient_reduction
 from zeroamp.host_memory import sleep as sleeping
 from zeroamp.host_memory.storages import HostCopies
 from zeroamp.wrapping.state import wrap_state
@@ -154,3 +156,34 @@ def _step_of_another(model, _optimizer):
 @pytest.mark.parametrize("fault", [_refused_read, _full_host, _step_of_another])
 def test_a_refused_call_loses_nothing(ranks2, fault):
     assert ranks2.run(_misused, fault) == [[], []]
+
+
+def _bytes_in_bf16():
+    """Bytes of the storages of all live tensors in bf16, in which this model's gradients are sent."""
+    gc.collect()
+    live = (each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.dtype == torch.bfloat16)
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in live}
+    return sum(storages.values())
+
+
+def _receive_buffers():
+    """Train as on an accelerator, which retains receive buffers. Return their bytes before, in and after a sleep."""
+    found = []
+    with mock.patch.object(gradient_reduction, "_is_kept", return_value=True):
+        before = _bytes_in_bf16()
+        training = SmallTraining(config(3), adamw, name=NAME)
+        for index, what in enumerate([PARTS, ["optimizer"]]):
+            training.step(index)
+            found.append(_bytes_in_bf16() - before)
+            zeroamp.sleep(training.model, training.optimizer, what)
+            found.append(_bytes_in_bf16() - before)
+            zeroamp.wake(training.model)
+        training.step(2)
+        found.append(_bytes_in_bf16() - before)
+        groups = [group for group in zeroamp.explain(training.model).group_rows() if group["communication"] == "bf16"]
+    return found, max(2 * group["elements"] for group in groups)
+
+
+def test_sleep_releases_receive_buffers_until_the_next_backward(ranks2):
+    for found, largest in ranks2.run(_receive_buffers):
+        assert found == [largest, 0, largest, 0, largest]

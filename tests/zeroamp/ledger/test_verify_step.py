@@ -33,7 +33,9 @@ def arguments(name, index=0):
 
 
 def verify(model, name):
-    return zeroamp.explain(model).verify(model, arguments(name, dist.get_rank()))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    return zeroamp.explain(model).verify(model, arguments(name, dist.get_rank()), optimizer=optimizer)
 
 
 def _of_options(name, options, fields=None, mesh_shape=None):
@@ -196,7 +198,7 @@ TAMPERINGS = [
         {"stage": 2, "accumulation": 2, **LOW_SUMS},
         (QKV, "accumulate must be bf16", "fp16 (the sharded sum)"),
     ),
-    (update_in_bf16, {}, ("embed.weight of Embedding (embed)", "optimizer must be fp32", "bf16 (AdamW's exp_avg)")),
+    (update_in_bf16, {}, ("embed.weight of Embedding (embed)", "optimizer must be fp32", "bf16 (Rounding's exp_avg)")),
 ]
 
 

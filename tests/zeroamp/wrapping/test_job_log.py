@@ -10,7 +10,7 @@ import torch
 import zeroamp
 from tests.measuring.logs import log_lines
 from tests.processes.launch import torchrun
-from zeroamp.wrapping import collectives
+from zeroamp.hooks.collectives import tree_sum
 
 SCRIPT = """
 import logging
@@ -69,16 +69,19 @@ def test_each_message_is_printed_once_per_job(tmp_path, configure, expected):
 
 def _lines_where_triton_fails():
     torch.manual_seed(0)
+    kernel = mock.Mock(side_effect=RuntimeError("Failed to find C compiler"))
     with (
-        mock.patch.object(collectives, "compile_sum", return_value=RuntimeError("Failed to find C compiler")) as tried,
+        mock.patch.object(tree_sum, "_has_kernel", side_effect=lambda _device: tree_sum._failure is None),
+        mock.patch.object(tree_sum, "_kernel", return_value=kernel),
+        mock.patch.object(tree_sum, "_failure", None),
         log_lines(logging.WARNING) as lines,
     ):
         zeroamp.wrap_model(torch.nn.Linear(4, 8), zeroamp.policy_from_config({"bf16": {"enabled": True}}))
-    return [call.args[:2] for call in tried.call_args_list], lines
+    return [call.args[0].shape[0] for call in kernel.call_args_list], lines
 
 
 def test_every_rank_that_cannot_compile_the_sum_logs_one_warning(ranks2):
     for tried, lines in ranks2.run(_lines_where_triton_fails):
-        assert tried == [(2, torch.float32)]  # stage 0 sums replicas
+        assert tried == [2]  # stage 0 sums replicas
         assert [line for line in lines if "Failed to find C compiler" in line and "same bits" in line] == lines
         assert len(lines) == 1

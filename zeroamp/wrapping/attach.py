@@ -26,7 +26,7 @@ from zeroamp.hooks.precision.autocast import (
     refuse_autocast,
     warn_of_other_autocast,
 )
-from zeroamp.hooks.precision.module_casts import cast_inputs, run_in_fp32
+from zeroamp.hooks.precision.module_casts import RoundedInputs, cast_inputs, run_in_fp32
 from zeroamp.hooks.root_forward import reshard_after_no_grad
 from zeroamp.hooks.typed_groups import typed_group_hooks
 from zeroamp.hooks.unit_hooks import UnitHooks, return_no_view
@@ -54,9 +54,12 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     attach_prefetch(model, state.plan, state.holders)
     hooks = UnitHooks()
     _add_root_forward(model, state, hooks)
+    rounded = RoundedInputs()
     for unit, module in state.units.items():
+        hooks.add(module, "end loans", state.containers.end_forward)
         if (dtype := state.plan.input_dtype(unit)) is not None:
-            hooks.add(module, "cast inputs", cast_inputs(dtype))
+            keeps = policy.keep_inputs_in_fp32
+            hooks.add(module, "cast inputs", cast_inputs(dtype, state.containers, module.forward, keeps, rounded))
     for group in state.plan.groups:
         if (holder := state.holders.get(group.name)) is not None:
             pre_forward, post_forward = typed_group_hooks(holder)
@@ -81,6 +84,7 @@ def _add_root_forward(model: nn.Module, state: WrapState, hooks: UnitHooks) -> N
     policy, forward, device_type = state.plan.policy, state.root_forward, state.mesh.device_type
     forward.on_output(watch_create_graph)
     forward.add("reshard", reshard_after_no_grad(model))
+    forward.add("reshard", state.containers.around_root)
     forward.add("outer autocast", cache_with_gradients)
     if policy.mode == "autocast":
         forward.add("outer autocast", warn_of_other_autocast(device_type, policy.param_dtype))

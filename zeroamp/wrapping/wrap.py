@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from zeroamp.hooks.callers_containers import CallersContainers
 from zeroamp.hooks.collectives.collective_calls import IssuedInStep
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.hooks.group_gradients import follow_gradients
@@ -43,6 +44,7 @@ from zeroamp.wrapping.job_log import log_once_per_job
 from zeroamp.wrapping.model_checks import (
     broadcast_module_states,
     check_device,
+    check_input_names,
     check_integers,
     check_ranks_agree,
     description_of,
@@ -130,6 +132,7 @@ def wrap_model(
         asked = as_policy(policy)
         check_device(asked, device_type)
         plan = build_plan(model, asked, auto_wrap_policy, example_inputs, device_type, ignored_params)
+        check_input_names(model, plan)
         for extension in plan.extensions:
             extension.check_model(model, plan)
         if axes is not None and not axes.is_data_only:
@@ -164,7 +167,7 @@ def wrap_model(
     holders = shard_model(model, plan, axes)
     if is_meta and materialize:
         load("wrap_model.materialize_model")(model, mesh, device_of(mesh), shard_device(policy, mesh))
-    nodes, traffic = MeshNodes(), Traffic()
+    nodes, traffic, containers = MeshNodes(), Traffic(), CallersContainers()
     issued = IssuedInStep(frozenset(group.name for group in plan.groups if group.unit in plan.own_units))
     # Of all ranks, not of the mesh: on nodes of different sizes, all ranks must decide alike.
     if policy.reduce_accumulate_dtype == "fp32" and not is_one_node(policy):
@@ -179,7 +182,8 @@ def wrap_model(
         extensions=plan.extensions,
         holders=holders,
         units={unit: model.get_submodule(unit) for unit in ("", *plan.units)},
-        gradients=follow_gradients(model),
+        containers=containers,
+        gradients=follow_gradients(model, containers),
         traffic=traffic,
         issued=issued,
         listeners=[traffic] if axes.whole.size() == 1 else [traffic, issued],
@@ -223,11 +227,12 @@ def register_forward_method(model: nn.Module, method_name: str) -> None:
     """
     state = wrap_state(model)
     at_root = [holder for group in state.plan.groups if not group.unit and (holder := state.holders.get(group.name))]
-    dtype = state.plan.input_dtype("")
+    dtype, keeps = state.plan.input_dtype(""), state.plan.policy.keep_inputs_in_fp32
+    method = getattr(model, method_name)
     state.root_forward.register_method(
         model,
         method_name,
-        pre_forwards=[cast_inputs(dtype)] if dtype is not None else [],
+        pre_forwards=[cast_inputs(dtype, state.containers, method, keeps)] if dtype is not None else [],
         groups=[typed_group_hooks(holder) for holder in at_root],
     )
 

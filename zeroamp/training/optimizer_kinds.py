@@ -8,6 +8,7 @@ docs/optimizers.md has a table of optimizers.
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -93,17 +94,32 @@ def full_name(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}"
 
 
+_hooks_of: "WeakKeyDictionary[torch.optim.Optimizer, tuple[Callable[[], Any], ...]]" = WeakKeyDictionary()
+"""Optimizer -> weak references to the dicts of its step hooks and of the global ones."""
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step hook is registered, on this optimizer or globally on all optimizers."""
-    registers = (optimizer.register_step_pre_hook, optimizer.register_step_post_hook)
-    return any(map(_has_hooks, (*registers, register_optimizer_step_pre_hook, register_optimizer_step_post_hook)))
+    """Return whether a step hook is registered, on this optimizer or globally on all optimizers.
+
+    Hooks of `wrap_model` do not count. The dicts in which torch has the hooks are found once per optimizer, and again
+    if one was replaced.
+    """
+    references = _hooks_of.get(optimizer, ())
+    dicts = [reference() for reference in references]
+    if not dicts or None in dicts:
+        registers = (optimizer.register_step_pre_hook, optimizer.register_step_post_hook)
+        registers += (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+        references = _hooks_of[optimizer] = tuple(map(_dict_of, registers))
+        dicts = [reference() for reference in references]
+    return not all(is_own_hook(hook) for hooks in dicts for hook in hooks.values())
 
 
-def _has_hooks(register: Callable[..., RemovableHandle]) -> bool:
-    """Return whether there are hooks beside which `register` puts a new one, other than those of `wrap_model`."""
+def _dict_of(register: Callable[..., RemovableHandle]) -> Callable[[], Any]:
+    """Return a weak reference to the dict to which `register` adds a hook."""
     handle: Any = register(_nothing)
     handle.remove()
-    return not all(map(is_own_hook, handle.hooks_dict_ref().values()))
+    reference: Callable[[], Any] = handle.hooks_dict_ref
+    return reference
 
 
 def _nothing(*_args: Any) -> None:

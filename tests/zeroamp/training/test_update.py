@@ -193,6 +193,32 @@ def test_hooks_on_steps_see_the_optimizer_as_it_is():
         assert works_on_shards(optimizer)
 
 
+def test_step_hooks_are_seen_without_registering_one_in_each_step():
+    optimizer, registered = torch.optim.AdamW(_parameters()), []
+    removable = torch.utils.hooks.RemovableHandle.__init__
+
+    def init(self, *args, **kwargs):
+        registered.append(1)
+        removable(self, *args, **kwargs)
+
+    assert works_on_shards(optimizer)
+    with mock.patch.object(torch.utils.hooks.RemovableHandle, "__init__", init):
+        assert all(works_on_shards(optimizer) for _ in range(3))
+    assert registered == []
+    optimizer.register_step_post_hook(_hook)
+    assert not works_on_shards(optimizer)
+    # Dicts of hooks that others replace are found again: an optimizer without them gets new ones.
+    for name in [
+        name for name, value in vars(optimizer).items() if isinstance(value, dict) and _hook in value.values()
+    ]:
+        delattr(optimizer, name)
+    optimizer.__setstate__({})
+    assert works_on_shards(optimizer)
+    optimizer.register_step_post_hook(_hook)
+    assert not works_on_shards(optimizer)
+    assert works_on_shards(torch.optim.AdamW(_parameters()))
+
+
 def _with_other_values():
     """For each of some values in the place of the gradient and in that of the state: whether shards are shown."""
     parameter = next(wrapped(NAME, config(3)).parameters())

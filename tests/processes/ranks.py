@@ -1,6 +1,7 @@
-"""Rank processes that live as long as the test session and are forked from one that has imported torch.
+"""Rank processes that live as long as the test session and are forked from servers that have imported torch.
 
-Importing torch in every rank of every test would take longer than the tests.
+Importing torch in every rank of every test would take longer than the tests. Each rank number has a server of its own,
+with its own hash seed: ranks differ in the order of their sets, as those of torchrun do.
 """
 
 import contextlib
@@ -14,9 +15,11 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,10 +37,28 @@ class RankError(AssertionError):
     """A body raised on some ranks."""
 
 
+@cache
+def _server(rank: int) -> forkserver.ForkServer:
+    """Return the server that all processes of this rank number are forked from."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(["tests.processes.preload"])
+    return server
+
+
+def _run_servers(world_size: int) -> list[forkserver.ForkServer]:
+    """Return a running server per rank. All of them import at the same time."""
+    servers = [_server(rank) for rank in range(world_size)]
+    for rank, server in enumerate(servers):
+        with mock.patch.dict(os.environ, PYTHONHASHSEED=str(rank + 1)):
+            server.ensure_running()
+    return servers
+
+
 def _serve(rank: int, world_size: int, device: str, port: int, connection: Connection) -> None:
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU machine runs the same tests on its CPU
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    del os.environ["PYTHONHASHSEED"]  # the rank's own processes get others
     faulthandler.enable()  # where a rank is aborted, stderr then has the Python stack
     torch.set_num_threads(1)
     warnings.simplefilter("error")
@@ -142,16 +163,17 @@ class Ranks:
 
     def _start(self) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["tests.processes.preload"])
+        servers = _run_servers(self.world_size)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        for rank in range(self.world_size):
+        for rank, server in enumerate(servers):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve, args=(rank, self.world_size, self.device, port, theirs), daemon=True
             )
-            process.start()
+            with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+                process.start()
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)

@@ -88,7 +88,7 @@ def attach_collectives(
 def compile_sums(state: WrapState) -> None:
     """Compile the kernel of the sums over ranks on CUDA. Log a warning on each rank where that fails."""
     device, error = device_of(state.mesh), None
-    for key in {group.key for group in state.plan.groups}:
+    for key in dict.fromkeys(group.key for group in state.plan.groups):
         dtypes = group_dtypes(key, state.plan.policy, ranks_of(state.mesh))
         if dtypes.reduction == "all_to_all":
             error = compile_sum(shard_size(state.mesh), dtypes.communication, device)

@@ -80,7 +80,7 @@ def shown(value: object) -> str:
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
-        return f"the {type(value).__name__} {repr_on_all_ranks(value)}"
+        return f"the {type(value).__name__} {value!r}"
     text = text if len(text) <= 60 else f"{text[:57]}..."
     return f"the string {text}" if is_quoted(value) else text
 

@@ -1,7 +1,7 @@
 """Rank processes that live as long as the test session and are forked from servers that have imported torch.
 
 Importing torch in every rank of every test would take longer than the tests. Each rank number has a server of its own,
-with its own hash seed: ranks differ in the order of their sets, as those of torchrun do.
+with its own hash seed: the order of a set differs between ranks, as under torchrun.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import socket
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import cache, partial
 from multiprocessing import forkserver
@@ -38,19 +38,20 @@ class RankError(AssertionError):
 
 
 @cache
-def _server(rank: int) -> forkserver.ForkServer:
-    """Return the server that all processes of this rank number are forked from."""
+def _server(number: int) -> forkserver.ForkServer:
     server = forkserver.ForkServer()
     server.set_forkserver_preload(["tests.processes.preload"])
     return server
 
 
-def _run_servers(world_size: int) -> list[forkserver.ForkServer]:
-    """Return a running server per rank. All of them import at the same time."""
-    servers = [_server(rank) for rank in range(world_size)]
-    for rank, server in enumerate(servers):
-        with mock.patch.dict(os.environ, PYTHONHASHSEED=str(rank + 1)):
-            server.ensure_running()
+def _run_servers(numbers: Iterable[int]) -> list[forkserver.ForkServer]:
+    """Return the servers with these numbers, each with another hash seed. All of them import at the same time."""
+    servers = []
+    for number in numbers:
+        servers.append(_server(number))
+        # With the seeds 1, 2, 3 and 4, many sets of two names of parameters have the same order.
+        with mock.patch.dict(os.environ, PYTHONHASHSEED=str(5 * number + 1)):
+            servers[-1].ensure_running()
     return servers
 
 
@@ -131,11 +132,15 @@ def _forget_meshes():
 
 
 class Ranks:
-    """`world_size` processes on this machine, one thread each: gloo on the CPU, or NCCL with a GPU each."""
+    """`world_size` processes on this machine, one thread each: gloo on the CPU, or NCCL with a GPU each.
 
-    def __init__(self, world_size: int, device: str = "cpu") -> None:
+    Rank 0 is forked from the server `first_server`, and each further rank from the next one.
+    """
+
+    def __init__(self, world_size: int, device: str = "cpu", *, first_server: int = 0) -> None:
         self.world_size = world_size
         self.device = device
+        self._servers = range(first_server, first_server + world_size)
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
 
@@ -163,7 +168,7 @@ class Ranks:
 
     def _start(self) -> None:
         context = mp.get_context("forkserver")
-        servers = _run_servers(self.world_size)
+        servers = _run_servers(self._servers)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

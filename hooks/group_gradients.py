@@ -146,7 +146,7 @@ class GroupGradients:
         """Return the sharded parameters that this rank has not used since `reset`, and that were reduced as zeros."""
         if not self._completed:
             return []
-        return [self.group.parameters[index].sharded for index in self._completed - self._used]
+        return [self.group.parameters[index].sharded for index in sorted(self._completed - self._used)]
 
     def reduce_once(self) -> None:
         """Reduce the group once per backward, however often its module runs: see [Note: Reducing once]. Call once."""

@@ -39,7 +39,7 @@ def open_auto_keys(cfg: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str,
     ```python
     known = {"bf16": True, "gradient_clipping": 1.0, "hidden_size": model.config.hidden_size}
     wanted = {name for names in zeroamp.open_auto_keys(cfg).values() for name in names}
-    policy = zeroamp.policy_from_config(cfg, **{name: known[name] for name in wanted & known.keys()})
+    policy = zeroamp.policy_from_config(cfg, **{name: known[name] for name in known if name in wanted})
     ```
 
     Args:

@@ -19,7 +19,7 @@ from difflib import get_close_matches
 
 from torch import nn
 
-from zeroamp.policies.errors import ConfigError, WrapError, describe, some_of
+from zeroamp.policies.errors import ConfigError, WrapError, describe, repr_on_all_ranks, some_of
 from zeroamp.policies.policy import NO_LEAF_MODULES, LeafModules
 
 AutoWrapPolicy = type[nn.Module] | str | Iterable[type[nn.Module] | str] | None
@@ -52,7 +52,8 @@ def _units_of_policy(model: nn.Module, auto_wrap_policy: AutoWrapPolicy) -> list
     classes = _class_list(auto_wrap_policy)
     units = _units_of_classes(model, classes)
     unmatched = (each for each in classes if not any(_matches(module, each) for module in model.modules()))
-    asked = next((each if isinstance(each, str) else each.__name__ for each in unmatched), None)
+    # Of a set, each rank has another first.
+    asked = min((each if isinstance(each, str) else each.__name__ for each in unmatched), default=None)
     if asked is not None:
         names = sorted({type(module).__name__ for module in model.modules() if module is not model})
         raise WrapError(
@@ -78,11 +79,16 @@ def has_forward(module: nn.Module) -> bool:
 def _class_list(asked: object) -> list[type[nn.Module] | str]:
     items: list[object] = [asked] if isinstance(asked, str | type) or not isinstance(asked, Iterable) else list(asked)
     classes: list[type[nn.Module] | str] = []
+    others: list[str] = []
     for item in items or [asked]:
-        if not (isinstance(item, str) or (isinstance(item, type) and issubclass(item, nn.Module))):
-            example = 'For example auto_wrap_policy={"LlamaDecoderLayer"}.'
-            raise WrapError(describe("auto_wrap_policy", repr(item), "module classes or class names", example))
-        classes.append(item)
+        if isinstance(item, str) or (isinstance(item, type) and issubclass(item, nn.Module)):
+            classes.append(item)
+        else:  # the `repr` of one of FSDP1's policies has a set
+            is_plain = type(item).__module__ == "builtins"
+            others.append(repr_on_all_ranks(item) if is_plain else f"a {type(item).__name__}")
+    if others:
+        example = 'For example auto_wrap_policy={"LlamaDecoderLayer"}.'
+        raise WrapError(describe("auto_wrap_policy", min(others), "module classes or class names", example))
     return classes
 
 

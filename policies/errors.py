@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 
 
@@ -82,6 +83,13 @@ def shown(value: object) -> str:
         return f"the {type(value).__name__} {value!r}"
     text = text if len(text) <= 60 else f"{text[:57]}..."
     return f"the string {text}" if is_quoted(value) else text
+
+
+def repr_on_all_ranks(value: object) -> str:
+    """Return the `repr` without what differs between processes: addresses, and the order of a set."""
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(repr_on_all_ranks, value)))}}}"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def is_quoted(value: object) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zeroamp.policies.dtypes import short_name
-from zeroamp.policies.errors import ConfigError, describe
+from zeroamp.policies.errors import ConfigError, describe, repr_on_all_ranks
 
 _VALID = "a mapping, or the path of a JSON file"
 
@@ -26,7 +26,9 @@ def load_config(cfg: object) -> dict[str, Any]:
     if isinstance(cfg, str) and cfg.lstrip().startswith("{"):
         raise ConfigError(describe("config", "the JSON text itself", _VALID, "Call json.loads on it first."))
     if not isinstance(cfg, str | os.PathLike):
-        raise ConfigError(describe("config", f"the {type(cfg).__name__} {cfg!r}", _VALID, "Pass one of these two."))
+        raise ConfigError(
+            describe("config", f"the {type(cfg).__name__} {repr_on_all_ranks(cfg)}", _VALID, "Pass one of these two.")
+        )
     return json_object(_read_file(Path(cfg)), "config")
 
 

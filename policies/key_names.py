@@ -54,7 +54,7 @@ def path_of_key(name: str, value: object) -> str:
     keys = list(iter_keys(Config))
     paths = [key.path for key in keys]
     if value is None or isinstance(value, Mapping):  # of a block
-        blocks = {path.rpartition(".")[0] for path in paths} | set(Config.model_fields)
+        blocks = dict.fromkeys([*(path.rpartition(".")[0] for path in paths), *Config.model_fields])
         if named := [block for block in blocks if block and name in (block, block.rpartition(".")[2])]:
             return min(named, key=len)
     if name in paths:

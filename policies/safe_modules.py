@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from zeroamp.policies.errors import ConfigError
+from zeroamp.policies.errors import ConfigError, repr_on_all_ranks
 
 KEY = "torch_autocast.lower_precision_safe_modules"
 
@@ -31,7 +31,8 @@ def resolve_safe_classes(names: Sequence[str], model: nn.Module) -> tuple[type[n
 def _resolve(name: str, model: nn.Module) -> type[nn.Module]:
     found = _import_class(name) if "." in name else _find_bare_class(name, model)
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise ConfigError(f"{KEY} names {name!r}, but {found!r} is not a torch.nn.Module class. Name a module class.")
+        what = repr_on_all_ranks(found)
+        raise ConfigError(f"{KEY} names {name!r}, but {what} is not a torch.nn.Module class. Name a module class.")
     return found
 
 

@@ -48,12 +48,12 @@ class OpObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, observations: Observations) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._observations = observations
-        self._names: dict[int, frozenset[str]] = {}  # by storage: views share it
+        self._names: dict[int, tuple[str, ...]] = {}  # by storage: views share it
         self._copies: list[torch.UntypedStorage] = []  # retained, so that no other storage gets the key of a copy
 
     def follow(self, fqn: str, parameter: torch.Tensor) -> None:
         """Record the ops that read `parameter` from now on, under the name `fqn`."""
-        self._names[storage_key(parameter)] = frozenset({fqn})
+        self._names[storage_key(parameter)] = (fqn,)
 
     def forget(self) -> None:
         """Stop following all parameters, and release their copies."""
@@ -75,7 +75,7 @@ class OpObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fresh = [tensor for tensor in outputs if storage_key(tensor) not in self._names]
         if not fresh:
             return  # a view, or a write into an unsharded parameter's own storage
-        names = frozenset[str]().union(*(self._names[key] for key in consumed))
+        names = tuple(dict.fromkeys(name for key in consumed for name in self._names[key]))
         op = str(getattr(func, "overloadpacket", func))
         if op.rpartition(".")[2] in self._MOVES:
             for tensor in fresh:

@@ -11,8 +11,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def environment(**values):
-    """Return the environment of a script: zeroamp is found uninstalled, and no rank of the tests is inherited."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    """Return the environment of a script: zeroamp is found uninstalled. No rank and no hash seed is inherited."""
+    of_ranks = ("RANK", "WORLD_SIZE", "PYTHONHASHSEED")
+    inherited = {name: value for name, value in os.environ.items() if name not in of_ranks}
     search_path = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH")]))
     # On the CPU everywhere: a machine may have fewer GPUs than ranks.
     mine = {"OMP_NUM_THREADS": "1", "PYTHONPATH": search_path, "CUDA_VISIBLE_DEVICES": ""}

@@ -1,6 +1,7 @@
-"""Rank processes that live as long as the test session and are forked from one that has imported torch.
+"""Rank processes that live as long as the test session and are forked from servers that have imported torch.
 
-Importing torch in every rank of every test would take longer than the tests.
+Importing torch in every rank of every test would take longer than the tests. Each rank number has a server of its own,
+with its own hash seed: the order of a set differs between ranks, as under torchrun.
 """
 
 import contextlib
@@ -12,11 +13,13 @@ import socket
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,10 +37,29 @@ class RankError(AssertionError):
     """A body raised on some ranks."""
 
 
+@cache
+def _server(number: int) -> forkserver.ForkServer:
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(["tests.processes.preload"])
+    return server
+
+
+def _run_servers(numbers: Iterable[int]) -> list[forkserver.ForkServer]:
+    """Return the servers with these numbers, each with another hash seed. All of them import at the same time."""
+    servers = []
+    for number in numbers:
+        servers.append(_server(number))
+        # With the seeds 1, 2, 3 and 4, many sets of two names of parameters have the same order.
+        with mock.patch.dict(os.environ, PYTHONHASHSEED=str(5 * number + 1)):
+            servers[-1].ensure_running()
+    return servers
+
+
 def _serve(rank: int, world_size: int, device: str, port: int, connection: Connection) -> None:
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU machine runs the same tests on its CPU
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    del os.environ["PYTHONHASHSEED"]  # the rank's own processes get others
     faulthandler.enable()  # where a rank is aborted, stderr then has the Python stack
     torch.set_num_threads(1)
     warnings.simplefilter("error")
@@ -110,11 +132,15 @@ def _forget_meshes():
 
 
 class Ranks:
-    """`world_size` processes on this machine, one thread each: gloo on the CPU, or NCCL with a GPU each."""
+    """`world_size` processes on this machine, one thread each: gloo on the CPU, or NCCL with a GPU each.
 
-    def __init__(self, world_size: int, device: str = "cpu") -> None:
+    Rank 0 is forked from the server `first_server`, and each further rank from the next one.
+    """
+
+    def __init__(self, world_size: int, device: str = "cpu", *, first_server: int = 0) -> None:
         self.world_size = world_size
         self.device = device
+        self._servers = range(first_server, first_server + world_size)
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
 
@@ -142,16 +168,17 @@ class Ranks:
 
     def _start(self) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["tests.processes.preload"])
+        servers = _run_servers(self._servers)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        for rank in range(self.world_size):
+        for rank, server in enumerate(servers):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve, args=(rank, self.world_size, self.device, port, theirs), daemon=True
             )
-            process.start()
+            with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+                process.start()
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from itertools import count
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ REPLACED = "_zeroamp_replaced"
 """Attribute that marks a parameter that `initialize` has replaced. A script may still refer to it."""
 
 _COPY, _STATUS = "_zeroamp_whole", "ds_status"
+_ids = count()
 
 
 class ZeroParamStatus(Enum):
@@ -42,9 +44,9 @@ def mark_sharded(module: nn.Module) -> None:
     """
     if wrap_state(module).plan.policy.stage == 0:
         return
-    for index, parameter in enumerate(module.parameters()):
+    for parameter in module.parameters():
         if isinstance(parameter, DTensor):
-            held = {"ds_id": index, "ds_shape": parameter.shape, "ds_numel": parameter.numel()}
+            held = {"ds_id": next(_ids), "ds_shape": parameter.shape, "ds_numel": parameter.numel()}
             held["ds_tensor"] = local_part(parameter.detach())
             vars(parameter).update({**held, _STATUS: ZeroParamStatus.NOT_AVAILABLE})
 
@@ -96,16 +98,17 @@ def GatheredParameters(  # noqa: N802 - a class in DeepSpeed
     lost. Before `initialize`, parameters are whole anyway, and only `modifier_rank` has an effect.
 
     Args:
-        params: a parameter, or an iterable of parameters or of pairs of name and parameter.
+        params: a parameter, or an iterable of parameters or of pairs of name and parameter. With `modifier_rank`, a set
+            must contain sharded parameters only.
         modifier_rank: the rank whose values all ranks get at the end. None: parameters are only read.
         fwd_module: has no effect: a module's forward unshards its own parameters.
         enabled: if False, the context does nothing.
 
     Raises:
-        StepError: on entering, a parameter is from before `initialize`.
+        StepError: on entering, a parameter is from before `initialize`; or a set contains one that cannot be ordered.
     """
     del fwd_module
-    parameters = _parameters(params) if enabled else []
+    parameters = _parameters(params, sends=modifier_rank is not None) if enabled else []
     if any(vars(parameter).get(REPLACED, False) for parameter in parameters):
         raise StepError(
             "GatheredParameters was given a parameter from before initialize(), which has replaced it. Read it again, "
@@ -146,10 +149,18 @@ def _values_of(tensor: nn.Parameter, source: int) -> torch.Tensor:
     return tensor.data.copy_(sent)
 
 
-def _parameters(params: Any) -> list[nn.Parameter]:
+def _parameters(params: Any, *, sends: bool) -> list[nn.Parameter]:
     each: Iterable[Any] = [params] if isinstance(params, torch.Tensor) else params
     found = [one[1] if isinstance(one, tuple) else one for one in each]
-    return list({id(one): one for one in found if isinstance(one, nn.Parameter)}.values())
+    parameters = list({id(one): one for one in found if isinstance(one, nn.Parameter)}.values())
+    if isinstance(params, set | frozenset):  # in another order on each rank, and the ranks communicate in this order
+        if sends and not all(hasattr(one, "ds_id") for one in parameters):
+            raise StepError(
+                "GatheredParameters was given modifier_rank, and a set with parameters that are not sharded. The order "
+                "of a set differs between ranks. Pass a list."
+            )
+        parameters.sort(key=lambda one: vars(one).get("ds_id", -1))
+    return parameters
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -73,7 +73,7 @@ def fill_config(
     if precision is None:
         mismatches = []
     _refuse_mismatches(mismatches + _mismatches(flat, known), arguments)
-    for path in known.keys() & {STEPS, CLIPPING}:
+    for path in (path for path in (STEPS, CLIPPING) if path in known):
         flat.setdefault(path, known[path][1])
     width, by_width = hidden_size(model), DERIVED["hidden_size"]
     left = []

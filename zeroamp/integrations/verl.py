@@ -87,8 +87,8 @@ class ZeroampEngine(_OfFsdpEngine, BaseEngine):  # type: ignore[misc]
         """Take verl's configs. Raises ConfigError for keys that would have no effect."""
         self.model_config, self.engine_config, self.optimizer_config = model_config, engine_config, optimizer_config
         policy = zeroamp.policy_from_config(convert_to_regular_types(engine_config.zeroamp))
-        as_in_verl = {"zeroamp.sync_module_states", "zeroamp.skip_nonfinite_steps"} - dict(policy.given).keys()
-        self.policy = policy.replace(**dict.fromkeys(as_in_verl, True))
+        given, as_in_verl = dict(policy.given), ("zeroamp.sync_module_states", "zeroamp.skip_nonfinite_steps")
+        self.policy = policy.replace(**{key: True for key in as_in_verl if key not in given})
         _refuse(self, checkpoint_config or CheckpointConfig())
         self.rank, self.use_remove_padding = torch.distributed.get_rank(), model_config.use_remove_padding
         self.pad_to_length, self.pad_to_length_bucket = engine_config.pad_to_length, engine_config.pad_to_length_bucket

@@ -3,7 +3,8 @@
 Reads only names, classes, and `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` of transformers models.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Container
+from itertools import chain
 
 import torch
 from torch import nn
@@ -66,7 +67,7 @@ def _with_forward(model: nn.Module, modules: dict[str, str], tensors: dict[str, 
 def _kept(model: nn.Module, policy: Policy) -> tuple[dict[str, str], dict[str, str]]:
     """Return the modules and the tensors that `keep_in_fp32_modules` matches, each with its key and pattern."""
     asked = policy.keep_in_fp32_modules
-    patterns = list(_patterns_of_model(model, policy)) if asked == "auto" else list(asked)
+    patterns = _patterns_of_model(model, policy) if asked == "auto" else asked
     modules: dict[str, str] = {}
     tensors: dict[str, str] = {}
     for pattern in patterns:
@@ -82,11 +83,10 @@ def _kept(model: nn.Module, policy: Policy) -> tuple[dict[str, str], dict[str, s
     return modules, tensors
 
 
-def _patterns_of_model(model: nn.Module, policy: Policy) -> Iterator[str]:
-    for module in model.modules():
-        yield from getattr(module, "_keep_in_fp32_modules_strict", None) or ()
-        if policy.mode == "fp16":
-            yield from getattr(module, "_keep_in_fp32_modules", None) or ()
+def _patterns_of_model(model: nn.Module, policy: Policy) -> list[str]:
+    names = ("_keep_in_fp32_modules_strict", *(("_keep_in_fp32_modules",) if policy.mode == "fp16" else ()))
+    found = (getattr(module, name, None) or () for module in model.modules() for name in names)
+    return sorted(set(chain.from_iterable(found)))  # transformers has sets, whose order differs between ranks
 
 
 def _is_inside(fqn: str, modules: Container[str]) -> bool:

@@ -51,10 +51,10 @@ def find_matches(model: nn.Module, pattern: str) -> Matches:
     return Matches(frozenset(fqn for fqn, module in paths if module in modules), tensors)
 
 
-def classes_of(model: nn.Module) -> set[type[nn.Module]]:
-    """Return the classes of all modules and their bases, except `nn.Module`."""
-    bases = set(chain.from_iterable(type(module).__mro__ for module in model.modules()))
-    return {base for base in bases if issubclass(base, nn.Module) and base is not nn.Module}
+def classes_of(model: nn.Module) -> list[type[nn.Module]]:
+    """Return the classes of all modules and their bases, except `nn.Module`, each once."""
+    bases = dict.fromkeys(chain.from_iterable(type(module).__mro__ for module in model.modules()))
+    return [base for base in bases if issubclass(base, nn.Module) and base is not nn.Module]
 
 
 def _is_class(cls: type[nn.Module], pattern: str) -> bool:

@@ -222,11 +222,13 @@ def _without_ignored(
     """Return the uses of the parameters to plan, and those of `ignored_params`."""
     asked = {id(parameter): parameter for parameter in ignored_params}
     known = {id(use.parameter) for use in uses}
-    for parameter in (parameter for key, parameter in asked.items() if key not in known):
-        shape = f" of shape {tuple(parameter.shape)}" if isinstance(parameter, torch.Tensor) else ""
+    others = [parameter for key, parameter in asked.items() if key not in known]
+    shapes = [f" of shape {tuple(each.shape)}" if isinstance(each, torch.Tensor) else "" for each in others]
+    if others:
+        found = min(f"{type(each).__name__}{shape}" for each, shape in zip(others, shapes, strict=True))
         raise WrapError(
-            f"ignored_params contains a {type(parameter).__name__}{shape} that is not a parameter of the model. Pass "
-            "parameters that model.parameters() yields, not names."
+            f"ignored_params contains a {found} that is not a parameter of the model. Pass parameters that "
+            "model.parameters() yields, not names."
         )
     kept = [use for use in uses if id(use.parameter) not in asked]
     ignored = [use for use in uses if id(use.parameter) in asked]

@@ -86,7 +86,7 @@ def compile_sums(state: WrapState) -> None:
     """Compile the variants of the kernel that the sums over ranks may need: [Note: Variants of the kernel]."""
     device = device_of(state.mesh)
     if has_kernel(device):
-        for variant in {variant for group in state.plan.groups for variant in _variants(group, state)}:
+        for variant in dict.fromkeys(each for group in state.plan.groups for each in _variants(group, state)):
             compile_sum(variant, device)
 
 
@@ -100,7 +100,7 @@ def _variants(group: GroupPlan, state: WrapState) -> Iterator[Variant]:
     nodes, num_shards = _nodes_of(mesh, state).by_axis, shard_size(mesh)
     if dtypes.reduction == "all_to_all":
         multiple = math.gcd(*(local_numel(param, num_shards) for param in group.params))
-        for dtype in {dtypes.communication, torch.float32}:  # fp32: for a sum of several micro-batches
+        for dtype in dict.fromkeys((dtypes.communication, torch.float32)):  # fp32: for a sum of several micro-batches
             yield from variants_over_ranks(num_shards, dtype, multiple, nodes.get(mesh.ndim - 1))
     if mesh.ndim == 2 and dtypes.sums_in_tree_order and replicate_size(mesh) > 1:
         yield from variants_over_ranks(replicate_size(mesh), torch.float32, nodes=nodes.get(0))

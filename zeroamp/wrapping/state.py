@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from zeroamp.two_level.nodes import Nodes
 
 _ATTRIBUTE = "_zeroamp_state"
-_roots: "WeakSet[nn.Module]" = WeakSet()
-"""The wrapped models of this process."""
+_roots: "WeakKeyDictionary[nn.Module, None]" = WeakKeyDictionary()
+"""The wrapped models of this process. A WeakSet has another order on each rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,7 @@ class WrapState:
 def record_state(model: nn.Module, state: WrapState) -> None:
     """Set `state` on the wrapped root."""
     setattr(model, _ATTRIBUTE, state)
-    _roots.add(model)
+    _roots[model] = None
 
 
 def wrap_state(model: nn.Module) -> WrapState:
@@ -110,11 +110,11 @@ def wrap_state(model: nn.Module) -> WrapState:
 def hide_state(model: nn.Module, why: str) -> None:
     """Let `wrap_state` raise WrapError with the end of a sentence about the model, until `record_state`."""
     setattr(model, _ATTRIBUTE, why)
-    _roots.discard(model)
+    _roots.pop(model, None)
 
 
 def wrapped_models() -> list[nn.Module]:
-    """Return the wrapped models of this process."""
+    """Return the wrapped models of this process, in the order of their wraps."""
     return list(_roots)
 
 

@@ -150,6 +150,17 @@ def divide_factors(root: nn.Module) -> Iterator[tuple[str, float | None]]:
             yield fqn, divide_factor(module)
 
 
+def divides_last(unit: FSDPModule) -> bool:
+    """Return whether FSDP2 itself divides the gradients of `unit`'s own groups, after the hook of `set_all_reduce_hook`.
+
+    After `set_force_sum_reduction_for_comms`, and always on MTIA, where collectives can only sum.
+    """
+    return any(
+        group.force_sum_reduction_for_comms or group.device.type == "mtia"
+        for group in groups_of(unit._get_fsdp_state())
+    )
+
+
 def init_unsharded(root: FSDPModule) -> None:
     """Make FSDP2 create its unsharded parameters now, by unsharding and resharding groups that never were unsharded.
 
@@ -158,8 +169,8 @@ def init_unsharded(root: FSDPModule) -> None:
     for unit in units_of(cast(nn.Module, root)):
         parameters = [p for group in groups_of(unit._get_fsdp_state()) for p in group.fsdp_params]
         if not all(hasattr(parameter, "unsharded_param") for parameter in parameters):
-            unit.unshard()
-            unit.reshard()
+            FSDPModule.unshard(unit)  # its own groups only
+            FSDPModule.reshard(unit)
 
 
 def discard_unsharded_gradients(unit: FSDPModule) -> None:

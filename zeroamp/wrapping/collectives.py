@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.hooks._torch.fsdp import divide_factor, leave_replicas_alone
+from zeroamp.hooks._torch.fsdp import divide_factor, divides_last, leave_replicas_alone
 from zeroamp.hooks.collectives.all_gather import GroupAllGather
 from zeroamp.hooks.collectives.gradient_reduction import GroupReduceScatter, ReceiveBuffers
 from zeroamp.hooks.collectives.traffic import IssuedCollective, notify
@@ -55,7 +55,7 @@ def attach_collectives(
         replicas=mesh.get_group(0) if is_summed_here and replicate_size(mesh) > 1 else None,
         nodes=nodes.by_axis.get(mesh.ndim - 1),
         replica_nodes=nodes.by_axis.get(0) if mesh.ndim == 2 else None,
-        divides_outside=dtypes.unsharded_accumulate == torch.float16,
+        divides_outside=partial(_divides_last, module, dtypes.unsharded_accumulate),
         group_name=group.name,
         listeners=listeners,
         buffers=buffers,
@@ -66,16 +66,13 @@ def attach_collectives(
         module.set_gradient_divide_factor(1.0)
     elif mesh is not state.mesh:  # experts get the tokens of all data ranks
         module.set_gradient_divide_factor(state.mesh.size())
-    is_once = state.plan.policy.stage >= 2 and dtypes.replica_once
+    if mesh.ndim == 2 and state.plan.policy.stage >= 2 and dtypes.replica_once:
+        state.replica_switches.append(partial(FSDPModule.set_requires_all_reduce, module, recurse=False))
     if is_summed_here:
         leave_replicas_alone(module)
         if replicate_size(mesh) > 1:
             _sum_replicas(module, reduction, gradients)
-            if is_once:
-                state.replica_switches.append(partial(setattr, gradients, "sums_replicas"))
     elif mesh.ndim == 2:  # FSDP2 runs the all-reduce over an axis of one rank too
-        if is_once:
-            state.replica_switches.append(partial(module.set_requires_all_reduce, recurse=False))
         replicas = mesh.get_group(0)
 
         def all_reduced(reduced: torch.Tensor) -> None:
@@ -83,6 +80,10 @@ def attach_collectives(
             notify(listeners, IssuedCollective("all_reduce", reduced, group.name, replicas, op))
 
         module.set_all_reduce_hook(all_reduced)
+
+
+def _divides_last(module: FSDPModule, unsharded_accumulate: torch.dtype) -> bool:
+    return unsharded_accumulate == torch.float16 or divides_last(module)
 
 
 def compile_sums(state: WrapState) -> None:

@@ -151,7 +151,7 @@ def divide_factors(root: nn.Module) -> Iterator[tuple[str, float | None]]:
 
 
 def divides_last(unit: FSDPModule) -> bool:
-    """Return whether FSDP2 itself divides the gradients of `unit`'s own groups, after the hook of `set_all_reduce_hook`.
+    """Return whether FSDP2 itself divides gradients of `unit`'s own groups, after the hook of `set_all_reduce_hook`.
 
     After `set_force_sum_reduction_for_comms`, and always on MTIA, where collectives can only sum.
     """

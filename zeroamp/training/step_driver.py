@@ -33,9 +33,9 @@ from zeroamp.training.rank_agreement import Done, RankAgreement, description_of
 from zeroamp.training.refused_arguments import (
     Scheduler,
     refuse_different_factors,
-    refuse_set_by_caller,
     refuse_foreign,
     refuse_loss,
+    refuse_set_by_caller,
     refuse_unusable,
 )
 from zeroamp.training.step_report import StepReport, learning_rates

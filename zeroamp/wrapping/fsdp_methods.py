@@ -3,13 +3,14 @@
 [Note: FSDP2's methods]
 A method of an `FSDPModule` applies to the module's own parameter group. A unit of zeroamp may have several: its own,
 typed groups, and a part of the model-wide group (see `zeroamp.planning.groups`). So `wrap_model` sets methods on the
-units that apply to all groups of the unit. The model-wide group has parameters of several units:
+units that apply to all groups of the unit. Those of the root also apply to the embeddings and heads that are units of
+their own, because FSDP2 would leave these to the root. The model-wide group has parameters of several units:
 
 | method | the model-wide group |
 |---|---|
-| `set_requires_gradient_sync`, `set_requires_all_reduce`, `set_force_sum_reduction_for_comms` | is on if it is on for a unit with parameters in the group. Reducing more often changes no sum |
-| `set_gradient_divide_factor` | gets the factor if these units have the same one. Otherwise its next reduction raises |
-| `unshard` | is unsharded with each of these units |
+| `_ON_IF_ANY` | is on if it is on for one of the units. Reducing more often than one of them changes no sum |
+| `set_gradient_divide_factor` | gets the factor if the units have the same one. Otherwise its next reduction raises |
+| `unshard` | is unsharded with each of the units |
 | `set_unshard_in_backward` | is always unsharded in the backward |
 | other setters, and `reshard` | follows the root |
 
@@ -86,6 +87,7 @@ class FsdpMethods:
             unit: [module for module in modules if module not in self._model_wide]
             for unit, modules in self._prefetched.items()
         }
+        self._of_root = [state.units[unit] for unit in state.plan.own_units]
         self._values: dict[str, dict[nn.Module, Any]] = {}
         """Setter -> unit -> the value that the caller set."""
         self._factors = {holder: divide_factor(holder) for holder in self._model_wide}
@@ -120,7 +122,7 @@ class FsdpMethods:
             is_recursive = bound.arguments.pop("recurse", False)
             (value,) = bound.arguments.values()
             own_only = {"recurse": False} if has_recurse else {}
-            inside = [each for each in unit.modules() if each in self._own] if is_recursive else [unit]
+            inside = [each for each in unit.modules() if each in self._own] if is_recursive else self._alone(unit)
             for each in inside:
                 for module in self._own[each]:
                     of_class(module, value, **own_only)
@@ -138,6 +140,10 @@ class FsdpMethods:
 
         return set_value
 
+    def _alone(self, unit: nn.Module) -> list[nn.Module]:
+        """Return the units to which a method of `unit` that is not recursive applies."""
+        return [unit, *self._of_root] if unit is self._state.root else [unit]
+
     def _set_factor(self, holder: FSDPModule, owners: Container[nn.Module]) -> None:
         """Give a model-wide group the factor of the units that have parameters in it, or let its reduction raise."""
         gradients = by_module(self._state.gradients)[holder]
@@ -148,7 +154,7 @@ class FsdpMethods:
             if unit in owners:
                 by_factor.setdefault(self._values[_FACTOR].get(unit, self._factors[holder]), fqn or "the root")
         if len(by_factor) == 1:
-            FSDPModule.set_gradient_divide_factor(holder, *by_factor)
+            FSDPModule.set_gradient_divide_factor(holder, cast(float, next(iter(by_factor))))  # None is its default
             return
         (factor, first), (other_factor, other) = list(by_factor.items())[:2]
         text = (
@@ -162,29 +168,31 @@ class FsdpMethods:
 
     def _note(self, name: str) -> None:
         """Note whether a flag that `TrainStep` sets, or a factor, is not as `wrap_model` left it."""
-        if name in _BY_TRAIN_STEP:
-            changed = not all(self._values[name].values())
-        else:
-            changed = name == _FACTOR
-        if changed:
+        if name == _FACTOR or (name in _BY_TRAIN_STEP and not all(self._values[name].values())):
             self._state.set_by_caller[name] = _BY_TRAIN_STEP.get(name, "")
         else:
             self._state.set_by_caller.pop(name, None)
 
     def _unshard(self, unit: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-        shared = [holder for holder, owners in self._model_wide.items() if unit in owners or unit is self._state.root]
+        units = self._alone(unit)
+        shared = [
+            holder for holder, owners in self._model_wide.items() if owners & {*units} or unit is self._state.root
+        ]
+        modules = [*(module for each in units for module in self._own[each]), *shared]
 
         @wraps(method)
         def unshard(async_op: bool = False) -> UnshardHandle | None:
-            handles = [FSDPModule.unshard(module, async_op) for module in (*self._own[unit], *shared)]
+            handles = [FSDPModule.unshard(module, async_op) for module in modules]
             return _Handles([each for each in handles if each is not None]) if async_op else None
 
         return unshard
 
     def _reshard(self, unit: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+        modules = [module for each in self._alone(unit) for module in self._prefetched[each]]
+
         @wraps(method)
         def reshard() -> None:
-            for module in self._prefetched[unit]:
+            for module in modules:
                 FSDPModule.reshard(module)
 
         return reshard

@@ -213,7 +213,7 @@ def group_modules(model: nn.Module, plan: Plan, holders: Mapping[str, FSDPModule
 
 
 def prefetch_in_forward(own: Sequence[FSDPModule], ahead: Iterable[Sequence[FSDPModule]]) -> None:
-    """Let a unit, with the modules `own`, prefetch other units in the forward: [Note: Which group starts prefetches]."""
+    """Let a unit, with the modules `own`, prefetch others in the forward: [Note: Which group starts prefetches]."""
     FSDPModule.set_modules_to_forward_prefetch(own[-1], [module for modules in ahead for module in modules])
 
 

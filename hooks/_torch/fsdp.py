@@ -150,17 +150,6 @@ def divide_factors(root: nn.Module) -> Iterator[tuple[str, float | None]]:
             yield fqn, divide_factor(module)
 
 
-def divides_last(unit: FSDPModule) -> bool:
-    """Return whether FSDP2 itself divides gradients of `unit`'s own groups, after the hook of `set_all_reduce_hook`.
-
-    After `set_force_sum_reduction_for_comms`, and always on MTIA, where collectives can only sum.
-    """
-    return any(
-        group.force_sum_reduction_for_comms or group.device.type == "mtia"
-        for group in groups_of(unit._get_fsdp_state())
-    )
-
-
 def init_unsharded(root: FSDPModule) -> None:
     """Make FSDP2 create its unsharded parameters now, by unsharding and resharding groups that never were unsharded.
 
@@ -232,6 +221,12 @@ def leave_replicas_alone(unit: FSDPModule) -> None:
         if group.post_forward_mesh_info is info:  # FSDP2 compares the two objects to see if the ranks are the same
             group.post_forward_mesh_info = alone
         group.mesh_info = alone
+
+
+def are_replicas_left(unit: FSDPModule) -> bool:
+    """Return whether `leave_replicas_alone` was called for `unit`'s own groups."""
+    infos = [group.mesh_info for group in groups_of(unit._get_fsdp_state())]
+    return any(type(info) is FSDPMeshInfo and info.mesh.ndim == 2 for info in infos)
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:

@@ -136,9 +136,8 @@ class GroupReduceScatter:
     """The two levels of the reduction over the ranks that shard. None: one level."""
     replica_nodes: "Nodes | None" = None
     """The two levels of the sum over `replicas`. None: one level."""
-    divides_outside: Callable[[], bool] = lambda: False
-    """Returns whether FSDP2 itself divides, by the ranks that shard or by the factor: see [Note: Dividing fp16]. It
-    also does so after `set_force_sum_reduction_for_comms`."""
+    divides_outside: bool = False
+    """Whether FSDP2 itself divides: see [Note: Dividing fp16]."""
     group_name: str = ""
     listeners: Sequence[CollectiveListener] = ()
     buffers: ReceiveBuffers = field(default_factory=ReceiveBuffers)
@@ -219,7 +218,7 @@ class GroupReduceScatter:
             reduced.copy_(whole)  # FSDP2 has divided `reduced`, its copy of the input
             # FSDP2 releases the input when its own stream is done with it. This stream may still read it.
             hold_for_current_stream(whole)
-        if self.divides_outside():
+        if self.divides_outside:
             divide_by = 1.0 if factor is not None else group.size()
         else:
             divide_by = group.size() * self.world_size if factor is None else factor

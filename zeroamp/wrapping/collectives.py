@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.hooks._torch.fsdp import divide_factor, divides_last, leave_replicas_alone
+from zeroamp.hooks._torch.fsdp import divide_factor, leave_replicas_alone
 from zeroamp.hooks.collectives.all_gather import GroupAllGather
 from zeroamp.hooks.collectives.gradient_reduction import GroupReduceScatter, ReceiveBuffers
 from zeroamp.hooks.collectives.traffic import IssuedCollective, notify
@@ -17,7 +17,7 @@ from zeroamp.hooks.tensors import hold_for_current_stream
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import device_of, ranks_of, replicate_size, shard_size
-from zeroamp.policies.errors import error_text
+from zeroamp.policies.errors import WrapError, error_text
 from zeroamp.wrapping.state import MeshNodes, WrapState
 
 logger = logging.getLogger("zeroamp.rank")  # each rank prints its own
@@ -55,7 +55,7 @@ def attach_collectives(
         replicas=mesh.get_group(0) if is_summed_here and replicate_size(mesh) > 1 else None,
         nodes=nodes.by_axis.get(mesh.ndim - 1),
         replica_nodes=nodes.by_axis.get(0) if mesh.ndim == 2 else None,
-        divides_outside=partial(_divides_last, module, dtypes.unsharded_accumulate),
+        divides_outside=dtypes.unsharded_accumulate == torch.float16,
         group_name=group.name,
         listeners=listeners,
         buffers=buffers,
@@ -69,6 +69,11 @@ def attach_collectives(
     if mesh.ndim == 2 and state.plan.policy.stage >= 2 and dtypes.replica_once:
         state.replica_switches.append(partial(FSDPModule.set_requires_all_reduce, module, recurse=False))
     if is_summed_here:
+        if mesh.device_type == "mtia":
+            raise WrapError(
+                "HSDP on MTIA was given sums in fp32 over replicas. There FSDP2 divides each reduction itself, so the "
+                'sums would be divided twice. Set "zeroamp": {"reduce_accumulate_dtype": "native"}, or use no replicas.'
+            )
         leave_replicas_alone(module)
         if replicate_size(mesh) > 1:
             _sum_replicas(module, reduction, gradients)
@@ -80,10 +85,6 @@ def attach_collectives(
             notify(listeners, IssuedCollective("all_reduce", reduced, group.name, replicas, op))
 
         module.set_all_reduce_hook(all_reduced)
-
-
-def _divides_last(module: FSDPModule, unsharded_accumulate: torch.dtype) -> bool:
-    return unsharded_accumulate == torch.float16 or divides_last(module)
 
 
 def compile_sums(state: WrapState) -> None:

@@ -14,6 +14,9 @@ their own, because FSDP2 would leave these to the root. The model-wide group has
 | `set_unshard_in_backward` | is always unsharded in the backward |
 | other setters, and `reshard` | follows the root |
 
+Where zeroamp sums the replicas of HSDP, `set_force_sum_reduction_for_comms` has no effect: its reductions only sum, and
+FSDP2 would divide a second time.
+
 Methods that would replace the collectives of zeroamp, or their memory, raise. `TrainStep` sets four flags itself for
 each micro-batch. If a caller has changed one of them, its backward raises.
 """
@@ -26,14 +29,15 @@ from typing import Any, cast
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
-from zeroamp.hooks._torch.fsdp import divide_factor, units_of
+from zeroamp.hooks._torch.fsdp import are_replicas_left, divide_factor, units_of
 from zeroamp.hooks.group_gradients import by_module
 from zeroamp.policies.errors import StepError, WrapError
 from zeroamp.wrapping.refused_calls import replace_method
 from zeroamp.wrapping.shard import group_modules, prefetch_in_backward, prefetch_in_forward
 from zeroamp.wrapping.state import WrapState
 
-_ON_IF_ANY = ("set_requires_gradient_sync", "set_requires_all_reduce", "set_force_sum_reduction_for_comms")
+_FORCE_SUM = "set_force_sum_reduction_for_comms"
+_ON_IF_ANY = ("set_requires_gradient_sync", "set_requires_all_reduce", _FORCE_SUM)
 _FACTOR, _UNSHARD_IN_BACKWARD = "set_gradient_divide_factor", "set_unshard_in_backward"
 _SETTERS = (
     *_ON_IF_ANY,
@@ -88,6 +92,7 @@ class FsdpMethods:
             for unit, modules in self._prefetched.items()
         }
         self._of_root = [state.units[unit] for unit in state.plan.own_units]
+        self._exchanged = {module for module in units_of(state.root) if are_replicas_left(module)}
         self._values: dict[str, dict[nn.Module, Any]] = {}
         """Setter -> unit -> the value that the caller set."""
         self._factors = {holder: divide_factor(holder) for holder in self._model_wide}
@@ -109,11 +114,19 @@ class FsdpMethods:
                 "set_modules_to_backward_prefetch": self._prefetch_in_backward,
             }.items():
                 replace_method(unit, name, partial(make, unit))
+        for module in self._exchanged - self._own.keys():
+            replace_method(module, _FORCE_SUM, lambda _method: _no_effect)
         replace_method(self._state.root, "reset_iter_state", self._reset_iter_state)
 
     def _setter(self, unit: nn.Module, method: Callable[..., None]) -> Callable[..., None]:
         name, parameters = method.__name__, signature(method)
         of_class, has_recurse = getattr(FSDPModule, name), "recurse" in parameters.parameters
+
+        own_only = {"recurse": False} if has_recurse else {}
+
+        def set_on(module: FSDPModule, value: Any) -> None:
+            if name != _FORCE_SUM or module not in self._exchanged:
+                of_class(module, value, **own_only)
 
         @wraps(method)
         def set_value(*args: Any, **kwargs: Any) -> None:
@@ -121,21 +134,20 @@ class FsdpMethods:
             bound.apply_defaults()
             is_recursive = bound.arguments.pop("recurse", False)
             (value,) = bound.arguments.values()
-            own_only = {"recurse": False} if has_recurse else {}
             inside = [each for each in unit.modules() if each in self._own] if is_recursive else self._alone(unit)
             for each in inside:
                 for module in self._own[each]:
-                    of_class(module, value, **own_only)
+                    set_on(module, value)
                 self._values.setdefault(name, {})[each] = value
             for holder, owners in self._model_wide.items():
                 if name in _ON_IF_ANY:
-                    default = name != "set_force_sum_reduction_for_comms"
+                    default = name != _FORCE_SUM
                     is_on = any(self._values[name].get(owner, default) for owner in owners)
-                    of_class(holder, is_on, **own_only)
+                    set_on(holder, is_on)
                 elif name == _FACTOR:
                     self._set_factor(holder, owners)
                 elif name != _UNSHARD_IN_BACKWARD and self._state.root in inside:
-                    of_class(holder, value, **own_only)
+                    set_on(holder, value)
             self._note(name)
 
         return set_value
@@ -234,6 +246,10 @@ class _Handles(UnshardHandle):
     def wait(self) -> None:
         for handle in self._handles:
             handle.wait()
+
+
+def _no_effect(enable: bool) -> None:
+    """Take the place of `set_force_sum_reduction_for_comms`."""
 
 
 def _refusing(name: str, text: str, _method: Callable[..., Any]) -> Callable[..., Any]:

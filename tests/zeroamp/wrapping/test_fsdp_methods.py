@@ -300,6 +300,22 @@ def test_each_method_on_replicas_of_shards(ranks4, run):
     _check(ranks4.run(run, _present(), (2, 2)), "plain" if run is _plain else "with_step")
 
 
+def _sums_only(shape):
+    """Differences that collectives which only sum make, set on each FSDPModule, group holders included."""
+
+    def call(model, _module, _is_last):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+
+    return _differing(_train(_wrapped(shape, 8), call, "root"), _train(_wrapped(shape, 8), None, "root"))
+
+
+@pytest.mark.slow
+def test_collectives_that_only_sum_divide_once(ranks4):
+    assert ranks4.run(_sums_only, (2, 2)) == [[]] * 4
+
+
 def _table():
     """The rows of the table in the docs: its cells."""
     _, _, rest = (ROOT / "docs" / "from-fsdp2.md").read_text().partition("<!-- methods -->\n")

@@ -207,7 +207,8 @@ def find_own_units(
         model: a plain model.
         inside_units: the modules of all units and the modules inside them. They are never chosen.
         min_numel: the smallest number of elements of an embedding or head that is chosen.
-        ignored: parameters that are not sharded. Modules that own one of them are not chosen.
+        ignored: Modules that own one of these parameters are not chosen, because it is not sharded, or because only
+            some ranks run the module.
     """
     num_paths = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     num_owners = Counter(id(p) for module in num_paths for p in module._parameters.values())

@@ -33,6 +33,7 @@ EXTENSIONS = {
     "zeroamp.offload_between_steps": "zeroamp.host_memory.between_steps:OffloadBetweenSteps",
     "torch.distributed.tensor.DTensor": "zeroamp.meshes.partial_gradients:PartialGradients",
     "torch_autocast.lower_precision_safe_modules=auto": "zeroamp.discovery.extension:Discovery",
+    "build_plan.find_optional": "zeroamp.module_dtypes.optional_units:find_optional",
     "Ledger.plan_traffic": "zeroamp.dry_run.planned_traffic:plan_traffic",
     "Ledger.bytes_per_step": "zeroamp.dry_run.planned_traffic:bytes_per_step",
     "Ledger.text": "zeroamp.reporting.ledger_tables:ledger_text",

@@ -138,6 +138,13 @@ class ZeroampBlock(Block):
             "unsharded with the root"
         ),
     ] = True
+    optional_units: Annotated[
+        Names,
+        Honoured(
+            "modules that only some ranks run in a step, such as a vision tower; patterns as in `zeroamp.overrides`. "
+            "No unit is inside them: they are unsharded and reduced with the unit around them (docs/ranks.md)"
+        ),
+    ] = ()
 
 
 class _TypedBlock(Block):

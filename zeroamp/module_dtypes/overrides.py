@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 import torch
 from torch import nn
 
-from zeroamp.module_dtypes.patterns import Matches, classes_of, find_matches
+from zeroamp.module_dtypes.patterns import Matches, find_matches, known_names
 from zeroamp.planning.parameter_uses import modules_around
 from zeroamp.policies.auto_wrap import has_forward
 from zeroamp.policies.errors import ConfigError
@@ -87,18 +86,12 @@ def _match(override: Override, model: nn.Module) -> Matches:
     found = find_matches(model, override.pattern)
     parameters = {fqn: tensor for fqn, tensor in found.tensors.items() if isinstance(tensor, nn.Parameter)}
     if not (found.modules or parameters):
-        hint = nearest(override.pattern, _known_names(model))
+        hint = nearest(override.pattern, known_names(model))
         raise ConfigError(
             f"{override} matches no module, parameter or class of {type(model).__name__}. {hint and f'{hint} '}"
             "Print model.named_modules() to see names and classes."
         )
     return replace(found, tensors=parameters)
-
-
-def _known_names(model: nn.Module) -> list[str]:
-    fqns = [fqn for fqn, _ in chain(model.named_modules(), model.named_parameters())]
-    names = chain(fqns, (fqn.rpartition(".")[2] for fqn in fqns), (cls.__name__ for cls in classes_of(model)))
-    return list(dict.fromkeys(names))
 
 
 def _refuse_impossible(override: Override, match: Matches, model: nn.Module) -> None:

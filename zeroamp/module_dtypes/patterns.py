@@ -57,6 +57,13 @@ def classes_of(model: nn.Module) -> list[type[nn.Module]]:
     return [base for base in bases if issubclass(base, nn.Module) and base is not nn.Module]
 
 
+def known_names(model: nn.Module) -> list[str]:
+    """Return the FQNs of modules and parameters, the last parts of these, and the names of classes."""
+    fqns = [fqn for fqn, _ in chain(model.named_modules(), model.named_parameters())]
+    names = chain(fqns, (fqn.rpartition(".")[2] for fqn in fqns), (cls.__name__ for cls in classes_of(model)))
+    return list(dict.fromkeys(names))
+
+
 def _is_class(cls: type[nn.Module], pattern: str) -> bool:
     module_name, _, last = pattern.rpartition(".")
     if getattr(sys.modules.get(module_name), last, None) is cls:  # a public name, such as torch.nn.Linear

@@ -5,7 +5,7 @@ may also trace the model.
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from zeroamp.planning.shard_sizes import may_shard_any_dim
 from zeroamp.policies.auto_wrap import AutoWrapPolicy, OwnUnits, find_own_units, find_units
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import WrapError
-from zeroamp.policies.extensions import Extension, extensions_of
+from zeroamp.policies.extensions import Extension, extensions_of, load
 from zeroamp.policies.policy import ConfigLike, Policy, as_policy
 
 logger = logging.getLogger("zeroamp")
@@ -138,16 +138,20 @@ def build_plan(
         WrapError: the wrap policy matches nothing, a parameter cannot be handled, or an ignored parameter is not one of
             the model's.
         ConfigError: the config is not valid; a safe module class is unknown, or the model has none of them;
-            `leaf_modules`, `keep_in_fp32_modules` or `overrides` match nothing; one of the last two matches some owners
-            of a tied parameter and not others; or a model that must be traced cannot be traced.
+            `leaf_modules`, `optional_units`, `keep_in_fp32_modules` or `overrides` match nothing; one of the last two
+            matches some owners of a tied parameter and not others; or a model that must be traced cannot be traced.
     """
     policy = as_policy(policy)
-    units = _find_units(model, policy, auto_wrap_policy)
+    optional: set[nn.Module] = set()
+    if policy.config.zeroamp.optional_units:
+        optional = load("build_plan.find_optional")(model, policy)
+    units = _find_units(model, policy, auto_wrap_policy, optional)
     ignored_params = _listed(ignored_params)
     own_units = OwnUnits()
     if policy.stage == 3 and policy.own_units and units:
         inside_units = {inner for unit in units for inner in model.get_submodule(unit).modules()}
-        own_units = find_own_units(model, inside_units, policy.param_persistence_threshold, ignored_params)
+        excluded = [*ignored_params, *(parameter for module in optional for parameter in module.parameters())]
+        own_units = find_own_units(model, inside_units, policy.param_persistence_threshold, excluded)
         units = (*units, *own_units)
     extensions = extensions_of(policy, model)
     regions = Fp32Regions()
@@ -183,8 +187,11 @@ def build_plan(
     return plan
 
 
-def _find_units(model: nn.Module, policy: Policy, auto_wrap_policy: AutoWrapPolicy) -> tuple[str, ...]:
-    units = find_units(model, auto_wrap_policy, leaf_modules=policy.leaf_modules)
+def _find_units(
+    model: nn.Module, policy: Policy, auto_wrap_policy: AutoWrapPolicy, optional: Container[nn.Module]
+) -> tuple[str, ...]:
+    found = find_units(model, auto_wrap_policy, leaf_modules=policy.leaf_modules)
+    units = [unit for unit in found if model.get_submodule(unit) not in optional]
     if policy.stage == 3 and not units:
         logger.warning(
             "%s has no units below its root: at stage 3 all of its parameters are unsharded at once. Name its blocks "

@@ -44,21 +44,13 @@ def _mapped(change: Callable[[torch.Tensor], Any], value: Any) -> tuple[Any, boo
     if isinstance(value, torch.Tensor):
         new = change(value)
         return new, new is not value
-    parts: dict[Any, Any]
-    if has_fields := _is_dataclass(value):
-        parts = {item.name: getattr(value, item.name) for item in fields(value) if item.init}
-    elif isinstance(value, dict):
-        parts = value
-    elif isinstance(value, list | tuple | set | deque):
-        parts = dict(enumerate(value))
-    else:
-        return value, False
+    parts = parts_of(value)
     mapped = {key: _mapped(change, part) for key, part in parts.items()}
     if not any(changes for _, changes in mapped.values()):
         return value, False
     news = {key: new for key, (new, _) in mapped.items()}
-    if has_fields:
-        return replace(value, **news), True
+    if _is_dataclass(value):
+        return _with_fields(value, news), True
     if type(value) is dict:
         return news, True
     if isinstance(value, dict):
@@ -68,6 +60,28 @@ def _mapped(change: Callable[[torch.Tensor], Any], value: Any) -> tuple[Any, boo
     items = list(news.values())
     is_named = hasattr(value, "_fields")
     return type(value)(*items) if is_named else type(value)(items), True
+
+
+def parts_of(value: Any) -> dict[Any, Any]:
+    """Return the parts of a container by key, position or field. Empty for all other objects."""
+    if isinstance(value, torch.Tensor):
+        return {}
+    if _is_dataclass(value):
+        return {item.name: getattr(value, item.name) for item in fields(value) if item.init}
+    if isinstance(value, dict):
+        return value
+    return dict(enumerate(value)) if isinstance(value, list | tuple | set | deque) else {}
+
+
+def _with_fields(value: Any, news: dict[str, Any]) -> Any:
+    """Return a copy of a dataclass with other fields. It retains attributes that are no fields, unless compiled."""
+    if torch.compiler.is_compiling():
+        return replace(value, **news)
+    copied = copy(value)
+    put = object.__setattr__ if value.__dataclass_params__.frozen else setattr
+    for name, new in news.items():
+        put(copied, name, new)
+    return copied
 
 
 def hold_for_current_stream(tensor: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ from zeroamp.hooks.precision.autocast import (
     warn_of_other_autocast,
 )
 from zeroamp.hooks.precision.module_casts import cast_inputs, run_in_fp32
+from zeroamp.hooks.precision.outputs import Fp32Outputs
 from zeroamp.hooks.root_forward import reshard_after_no_grad
 from zeroamp.hooks.typed_groups import typed_group_hooks
 from zeroamp.hooks.unit_hooks import UnitHooks, return_no_view
@@ -84,6 +85,10 @@ def _add_root_forward(model: nn.Module, state: WrapState, hooks: UnitHooks) -> N
     forward.on_output(watch_create_graph)
     forward.add("reshard", reshard_after_no_grad(model))
     forward.add("outer autocast", cache_with_gradients)
+    if policy.low_dtype is not None:
+        outputs = Fp32Outputs(device_type, policy.low_dtype)
+        forward.add("outer autocast", outputs.before)
+        forward.change_output(outputs.after)
     if policy.mode == "autocast":
         forward.add("outer autocast", warn_of_other_autocast(device_type, policy.param_dtype))
         forward.add("autocast", enter_autocast(device_type, policy.param_dtype))

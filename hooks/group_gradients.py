@@ -40,6 +40,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.hooks._torch.dispatch import is_in_backward, runs_autograd_node
 from zeroamp.hooks._torch.parameter_group import GroupParameter, ParameterGroup, parameter_groups
 from zeroamp.hooks.guards import refuse_create_graph
+from zeroamp.hooks.root_forward import ForwardCall, ForwardContext
 from zeroamp.hooks.tensors import hold_for_current_stream
 from zeroamp.policies.errors import WrapError
 
@@ -170,10 +171,11 @@ class GroupGradients:
     def _pre_forward(self, *args: Any) -> Any:
         self._num_forwards += torch.is_grad_enabled()
         if replaced := self.group.follow_changes():
+            raise _was_replaced(replaced)
+        if set_data := self.group.ignored_data():
             raise WrapError(
-                f"The FSDP unit of {replaced} was called with another tensor in the place of that parameter, as by "
-                "torch.func.functional_call. FSDP2 would use the parameter. Call the op itself with the tensor "
-                "(torch.nn.functional.linear), or make a module around this call the unit (auto_wrap_policy)."
+                f"{set_data}.data was set to another tensor, which a sharded parameter ignores. Write into the "
+                "parameter instead: `with torch.no_grad(): parameter.copy_(tensor)`."
             )
         return self._pre_forward_of_fsdp(*args)
 
@@ -205,6 +207,31 @@ class GroupGradients:
                 used = [i for i, parameter in enumerate(group.parameters) if parameter.has_gradient]
             self._in_reduction = used
         return self.post_backward_of_fsdp(*unused)
+
+
+def _was_replaced(fqn: str) -> WrapError:
+    return WrapError(
+        f"The FSDP unit of {fqn} was called with another tensor in the place of that parameter: the parameter was "
+        "replaced, parametrized or pruned after wrap_model, or torch.func.functional_call replaced it. FSDP2 would use "
+        "the old parameter. Change parameters before wrap_model. In place of functional_call, call the op itself with "
+        "the tensor (torch.nn.functional.linear), or make a module around this call the unit (auto_wrap_policy)."
+    )
+
+
+def refuse_replaced(gradients: Iterable[GroupGradients]) -> ForwardContext:
+    """Return a `ForwardContext` that raises a WrapError if parameters were replaced before the first forward.
+
+    At its first forward FSDP2 takes the parameters that the modules have then. Later ones are checked unit by unit.
+    """
+    unchecked = list(gradients)
+
+    def look(_call: ForwardCall) -> None:
+        while unchecked:
+            if fqn := unchecked[-1].group.replaced():
+                raise _was_replaced(fqn)
+            unchecked.pop()
+
+    return look
 
 
 def follow_gradients(root: nn.Module) -> list[GroupGradients]:

@@ -5,7 +5,7 @@
 | with gradients: low-precision tensors that require grad, at any depth | in fp32 |
 | without gradients: low-precision tensors of the outermost container, such as logits | in fp32 |
 | the caller's own autocast surrounds the forward, so that it casts the ops of the loss | as computed |
-| it has a loss: `output.loss`, the key "loss", the first item of a tuple, or the tensor itself, if it is 0-D | as computed |
+| it has a 0-D loss: `output.loss`, the key "loss", the first item of a tuple, or the tensor itself | as computed |
 
 The bits are those of autocast around forward and loss, for each op that autocast runs in fp32: autocast makes the same
 cast. A tuple of (logits, loss) is cast too: the second item may be an auxiliary loss.

@@ -12,7 +12,7 @@ from zeroamp.hooks._torch.dispatch import is_in_backward
 from zeroamp.hooks._torch.fsdp import gather_in_background
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.gradient_reduction import ReceiveBuffers
-from zeroamp.hooks.group_gradients import by_module
+from zeroamp.hooks.group_gradients import by_module, refuse_replaced
 from zeroamp.hooks.guards import (
     BackwardGuard,
     attach_gradient_guard,
@@ -83,6 +83,7 @@ def _add_root_forward(model: nn.Module, state: WrapState, hooks: UnitHooks) -> N
     """Add the context managers that run around the root's forward, and the hooks that enter them."""
     policy, forward, device_type = state.plan.policy, state.root_forward, state.mesh.device_type
     forward.on_output(watch_create_graph)
+    forward.add("outer autocast", refuse_replaced(state.gradients))
     forward.add("reshard", reshard_after_no_grad(model))
     forward.add("outer autocast", cache_with_gradients)
     if policy.low_dtype is not None:

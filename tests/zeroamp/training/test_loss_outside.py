@@ -104,7 +104,9 @@ def test_under_train_autocast_it_has_the_bits_of_one_process(ranks2, name, stage
     ids=["autocast", "bf16"],
 )
 def test_a_low_precision_loss_is_warned_of_once_with_the_remedy(ranks2, options, text):
-    (_, warnings), (_, of_second_rank) = ranks2.run(_trained, "llama_untied", 3, _of_low_logits, options, is_inside=False)
+    (_, warnings), (_, of_second_rank) = ranks2.run(
+        _trained, "llama_untied", 3, _of_low_logits, options, is_inside=False
+    )
     assert len(warnings) == 1
     assert "bf16" in warnings[0]
     assert text in warnings[0]

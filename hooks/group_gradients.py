@@ -59,6 +59,7 @@ from zeroamp.hooks._torch.parameter_group import (
 )
 from zeroamp.hooks.callers_containers import CallersContainers
 from zeroamp.hooks.guards import refuse_create_graph
+from zeroamp.hooks.root_forward import ForwardCall, ForwardContext
 from zeroamp.hooks.tensors import direct_tensors, hold_for_current_stream, may_have_tensors, tensors_in
 from zeroamp.policies.errors import StepError, WrapError
 
@@ -235,10 +236,11 @@ class GroupGradients:
                 self.first_forward = self._rest.num_forwards
             self._num_forwards += 1
         if replaced := self.group.follow_changes():
+            raise _was_replaced(replaced)
+        if set_data := self.group.ignored_data():
             raise WrapError(
-                f"The FSDP unit of {replaced} was called with another tensor in the place of that parameter, as by "
-                "torch.func.functional_call. FSDP2 would use the parameter. Call the op itself with the tensor "
-                "(torch.nn.functional.linear), or make a module around this call the unit (auto_wrap_policy)."
+                f"{set_data}.data was set to another tensor, which a sharded parameter ignores. Write into the "
+                "parameter instead: `with torch.no_grad(): parameter.copy_(tensor)`."
             )
         if torch.is_grad_enabled() and may_have_tensors(args, kwargs):
             return self._pre_forward_with_containers(module, args, kwargs)
@@ -307,6 +309,31 @@ def refuse_lost_gradients(groups: Iterable[GroupGradients], method: str) -> None
                 "module has kept (self.kept = ...), and on no output of an FSDP unit. Return the tensor from the "
                 "model's forward, and compute the loss from what the forward returned."
             )
+
+
+def _was_replaced(fqn: str) -> WrapError:
+    return WrapError(
+        f"The FSDP unit of {fqn} was called with another tensor in the place of that parameter: the parameter was "
+        "replaced, parametrized or pruned after wrap_model, or torch.func.functional_call replaced it. FSDP2 would use "
+        "the old parameter. Change parameters before wrap_model. In place of functional_call, call the op itself with "
+        "the tensor (torch.nn.functional.linear), or make a module around this call the unit (auto_wrap_policy)."
+    )
+
+
+def refuse_replaced(gradients: Iterable[GroupGradients]) -> ForwardContext:
+    """Return a `ForwardContext` that raises a WrapError if parameters were replaced before the first forward.
+
+    At its first forward FSDP2 takes the parameters that the modules have then. Later ones are checked unit by unit.
+    """
+    unchecked = list(gradients)
+
+    def look(_call: ForwardCall) -> None:
+        while unchecked:
+            if fqn := unchecked[-1].group.replaced():
+                raise _was_replaced(fqn)
+            unchecked.pop()
+
+    return look
 
 
 def follow_gradients(root: nn.Module, containers: CallersContainers) -> list[GroupGradients]:

@@ -91,6 +91,7 @@ class RootForward:
         self._open: list[_OpenForward] = []
         """One entry per running forward, outermost first."""
         self._output_hooks: list[Callable[[object], None]] = []
+        self._change_output: Callable[[Any], Any] | None = None
 
     @property
     def depth(self) -> int:
@@ -118,6 +119,10 @@ class RootForward:
     def on_output(self, hook: Callable[[object], None]) -> None:
         """Call `hook` with the output of each forward, before FSDP2's own forward hook."""
         self._output_hooks.append(hook)
+
+    def change_output(self, change: Callable[[Any], Any]) -> None:
+        """Return `change(output)` from outermost forwards. The hooks of `on_output`, and FSDP2's, get it."""
+        self._change_output = change
 
     def add_hooks(self, root: nn.Module, hooks: UnitHooks) -> None:
         """Add the hooks on `root`. Call once."""
@@ -152,7 +157,7 @@ class RootForward:
                 args, kwargs = pre_forward(root, args, kwargs)
             self._begin()
             output = method(*args, **kwargs)
-            self._see_output(output)
+            output = self._see_output(output)
             for _, post_forward in reversed(groups):
                 output = post_forward(root, args, output)
             return output
@@ -204,9 +209,12 @@ class RootForward:
             forward.leave(error if error is not forward.handled_before else None)
 
     @untraced
-    def _see_output(self, output: object) -> None:
+    def _see_output(self, output: Any) -> Any:
+        if self._change_output is not None and self.depth == 1:
+            output = self._change_output(output)
         for hook in self._output_hooks:
             hook(output)
+        return output
 
 
 def _is_nested(root: nn.Module) -> bool:

@@ -114,15 +114,7 @@ def _mapped(change: Callable[[torch.Tensor], Any], value: Any, loan: Loan | None
     if isinstance(value, torch.Tensor):
         new = change(value)
         return new, new is not value
-    parts: dict[Any, Any]
-    if has_fields := _is_dataclass(value):
-        parts = {item.name: getattr(value, item.name) for item in fields(value) if item.init}
-    elif isinstance(value, dict):
-        parts = value
-    elif isinstance(value, list | tuple | set | deque):
-        parts = dict(enumerate(value))
-    else:
-        return value, False
+    parts = parts_of(value)
     if loan is not None and _is_mutable(value):
         loan.write(change, value, parts)
         return value, False
@@ -130,8 +122,8 @@ def _mapped(change: Callable[[torch.Tensor], Any], value: Any, loan: Loan | None
     if not any(changes for _, changes in mapped.values()):
         return value, False
     news = {key: new for key, (new, _) in mapped.items()}
-    if has_fields:
-        return replace(value, **news), True
+    if _is_dataclass(value):
+        return _with_fields(value, news), True
     if type(value) is dict:
         return news, True
     if isinstance(value, dict):
@@ -141,6 +133,28 @@ def _mapped(change: Callable[[torch.Tensor], Any], value: Any, loan: Loan | None
     items = list(news.values())
     is_named = hasattr(value, "_fields")
     return type(value)(*items) if is_named else type(value)(items), True
+
+
+def parts_of(value: Any) -> dict[Any, Any]:
+    """Return the parts of a container by key, position or field. Empty for all other objects."""
+    if isinstance(value, torch.Tensor):
+        return {}
+    if _is_dataclass(value):
+        return {item.name: getattr(value, item.name) for item in fields(value) if item.init}
+    if isinstance(value, dict):
+        return value
+    return dict(enumerate(value)) if isinstance(value, list | tuple | set | deque) else {}
+
+
+def _with_fields(value: Any, news: dict[str, Any]) -> Any:
+    """Return a copy of a dataclass with other fields. It retains attributes that are no fields, unless compiled."""
+    if torch.compiler.is_compiling():
+        return replace(value, **news)
+    copied = copy(value)
+    put = object.__setattr__ if value.__dataclass_params__.frozen else setattr
+    for name, new in news.items():
+        put(copied, name, new)
+    return copied
 
 
 def _is_mutable(value: Any) -> bool:

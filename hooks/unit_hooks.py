@@ -12,7 +12,7 @@ The forward of a module runs through this list, whatever the order in which its 
 | 6 | "begin root" | the root | records that the model's own code begins |
 | 7 | "refuse autocast off" | safe modules | raises a PrecisionError if autocast is off |
 | 8 | (forward) | modules | the module's own forward, wrapped for fp32 regions, float8 and recomputed casts |
-| 9 | "see root's output" | the root | hooks the output's tensors, before FSDP2 does |
+| 9 | "see root's output" | the root | casts the output to fp32 and hooks its tensors, before FSDP2 does |
 | 10 | "return no view" | embeddings and heads | an output that is a view is no view any more: FSDP2 warns of views |
 | 11 | "reshard typed groups" | units with group holders | reshards the groups of the holders, the last one first |
 | 12 | "return no view again" | embeddings and heads | the same, after the hooks of `parallelize_module` |

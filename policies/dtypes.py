@@ -5,8 +5,8 @@ import torch
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 """A trainable parameter in one of these gets fp32 master weights."""
 
-INTEGER_BY_NUM_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> the integer dtype in which its bits are summed for a checksum."""
+INTEGER_BY_NUM_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""Bytes of an element -> the integer dtype in which its bits are summed for a checksum. 16 bytes are two integers."""
 
 DTYPE_BY_NAME = {
     **dict.fromkeys(("fp32", "float32", "float"), torch.float32),

@@ -52,6 +52,7 @@ EXTENSIONS = {
     "wrap_model.nodes_of_mesh": "zeroamp.two_level.layout:nodes_of_mesh",
     "TrainStep.kind_of_other": "zeroamp.optimizers.kinds:kind_of_other",
     "TrainStep.refuse_other": "zeroamp.optimizers.kinds:refuse_other",
+    "optimizer.step.prepare_other": "zeroamp.optimizers.kinds:prepare_other",
     "TrainStep.shard_state": "zeroamp.optimizers.loaded_state:shard_state",
     "TrainStep.shard_state_dict": "zeroamp.optimizers.loaded_state:shard_state_dict",
     "TrainStep.resolve_overrides": "zeroamp.optimizers.kinds:resolve_overrides",

@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from zeroamp.hooks._torch.fsdp import groups_of, units_of
 
@@ -84,7 +86,9 @@ class ParameterGroup:
         self.places: list[Place] = []
         """Where the model has each parameter. Set it before the first forward."""
         self.parameters = [GroupParameter(each) for each in group.fsdp_params]
+        self._first_data: tuple[torch.Tensor, StorageWeakRef] | None = None
         self._trains = [each.sharded.requires_grad for each in self.parameters]
+        self.ignored_data()
 
     @property
     def reduces(self) -> bool:
@@ -173,13 +177,41 @@ class ParameterGroup:
             sharded, trained = parameter.sharded_param, self._trains[index]
             unsharded = getattr(parameter, "unsharded_param", sharded)
             owned, name, fqn = self.places[index]
-            if (value := owned[name]) is not sharded and value is not unsharded:
+            if (value := owned.get(name)) is not sharded and value is not unsharded:
                 return fqn
             if sharded.requires_grad is not trained or unsharded.requires_grad is not trained:
                 self._trains[index] = not trained
                 for form in (sharded, unsharded):
                     form.requires_grad_(not trained)
         return ""
+
+    def replaced(self) -> str:
+        """Return the FQN of a parameter that is another object than FSDP2 has, and that FSDP2 cannot take; "" for none.
+
+        Before its first forward FSDP2 takes a sharded `nn.Parameter`, as `load_state_dict(assign=True)` sets it. It
+        would also take a sharded tensor by which `torch.func.functional_call` replaces the parameter for one call.
+        """
+        for parameter, (owned, name, fqn) in zip(self._group.fsdp_params, self.places, strict=True):
+            value: Any = owned.get(name)
+            if value is not parameter.sharded_param and value is not getattr(parameter, "unsharded_param", parameter):
+                is_usable = isinstance(value, nn.Parameter) and isinstance(value, DTensor)
+                if not is_usable or hasattr(parameter, "unsharded_param"):
+                    return fqn
+        return ""
+
+    def ignored_data(self) -> str:
+        """Return the FQN of the group's first trained parameter if its `data` was set to another tensor, else "".
+
+        A DTensor ignores that, but for its own storage, which is empty. Other parameters are not looked at: such code
+        sets the data of all. `Module.to` swaps the local tensor too.
+        """
+        index = self._trains.index(True) if True in self._trains else 0
+        sharded = self._group.fsdp_params[index].sharded_param
+        local, storage = sharded._local_tensor, StorageWeakRef(sharded.untyped_storage())  # type: ignore[no-untyped-call]
+        known, self._first_data = self._first_data, (local, storage)
+        if known is None or known[0] is not local or known[1].cdata == storage.cdata:
+            return ""
+        return self.places[index][2]
 
     def unsharded_gradients(self) -> tuple[list[int], bool, bool] | None:
         """Return which parameters have an unsharded gradient: their positions, and two flags.

@@ -28,6 +28,7 @@ from zeroamp.dry_run.inputs import Arguments, sequences_are_not_packed
 from zeroamp.hooks._torch.dispatch import TorchDispatchMode, is_part_of_parameter, run_op, storage_key
 from zeroamp.hooks.callers_containers import CallersContainers
 from zeroamp.hooks.precision.module_casts import cast_inputs, run_in_fp32
+from zeroamp.hooks.precision.outputs import in_fp32
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import ConfigError
@@ -196,6 +197,8 @@ def trace_micro_batch(
             with hooks:
                 with torch.autocast(device_type, dtype=plan.policy.param_dtype, enabled=is_autocast):
                     output = model(*args, **kwargs)
+                if plan.policy.low_dtype is not None:
+                    output = in_fp32(output, plan.policy.low_dtype)
                 loss = loss_of(output, loss_fn, where=type(model).__name__, error=ConfigError)
             del output
             recorder.end_forward()

@@ -6,11 +6,14 @@ docs/optimizers.md has a table of optimizers.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeroamp.optimizers.bf16_states import Bf16StatesAdamW
+from zeroamp.optimizers.muon import update_matrices_in_steps
 from zeroamp.planning.mesh import num_shards_of
 from zeroamp.policies.errors import StepError
 from zeroamp.training.optimizer_kinds import Kind, full_name, has_own_step
@@ -49,9 +52,34 @@ def resolve_overrides(optimizer: torch.optim.Optimizer) -> None:
         found.mng.register_parameters(found.param_groups)
 
 
-def refuse_other(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> None:
-    """Raise StepError for an optimizer that would fail on sharded parameters, or update them wrongly."""
-    name = f"TrainStep was given {full_name(optimizer)}"
+def prepare_other(optimizer: torch.optim.Optimizer, roots: Sequence[ref[nn.Module]]) -> None:
+    """Let a loop without `TrainStep` step an optimizer of parameters of the wrapped models `roots`.
+
+    Raises:
+        StepError: as `refuse_other`, or a Muon has matrices of several models.
+    """
+    where = "A loop without TrainStep steps"
+    refuse_other(optimizer, on_shards=False, where=where)
+    if _is_one_of(optimizer, WHOLE_PARAMETERS):
+        raise StepError(
+            f"{where} {full_name(optimizer)}, whose operations torch cannot run on DTensors. Call "
+            "zeroamp.TrainStep(model, optimizer), which updates plain tensors."
+        )
+    if kind_of_other(optimizer) == "muon":
+        if len(roots) > 1:
+            raise StepError(
+                f"Muon.step was called, but the optimizer holds matrices of {len(roots)} wrapped models. Build one "
+                "Muon for each model."
+            )
+        update_matrices_in_steps(roots[0], optimizer)
+
+
+def refuse_other(optimizer: torch.optim.Optimizer, *, on_shards: bool, where: str = "TrainStep was given") -> None:
+    """Raise StepError for an optimizer that would fail on sharded parameters, or update them wrongly.
+
+    The text begins with `where`.
+    """
+    name = f"{where} {full_name(optimizer)}"
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise StepError(
             f"{name}, which takes sparse gradients only. Gradients of sharded parameters are dense: use torch.optim."

@@ -21,16 +21,19 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from zeroamp.hooks.collectives.collective_calls import issue
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
 from zeroamp.planning.mesh import device_of, local_part, shard_size
 from zeroamp.policies.errors import StepError
-from zeroamp.wrapping.state import WrapState
+from zeroamp.wrapping.optimizer_hooks import OwnedOptimizers
+from zeroamp.wrapping.state import WrapState, wrap_state
 
 
 @contextmanager
@@ -40,16 +43,10 @@ def updating_matrices(state: WrapState, optimizer: torch.optim.Optimizer) -> Ite
     The update is the last hook before the step. Muon skips parameters without a gradient: the step finds none, and the
     context sets them again.
     """
-    update = ShardedMuon(state)
     gradients: dict[torch.Tensor, torch.Tensor] = {}
 
-    @torch.no_grad()
     def before(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            update(group, optimizer.state)
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    gradients[parameter], parameter.grad = parameter.grad, None
+        _update(state, optimizer, gradients)
 
     handle = optimizer.register_step_pre_hook(before)
     try:
@@ -57,8 +54,54 @@ def updating_matrices(state: WrapState, optimizer: torch.optim.Optimizer) -> Ite
         yield
     finally:
         handle.remove()
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
+        _set_again(gradients)
+
+
+def update_matrices_in_steps(root: ref[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    """Update the shards of a wrapped model in each later `optimizer.step()` of a loop without `TrainStep`.
+
+    Call it once per optimizer. It may be called in a global step pre-hook: the hooks that it registers then run in the
+    same step.
+    """
+    if optimizer in _updated_in_steps:
+        return
+    _updated_in_steps.add(optimizer)
+    gradients: dict[torch.Tensor, torch.Tensor] = {}
+
+    def before(_optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        model = root()
+        if OwnedOptimizers.is_updating or model is None:
+            return
+        _refuse_others(optimizer)
+        if any(each is not None for each in (*args[1:], *kwargs.values())):
+            raise StepError(
+                "Muon.step was called with a closure, which is not supported for a wrapped model. Call "
+                "loss.backward() before optimizer.step()."
+            )
+        _update(wrap_state(model), optimizer, gradients)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(lambda *_: _set_again(gradients))
+
+
+_updated_in_steps: "WeakSet[torch.optim.Optimizer]" = WeakSet()
+
+
+@torch.no_grad()
+def _update(state: WrapState, optimizer: torch.optim.Optimizer, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
+    """Update all matrices, and move their gradients to `gradients`."""
+    update = ShardedMuon(state)
+    for group in optimizer.param_groups:
+        update(group, optimizer.state)
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                gradients[parameter], parameter.grad = parameter.grad, None
+
+
+def _set_again(gradients: dict[torch.Tensor, torch.Tensor]) -> None:
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
+    gradients.clear()
 
 
 class ShardedMuon:

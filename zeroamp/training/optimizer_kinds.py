@@ -18,27 +18,12 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroamp.policies.errors import StepError
 from zeroamp.policies.extensions import load
-from zeroamp.wrapping.optimizer_hooks import is_own_hook
+from zeroamp.wrapping.optimizer_hooks import ELEMENTWISE, is_own_hook
 
 Kind = Literal["shards", "muon", "DTensors"]
 """`shards`: the optimizer gets this rank's shards as plain tensors. `muon`: `torch.optim.Muon`, whose matrices are
 gathered on one rank each. `DTensors`: the optimizer gets the sharded parameters as they are, and torch communicates
 where an operation needs it."""
-
-ELEMENTWISE = (
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.AdamW,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
-"""Element-wise optimizers whose state has the parameter's shape or one element. Subclasses may update differently."""
 
 
 def kind_of(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> Kind:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from zeroamp.hooks._torch.dispatch import is_in_backward
 from zeroamp.hooks._torch.fsdp import gather_in_background
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
-from zeroamp.hooks.group_gradients import by_module
+from zeroamp.hooks.group_gradients import by_module, refuse_replaced
 from zeroamp.hooks.guards import (
     BackwardGuard,
     attach_gradient_guard,
@@ -27,6 +27,7 @@ from zeroamp.hooks.precision.autocast import (
     warn_of_other_autocast,
 )
 from zeroamp.hooks.precision.module_casts import RoundedInputs, cast_inputs, run_in_fp32
+from zeroamp.hooks.precision.outputs import Fp32Outputs
 from zeroamp.hooks.root_forward import reshard_after_no_grad
 from zeroamp.hooks.typed_groups import typed_group_hooks
 from zeroamp.hooks.unit_hooks import UnitHooks, return_no_view
@@ -83,9 +84,14 @@ def _add_root_forward(model: nn.Module, state: WrapState, hooks: UnitHooks) -> N
     """Add the context managers that run around the root's forward, and the hooks that enter them."""
     policy, forward, device_type = state.plan.policy, state.root_forward, state.mesh.device_type
     forward.on_output(watch_create_graph)
+    forward.add("outer autocast", refuse_replaced(state.gradients))
     forward.add("reshard", reshard_after_no_grad(model))
     forward.add("reshard", state.containers.around_root)
     forward.add("outer autocast", cache_with_gradients)
+    if policy.low_dtype is not None:
+        outputs = Fp32Outputs(device_type, policy.low_dtype)
+        forward.add("outer autocast", outputs.before)
+        forward.change_output(outputs.after)
     if policy.mode == "autocast":
         forward.add("outer autocast", warn_of_other_autocast(device_type, policy.param_dtype))
         forward.add("autocast", enter_autocast(device_type, policy.param_dtype))

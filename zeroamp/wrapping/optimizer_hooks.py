@@ -7,8 +7,9 @@ once, because `TrainStep` checks and reshards by itself. In other loops:
 
 | before or after `step` | what the loop did | what happens |
 |---|---|---|
-| before | the optimizer holds parameters that `wrap_model` replaced, or unsharded ones | StepError |
+| before | the optimizer holds parameters that `wrap_model` replaced, unsharded ones, or ones added later | StepError |
 | before | it steps an optimizer that `TrainStep` steps too, inside an optimizer step | StepError |
+| before | its kind needs whole parameters, or plain tensors (`zeroamp.optimizers.kinds`) | StepError; Muon gets them |
 | before | its last backward did not reduce the gradients (`set_requires_gradient_sync`) | StepError |
 | before | its last backward did not sum them over replicas (`set_requires_all_reduce`) | StepError |
 | before | its loss depends only on tensors that modules have kept | StepError |
@@ -17,11 +18,11 @@ once, because `TrainStep` checks and reshards by itself. In other loops:
 | after | a forward with gradients ran between backward and step | the old unsharded weights are released |
 | after | it steps inside `torch.autocast` | the cached casts of the old weights are released |
 
-The sixth row needs one all-reduce of a byte per parameter, and the seventh 16 bytes more. On a GPU the host waits for it
-only on a rank that did not use a parameter of a unit that ran. Gradients that a closure computes are not looked at.
+The seventh row needs one all-reduce of a byte per parameter, and the eighth 16 bytes more. On a GPU the host waits for
+it only on a rank that did not use a parameter of a unit that ran. Gradients that a closure computes are not looked at.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
@@ -34,13 +35,30 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroamp.hooks._torch.dispatch import is_in_backward
+from zeroamp.hooks._torch.fsdp import can_be_sharded
 from zeroamp.hooks.collectives.collective_calls import issue
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
 from zeroamp.hooks.group_gradients import GroupGradients, refuse_lost_gradients
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import StepError
+from zeroamp.policies.extensions import load
 from zeroamp.wrapping.reduction_order import compare_orders, order_bytes
 from zeroamp.wrapping.state import WrapState, reshard, wrap_state, wrapped_models
+
+ELEMENTWISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+"""Element-wise optimizers whose state has the parameter's shape or one element. Subclasses may update differently."""
 
 
 class OwnedOptimizers:
@@ -175,6 +193,8 @@ def _held(optimizer: torch.optim.Optimizer) -> _Held:
     held = _held_by.get(optimizer)
     if held is None or held.num_params != num_params or held.num_changes != _Replaced.num_changes:
         groups = _find_groups(optimizer)
+        if groups and type(optimizer) not in ELEMENTWISE:
+            load("optimizer.step.prepare_other")(optimizer, [root for root, _ in groups])
         held = _held_by[optimizer] = _Held(num_params=num_params, num_changes=_Replaced.num_changes, groups=groups)
     return held
 
@@ -200,6 +220,7 @@ def _find_groups(optimizer: torch.optim.Optimizer) -> "list[tuple[ref[nn.Module]
         for position, group in enumerate(wrap_state(root).gradients):
             owners |= {id(parameter): (number, position) for parameter in group.parameters}
             unsharded |= {id(leaf) for leaf in group.leaves}
+    late = _late_parameters(roots, owners)
     held: dict[int, set[int]] = {}
     for index, param_group in enumerate(optimizer.param_groups):
         where = f"{type(optimizer).__name__}.step was called, but param_groups[{index}] holds"
@@ -215,9 +236,32 @@ def _find_groups(optimizer: torch.optim.Optimizer) -> "list[tuple[ref[nn.Module]
                     "the optimizer was built between a forward and its backward. Build it from model.parameters() "
                     "after wrap_model and before the first forward."
                 )
+            if (fqn := late.get(id(parameter))) is not None:
+                raise StepError(
+                    f"{where} {fqn}, which is not sharded: it was added or replaced after wrap_model, so each rank "
+                    "would train its own copy. Add modules and adapters, and resize embeddings, before wrap_model, or "
+                    "leave it out of the optimizer."
+                )
             if (owner := owners.get(id(parameter))) is not None:
                 held.setdefault(owner[0], set()).add(owner[1])
     return [(ref(roots[number]), tuple(sorted(positions))) for number, positions in held.items()]
+
+
+def _late_parameters(roots: list[nn.Module], owners: Container[int]) -> dict[int, str]:
+    """Return {id: FQN} of the trained parameters of wrapped models that were added or replaced after `wrap_model`.
+
+    `owners` has the ids of the sharded ones. 0-D parameters are averaged by `TrainStep`, and `ignored_params` by the
+    caller.
+    """
+    return {
+        id(parameter): fqn
+        for root in roots
+        for fqn, parameter in root.named_parameters()
+        if id(parameter) not in owners
+        and parameter.requires_grad
+        and can_be_sharded(parameter)
+        and fqn not in wrap_state(root).plan.ignored_fqns
+    }
 
 
 def _discard_unused(held: _Held, state: WrapState, groups: list[GroupGradients]) -> None:

@@ -80,6 +80,10 @@ def wrap_model(
     there is no process group, this call initialises one from torchrun's environment. In a plain `python script.py` it
     initialises a group of one rank.
 
+    The wrapped model returns low-precision tensors in fp32, for a loss outside of its forward. It returns them as
+    computed if an autocast of the caller surrounds the forward, or if the output has a loss: `output.loss`, the key
+    "loss", or the first item of a tuple. See docs/losses.md.
+
     Args:
         model: on any device; parameters on the meta device are materialised and initialised without a full copy.
             Trainable parameters in bf16 or fp16 are sharded in fp32 (master weights). Frozen ones keep their dtype.

@@ -79,6 +79,54 @@ def test_the_bits_are_those_of_one_process(ranks2, stage):
     _check(ranks2, stage, clip=0.5, options=("tensor", "default", "default", "plain")[stage])
 
 
+def _in_plain_loop(stage):
+    """Without `TrainStep`, both ranks with the same batches."""
+    model = wrapped(NAME, config(stage))
+    return _plain_loop(model, model), full_parameters(model)
+
+
+def _plain_loop(model, root):
+    optimizers, losses = _optimizers(dict(root.named_parameters())), []
+    for index in range(NUM_STEPS):
+        loss = loss_of(model, batch(NAME, index))
+        loss.backward()
+        losses.append(loss.item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
+def test_a_loop_without_train_step_has_them_too(ranks2, stage):
+    model = build(NAME)
+
+    def under_autocast(tokens):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(tokens)
+
+    expected = _plain_loop(under_autocast, model)
+    for losses, parameters in ranks2.run(_in_plain_loop, stage):
+        assert losses == expected
+        assert same_bits(parameters, dict(model.named_parameters())) == []
+
+
+def _refused_in_plain_loop():
+    model = wrapped(NAME, config(3))
+    matrices = [p for fqn, p in model.named_parameters() if _is_matrix(fqn, p)]
+    optimizer = torch.optim.Muon(matrices, lr=1e-2)
+    loss_of(model, batch(NAME, 0)).backward()
+    before = [each.grad for each in matrices]
+    with pytest.raises(zeroamp.StepError, match="closure"):
+        optimizer.step(lambda: None)
+    optimizer.step()
+    return all(each.grad is grad for each, grad in zip(matrices, before, strict=True))
+
+
+def test_in_such_a_loop_gradients_stay_and_closures_are_refused(ranks2):
+    assert all(ranks2.run(_refused_in_plain_loop))
+
+
 @pytest.mark.slow
 def test_so_they_are_on_replicas_of_shards(ranks4):
     _check(ranks4, 3, mesh_shape=(2, 2))

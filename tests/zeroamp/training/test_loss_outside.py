@@ -1,4 +1,4 @@
-"""A loss that the caller computes from outputs of the model: exact under `train.autocast()`, warned of without.
+"""A loss that the caller computes from outputs of the model: exact under `train.autocast()`, warned of in bf16.
 
 Of several forwards, it has the bits of one `torch.autocast` around them.
 """
@@ -26,8 +26,8 @@ def outside(model, tokens):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def _of_logits(model, tokens):
-    return F.cross_entropy(model.logits(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+def _of_low_logits(model, tokens):
+    return F.cross_entropy(model.logits(tokens)[:, :-1].flatten(0, 1).bfloat16(), tokens[:, 1:].flatten())
 
 
 def of_two_forwards(model, tokens):
@@ -104,7 +104,9 @@ def test_under_train_autocast_it_has_the_bits_of_one_process(ranks2, name, stage
     ids=["autocast", "bf16"],
 )
 def test_a_low_precision_loss_is_warned_of_once_with_the_remedy(ranks2, options, text):
-    (_, warnings), (_, of_second_rank) = ranks2.run(_trained, "llama_untied", 3, _of_logits, options, is_inside=False)
+    (_, warnings), (_, of_second_rank) = ranks2.run(
+        _trained, "llama_untied", 3, _of_low_logits, options, is_inside=False
+    )
     assert len(warnings) == 1
     assert "bf16" in warnings[0]
     assert text in warnings[0]

@@ -3,15 +3,18 @@
 import logging
 import os
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from zeroamp.discovery.caches import nothing_left
 from zeroamp.discovery.fake_run import example_arguments, fake_run
 from zeroamp.discovery.use_recorder import ParameterRecord, UseRecorder
 from zeroamp.hooks._torch.dispatch import needs_values
@@ -51,8 +54,8 @@ def discover_safe_parameters(
 
     All-gathering these parameters in `dtype` changes no bit of the output or of a gradient. Parameters of which the run
     does not show this are not safe. The run is on fake tensors: it computes nothing, needs no memory, and works on the
-    meta device. It covers the code that these inputs and the current `training` flags reach. The model is not changed.
-    Changes that its forward makes to other objects remain.
+    meta device. It covers the code that these inputs and the current `training` flags reach. The model is not changed,
+    and no cache of its code retains a fake tensor. Other changes that its forward makes to other objects remain.
 
     Args:
         model: A plain model, before `wrap_model`.
@@ -62,8 +65,9 @@ def discover_safe_parameters(
         device_type: Where the model will run. Autocast has a different list of ops for each device type.
 
     Raises:
-        ConfigError: there are no inputs, or the forward or backward raises on fake tensors. If it raises because it
-            needs the value of a tensor, a warning is logged, and no parameter is safe.
+        ConfigError: there are no inputs, the forward or backward raises on fake tensors, or the model's code retains
+            one where it cannot be removed. If it raises because it needs the value of a tensor, a warning is logged,
+            and no parameter is safe.
         WrapError: the model is wrapped already.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -73,8 +77,15 @@ def discover_safe_parameters(
         )
     if not args and not kwargs:
         args, kwargs = example_arguments(model)
+    with nothing_left(model) as made:
+        return _safe_parameters(model, partial(_run, model, args, kwargs or {}, dtype, device_type, made), dtype)
+
+
+def _safe_parameters(
+    model: nn.Module, run: Callable[[], dict[str, ParameterRecord]], dtype: torch.dtype
+) -> SafeParameters:
     try:
-        records = _run(model, args, kwargs or {}, dtype, device_type)
+        records = run()
     # Any exception: fake tensors have no single class of error for "this needs a value".
     except Exception as error:
         if needs_values(error):
@@ -89,7 +100,12 @@ def discover_safe_parameters(
 
 
 def _run(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype, device_type: str
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dtype: torch.dtype,
+    device_type: str,
+    made: list[ReferenceType[torch.Tensor]],
 ) -> dict[str, ParameterRecord]:
     """Run forward and backward once on fake tensors. Parameters have the dtypes in which `wrap_model` stores them.
 
@@ -97,7 +113,7 @@ def _run(
         FQN -> the uses of the parameter.
     """
     recorder, parameters = UseRecorder(dtype, model), dict(model.named_parameters())
-    with fake_run(model, device_type, _stored) as fakes:
+    with fake_run(model, device_type, _stored, made) as fakes:
         for name, parameter in parameters.items():
             recorder.add(name, parameter, fakes.of(parameter))
         args, kwargs = fakes.of(tuple(args)), fakes.of(dict(kwargs))

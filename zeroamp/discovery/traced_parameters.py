@@ -3,9 +3,8 @@
 import logging
 import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import ReferenceType
@@ -15,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.discovery.caches import nothing_left
+from zeroamp.discovery.data_flow import DataFlow
 from zeroamp.discovery.fake_run import example_arguments, fake_run
 from zeroamp.discovery.use_recorder import ParameterRecord, UseRecorder
 from zeroamp.hooks._torch.dispatch import needs_values
@@ -78,56 +78,92 @@ def discover_safe_parameters(
     if not args and not kwargs:
         args, kwargs = example_arguments(model)
     with nothing_left(model) as made:
-        return _safe_parameters(model, partial(_run, model, args, kwargs or {}, dtype, device_type, made), dtype)
+        return _Run(model, args, kwargs or {}, dtype, device_type, made).safe_parameters()
 
 
-def _safe_parameters(
-    model: nn.Module, run: Callable[[], dict[str, ParameterRecord]], dtype: torch.dtype
-) -> SafeParameters:
-    try:
-        records = run()
-    # Any exception: fake tensors have no single class of error for "this needs a value".
-    except Exception as error:
-        if needs_values(error):
-            return _undecided(model, _last_line(error))
-        raise _not_traced(model, error) from error
-    found = {name: record.safety(dtype) for name, record in records.items()}
-    aliases = _aliases(model)
-    return SafeParameters(
-        safe=frozenset(name for name, (is_safe, _) in found.items() if is_safe),
-        reasons={name: reason + aliases[name] for name, (_, reason) in found.items()},
-    )
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Runs of a model on fake tensors, forward and backward, each with the same inputs."""
 
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    dtype: torch.dtype
+    device_type: str
+    made: list[ReferenceType[torch.Tensor]]
+    """Gets a weak reference to each fake tensor."""
 
-def _run(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    dtype: torch.dtype,
-    device_type: str,
-    made: list[ReferenceType[torch.Tensor]],
-) -> dict[str, ParameterRecord]:
-    """Run forward and backward once on fake tensors. Parameters have the dtypes in which `wrap_model` stores them.
-
-    Returns:
-        FQN -> the uses of the parameter.
-    """
-    recorder, parameters = UseRecorder(dtype, model), dict(model.named_parameters())
-    with fake_run(model, device_type, _stored, made) as fakes:
-        for name, parameter in parameters.items():
-            recorder.add(name, parameter, fakes.of(parameter))
-        args, kwargs = fakes.of(tuple(args)), fakes.of(dict(kwargs))
+    def safe_parameters(self) -> SafeParameters:
+        """Return which parameters are safe. See `discover_safe_parameters`."""
+        model, recorder = self.model, UseRecorder(self.dtype, self.model)
         try:
-            with recorder.attached():
-                with torch.autocast(device_type, dtype=dtype):
-                    outputs = model(*args, **kwargs)
-                recorder.note_outputs(outputs)
-                roots = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-                if roots:
-                    torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        finally:
-            torch.clear_autocast_cache()  # autocast itself clears it when the outermost context ends: the caller's
-    return recorder.records
+            self.run(recorder)
+        # Any exception: fake tensors have no single class of error for "this needs a value".
+        except Exception as error:
+            if needs_values(error):
+                return _undecided(model, _last_line(error))
+            raise _not_traced(model, error) from error
+        records = recorder.records
+        readers = [name for name, record in records.items() if record.dtype_read_in is not None]
+        # What else prevents that a parameter is safe, is the same after another answer to the read of its dtype.
+        read_only = {name for name in readers if records[name].safety(self.dtype, ignore_dtype_read=True)[0]}
+        harmless = self._same_in_low(read_only, records) if read_only else set()
+        found = {name: rec.safety(self.dtype, ignore_dtype_read=name in harmless) for name, rec in records.items()}
+        aliases = _aliases(model)
+        return SafeParameters(
+            safe=frozenset(name for name, (is_safe, _) in found.items() if is_safe),
+            reasons={name: reason + aliases[name] for name, (_, reason) in found.items()},
+        )
+
+    def run(self, recorder: UseRecorder | DataFlow, low: Container[str] = ()) -> None:
+        """Run the model once. Parameters have the dtypes in which `wrap_model` stores them; those in `low` the low one."""
+        parameters = dict(self.model.named_parameters())
+        in_low = {id(parameter) for name, parameter in parameters.items() if name in low}
+
+        def dtype_of(tensor: torch.Tensor) -> torch.dtype:
+            return self.dtype if id(tensor) in in_low else _stored(tensor)
+
+        with fake_run(self.model, self.device_type, dtype_of, self.made) as fakes:
+            for name, parameter in parameters.items():
+                recorder.add(name, parameter, fakes.of(parameter))
+            args, kwargs = fakes.of(tuple(self.args)), fakes.of(dict(self.kwargs))
+            try:
+                with recorder.attached():
+                    with torch.autocast(self.device_type, dtype=self.dtype):
+                        outputs = self.model(*args, **kwargs)
+                    recorder.note_outputs(outputs)
+                    roots = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+                    if roots:
+                        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+            finally:
+                torch.clear_autocast_cache()  # autocast itself clears it when the outermost context ends: the caller's
+
+    def _same_in_low(self, names: set[str], records: Mapping[str, ParameterRecord]) -> set[str]:
+        """Return those of `names` that may be in the low dtype, though the model reads their dtype.
+
+        The model then runs the same ops on the same values as before. Parameters of the same class of module and of
+        the same name in it are decided together, so that the number of runs does not grow with the depth of a model.
+        """
+        as_stored = DataFlow(self.dtype)
+        self.run(as_stored)
+        safe = {name for name, record in records.items() if record.safety(self.dtype)[0]}
+
+        def is_same(low: set[str]) -> bool:
+            flow = DataFlow(self.dtype)
+            try:
+                self.run(flow, safe | low)
+            except Exception:  # an op that takes other dtypes
+                return False
+            return flow.is_same(as_stored)
+
+        if is_same(names):
+            return names
+        kinds = dict[tuple[type[nn.Module], str], set[str]]()
+        for name in names:
+            owner, _, own_name = name.rpartition(".")
+            kinds.setdefault((type(self.model.get_submodule(owner)), own_name), set()).add(name)
+        harmless = set[str]().union(*(kind for kind in kinds.values() if is_same(kind)))
+        return harmless if is_same(harmless) else set()
 
 
 def _stored(tensor: torch.Tensor) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 
@@ -19,12 +20,18 @@ untraced = torch._disable_dynamo  # type: ignore[attr-defined]
 class FakeTensorMode(_FakeTensorMode):  # type: ignore[no-untyped-call]
     """Makes fake tensors whose address cannot be read. By default it is 0, to which a kernel of Triton would write."""
 
+    def __init__(self, made: list[ReferenceType[torch.Tensor]] | None = None, **options: Any) -> None:
+        """`made`: gets a weak reference to each fake tensor that an op of this mode returns."""
+        super().__init__(**options)  # type: ignore[no-untyped-call]
+        self._made = [] if made is None else made
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op on fake tensors."""
         out = super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in out if isinstance(out, list | tuple) else (out,):
             if isinstance(tensor, FakeTensor):
                 torch._C._set_throw_on_mutable_data_ptr(tensor)
+                self._made.append(ReferenceType(tensor))
         return out
 
 

@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zeroamp.discovery.caches import caches_restored
 from zeroamp.hooks._torch.dispatch import FakeTensorMode
 from zeroamp.hooks._torch.dtensor import without_wrapper
 from zeroamp.hooks.random_state import preserved_random_state
@@ -61,17 +63,21 @@ def _dtype_of(tensor: torch.Tensor) -> torch.dtype:
 
 @contextmanager
 def fake_run(
-    model: nn.Module, device_type: str, dtype_of: Callable[[torch.Tensor], torch.dtype] = _dtype_of
+    model: nn.Module,
+    device_type: str,
+    dtype_of: Callable[[torch.Tensor], torch.dtype] = _dtype_of,
+    made: list[ReferenceType[torch.Tensor]] | None = None,
 ) -> Iterator[Replacements]:
     """Replace the tensors of `model` by fake ones inside the context, and make new tensors fake.
 
     Yields the replacements, with which the caller replaces the inputs. Gradients are on, and compiled modules run
-    eagerly. At the end the model and all random states are restored.
+    eagerly. At the end the model, the caches of its code and all random states are restored.
 
     Args:
         model: on any device.
         device_type: of the fake tensors.
         dtype_of: returns the dtype of a tensor's replacement, by default the tensor's own.
+        made: gets a weak reference to each fake tensor, for `nothing_left`.
     """
     replacements = Replacements(lambda tensor: _fake(tensor, dtype_of(tensor), device_type))
     with (
@@ -80,7 +86,8 @@ def fake_run(
         torch.enable_grad(),
         # Compiled modules run eagerly under a dispatch mode, but with fullgraph=True torch 2.13 and 2.15 raise instead.
         torch.compiler.set_stance("force_eager"),
-        FakeTensorMode(allow_non_fake_inputs=True),
+        FakeTensorMode(made, allow_non_fake_inputs=True),
+        caches_restored(model),
         _tensors_replaced(model, replacements),
     ):
         yield replacements

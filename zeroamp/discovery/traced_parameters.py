@@ -3,15 +3,18 @@
 import logging
 import os
 import traceback
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from zeroamp.discovery.caches import nothing_left
+from zeroamp.discovery.data_flow import DataFlow
 from zeroamp.discovery.fake_run import example_arguments, fake_run
 from zeroamp.discovery.use_recorder import ParameterRecord, UseRecorder
 from zeroamp.hooks._torch.dispatch import needs_values
@@ -51,8 +54,8 @@ def discover_safe_parameters(
 
     All-gathering these parameters in `dtype` changes no bit of the output or of a gradient. Parameters of which the run
     does not show this are not safe. The run is on fake tensors: it computes nothing, needs no memory, and works on the
-    meta device. It covers the code that these inputs and the current `training` flags reach. The model is not changed.
-    Changes that its forward makes to other objects remain.
+    meta device. It covers the code that these inputs and the current `training` flags reach. The model is not changed,
+    and no cache of its code retains a fake tensor. Other changes that its forward makes to other objects remain.
 
     Args:
         model: A plain model, before `wrap_model`.
@@ -62,8 +65,9 @@ def discover_safe_parameters(
         device_type: Where the model will run. Autocast has a different list of ops for each device type.
 
     Raises:
-        ConfigError: there are no inputs, or the forward or backward raises on fake tensors. If it raises because it
-            needs the value of a tensor, a warning is logged, and no parameter is safe.
+        ConfigError: there are no inputs, the forward or backward raises on fake tensors, or the model's code retains
+            one where it cannot be removed. If it raises because it needs the value of a tensor, a warning is logged,
+            and no parameter is safe.
         WrapError: the model is wrapped already.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -73,45 +77,93 @@ def discover_safe_parameters(
         )
     if not args and not kwargs:
         args, kwargs = example_arguments(model)
-    try:
-        records = _run(model, args, kwargs or {}, dtype, device_type)
-    # Any exception: fake tensors have no single class of error for "this needs a value".
-    except Exception as error:
-        if needs_values(error):
-            return _undecided(model, _last_line(error))
-        raise _not_traced(model, error) from error
-    found = {name: record.safety(dtype) for name, record in records.items()}
-    aliases = _aliases(model)
-    return SafeParameters(
-        safe=frozenset(name for name, (is_safe, _) in found.items() if is_safe),
-        reasons={name: reason + aliases[name] for name, (_, reason) in found.items()},
-    )
+    with nothing_left(model) as made:
+        return _Run(model, args, kwargs or {}, dtype, device_type, made).safe_parameters()
 
 
-def _run(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype, device_type: str
-) -> dict[str, ParameterRecord]:
-    """Run forward and backward once on fake tensors. Parameters have the dtypes in which `wrap_model` stores them.
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Runs of a model on fake tensors, forward and backward, each with the same inputs."""
 
-    Returns:
-        FQN -> the uses of the parameter.
-    """
-    recorder, parameters = UseRecorder(dtype, model), dict(model.named_parameters())
-    with fake_run(model, device_type, _stored) as fakes:
-        for name, parameter in parameters.items():
-            recorder.add(name, parameter, fakes.of(parameter))
-        args, kwargs = fakes.of(tuple(args)), fakes.of(dict(kwargs))
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    dtype: torch.dtype
+    device_type: str
+    made: list[ReferenceType[torch.Tensor]]
+    """Gets a weak reference to each fake tensor."""
+
+    def safe_parameters(self) -> SafeParameters:
+        """Return which parameters are safe. See `discover_safe_parameters`."""
+        model, recorder = self.model, UseRecorder(self.dtype, self.model)
         try:
-            with recorder.attached():
-                with torch.autocast(device_type, dtype=dtype):
-                    outputs = model(*args, **kwargs)
-                recorder.note_outputs(outputs)
-                roots = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-                if roots:
-                    torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        finally:
-            torch.clear_autocast_cache()  # autocast itself clears it when the outermost context ends: the caller's
-    return recorder.records
+            self.run(recorder)
+        # Any exception: fake tensors have no single class of error for "this needs a value".
+        except Exception as error:
+            if needs_values(error):
+                return _undecided(model, _last_line(error))
+            raise _not_traced(model, error) from error
+        records = recorder.records
+        readers = [name for name, record in records.items() if record.dtype_read_in is not None]
+        # What else prevents that a parameter is safe, is the same after another answer to the read of its dtype.
+        read_only = {name for name in readers if records[name].safety(self.dtype, ignore_dtype_read=True)[0]}
+        harmless = self._same_in_low(read_only, records) if read_only else set()
+        found = {name: rec.safety(self.dtype, ignore_dtype_read=name in harmless) for name, rec in records.items()}
+        aliases = _aliases(model)
+        return SafeParameters(
+            safe=frozenset(name for name, (is_safe, _) in found.items() if is_safe),
+            reasons={name: reason + aliases[name] for name, (_, reason) in found.items()},
+        )
+
+    def run(self, recorder: UseRecorder | DataFlow, low: Container[str] = ()) -> None:
+        """Run the model once. Parameters have the dtypes in which `wrap_model` stores them; those in `low` the low one."""
+        parameters = dict(self.model.named_parameters())
+        in_low = {id(parameter) for name, parameter in parameters.items() if name in low}
+
+        def dtype_of(tensor: torch.Tensor) -> torch.dtype:
+            return self.dtype if id(tensor) in in_low else _stored(tensor)
+
+        with fake_run(self.model, self.device_type, dtype_of, self.made) as fakes:
+            for name, parameter in parameters.items():
+                recorder.add(name, parameter, fakes.of(parameter))
+            args, kwargs = fakes.of(tuple(self.args)), fakes.of(dict(self.kwargs))
+            try:
+                with recorder.attached():
+                    with torch.autocast(self.device_type, dtype=self.dtype):
+                        outputs = self.model(*args, **kwargs)
+                    recorder.note_outputs(outputs)
+                    roots = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+                    if roots:
+                        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+            finally:
+                torch.clear_autocast_cache()  # autocast itself clears it when the outermost context ends: the caller's
+
+    def _same_in_low(self, names: set[str], records: Mapping[str, ParameterRecord]) -> set[str]:
+        """Return those of `names` that may be in the low dtype, though the model reads their dtype.
+
+        The model then runs the same ops on the same values as before. Parameters of the same class of module and of
+        the same name in it are decided together, so that the number of runs does not grow with the depth of a model.
+        """
+        as_stored = DataFlow(self.dtype)
+        self.run(as_stored)
+        safe = {name for name, record in records.items() if record.safety(self.dtype)[0]}
+
+        def is_same(low: set[str]) -> bool:
+            flow = DataFlow(self.dtype)
+            try:
+                self.run(flow, safe | low)
+            except Exception:  # an op that takes other dtypes
+                return False
+            return flow.is_same(as_stored)
+
+        if is_same(names):
+            return names
+        kinds = dict[tuple[type[nn.Module], str], set[str]]()
+        for name in names:
+            owner, _, own_name = name.rpartition(".")
+            kinds.setdefault((type(self.model.get_submodule(owner)), own_name), set()).add(name)
+        harmless = set[str]().union(*(kind for kind in kinds.values() if is_same(kind)))
+        return harmless if is_same(harmless) else set()
 
 
 def _stored(tensor: torch.Tensor) -> torch.dtype:

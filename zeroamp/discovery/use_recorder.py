@@ -6,7 +6,7 @@ if only such casts, of the parameter or of its views, read its values. All-gathe
 bits. Every other use is undecided, and the parameter stays in fp32:
 
 * any other op, a copy of the parameter included;
-* a read of its dtype, because the model may then run other ops with the low dtype;
+* a read of its dtype, if the model runs other ops with the low dtype: see `data_flow`;
 * a gradient that is not one cast from the low dtype. If the parameter was cast several times, autograd adds the
   gradients in fp32. All-gathered in the low dtype, it would add them in that dtype.
 """
@@ -52,7 +52,7 @@ class ParameterRecord:
     gradients: list[bool] = field(default_factory=list)
     """For each gradient: whether its last op was a cast from the low dtype. Its values then fit into the low dtype."""
 
-    def safety(self, dtype: torch.dtype) -> tuple[bool, str]:
+    def safety(self, dtype: torch.dtype, *, ignore_dtype_read: bool = False) -> tuple[bool, str]:
         """Return whether a run has the same bits if the parameter is all-gathered in `dtype`, and the reason."""
         low, storage = short_name(dtype), stored_dtype(self.parameter)
         if storage == dtype:
@@ -61,8 +61,8 @@ class ParameterRecord:
             return False, f"not safe: {short_name(storage)} is not a floating-point dtype"
         if self.reads:
             return False, f"not safe: read in {short_name(storage)} by {some_of(self.reads, 1)}"
-        if self.dtype_read_in is not None:
-            return False, f"not decided, so not safe: its dtype is read in {self.dtype_read_in}"
+        if self.dtype_read_in is not None and not ignore_dtype_read:
+            return False, f"not safe: its dtype is read in {self.dtype_read_in}, and {low} leads to other ops or dtypes"
         if not self.casts:
             return False, "not safe: never used in the traced run"
         cast = f"cast to {low} in {', '.join(dict.fromkeys(self.casts))}"

@@ -23,6 +23,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from zeroamp.discovery.caches import nothing_left
 from zeroamp.discovery.fake_run import fake_run
 from zeroamp.dry_run.inputs import Arguments, sequences_are_not_packed
 from zeroamp.hooks._torch.dispatch import TorchDispatchMode, is_part_of_parameter, run_op, storage_key
@@ -175,13 +176,27 @@ def trace_micro_batch(
     outermost of nested ones) saves its inputs only, and recomputes its forward in the backward. With
     `offload_activations`, the forward runs under `zeroamp.save_on_cpu`.
     """
+    with nothing_left(model) as made:
+        return _trace(model, plan, arguments, device_type, checkpointing, offload_activations, loss_fn, made)
+
+
+def _trace(
+    model: nn.Module,
+    plan: Plan,
+    arguments: Arguments,
+    device_type: str,
+    checkpointing: bool,
+    offload_activations: bool,
+    loss_fn: LossFunction | None,
+    made: list[weakref.ReferenceType[torch.Tensor]],
+) -> MicroBatch:
     parameters = {param.fqn: model.get_parameter(param.fqn) for param in plan.params}
     dtypes = {id(parameters[param.fqn]): param.group_key.param for param in plan.params}
 
     def dtype_of(tensor: torch.Tensor) -> torch.dtype:
         return dtypes.get(id(tensor), tensor.dtype)
 
-    with sequences_are_not_packed(), fake_run(model, device_type, dtype_of) as fakes:
+    with sequences_are_not_packed(), fake_run(model, device_type, dtype_of, made) as fakes:
         args, kwargs = fakes.of(arguments)
         constant = [*tensors_in((args, kwargs)), *_tensors_beside_parameters(model)]
         fake_parameters = {fqn: fakes.of(parameter) for fqn, parameter in parameters.items()}

@@ -18,11 +18,8 @@ ONLY_ROUNDED = {
 add up in bf16."""
 
 UNDECIDED = {
-    "attention": 5,  # in_proj of nn.MultiheadAttention: its dtype is read, or it is cast in parts
-    "t5": 4,  # the dtype is read, to cast the input: wo
-    "vit": 1,  # the same: the patches
-    "mamba": 2,  # the same: conv1d
-    "recurrent": 2,  # torch compares the dtype with that of the input
+    "attention": 3,  # in_proj of nn.MultiheadAttention where query and key are different tensors: cast in parts
+    "mamba": 2,  # conv1d: x is cast to its dtype, which the traced run does not find to be the cast of autocast
 }
 """Parameters that would change no bit, and stay in fp32 all the same."""
 

@@ -1,0 +1,127 @@
+"""Compares what two traced runs compute: whether a model that reads the dtype of a parameter does something else by it.
+
+Each tensor gets a hash of the op that made it, of the op's other arguments, and of the hashes of its inputs. Two runs
+with equal hashes of all outputs and gradients ran the same ops on the same values. A parameter that is all-gathered in
+the low dtype has the hash of the cast that autocast makes of it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from zeroamp.hooks._torch.dispatch import StorageWeakRef, TorchDispatchMode, is_view_op, run_op, storage_of
+from zeroamp.hooks.tensors import map_tensors, tensors_in
+
+
+class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hashes what a run computes. The ops return their results unchanged."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """`dtype`: the low dtype of autocast."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._dtype = dtype
+        self._hashes: dict[StorageWeakRef, int] = {}
+        self._parameters: dict[StorageWeakRef, str] = {}
+        self._aliases: dict[StorageWeakRef, tuple[int, int]] = {}
+        """Storage of a cast whose values have another name -> its hash, and the offset there. Names are those of
+        parameters in the low dtype, and of tensors that were cast from the low dtype and back."""
+        self._before_cast: dict[StorageWeakRef, Any] = {}
+        """Storage of a cast from the low dtype -> key of what was cast."""
+        self._num_inputs = self._num_random = 0
+        self.outputs: list[Any] = []
+        self.gradients: dict[str, list[Any]] = {}
+
+    def add(self, name: str, _parameter: torch.Tensor, replacement: torch.Tensor) -> None:
+        """Name a parameter of the run. Of one in the low dtype, the values are those of a cast."""
+        storage = storage_of(replacement)
+        if storage is None:
+            return
+        self._parameters[storage], self._hashes[storage] = name, hash(("parameter", name))
+        if replacement.dtype == self._dtype:
+            self._aliases[storage] = hash(("low", name)), 0
+        if replacement.requires_grad:
+            replacement.register_hook(partial(self._note_gradient, name))  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Hash all ops inside the context."""
+        with self:
+            yield
+
+    def note_outputs(self, outputs: Any) -> None:
+        """Record what the model returns."""
+        self.outputs = [self._key(tensor) for tensor in tensors_in(outputs)]
+
+    def is_same(self, other: "DataFlow") -> bool:
+        """Return whether another run has the same outputs and gradients."""
+        return self.outputs == other.outputs and self.gradients == other.gradients
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the op, and hash its results."""
+        kwargs = kwargs or {}
+        if func.namespace == "prim" or is_view_op(func):
+            return run_op(func, args, kwargs)
+        inputs = list(tensors_in((args, kwargs)))
+        keys = [self._key(tensor) for tensor in inputs]
+        others = repr(map_tensors(lambda _tensor: None, (args, kwargs)))
+        out = run_op(func, args, kwargs)
+        is_cast = func.overloadpacket.__name__ == "_to_copy"
+        if is_cast and self._is_named_cast(inputs[0], out, keys[0]):
+            return out
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._num_random += 1
+            others += f" {self._num_random}"
+        mutated = [
+            value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        for index, tensor in enumerate(tensors_in((out, mutated))):
+            if (storage := storage_of(tensor)) is not None:
+                self._aliases.pop(storage, None)
+                if not is_cast:
+                    self._before_cast.pop(storage, None)
+                self._hashes[storage] = hash((str(func), others, tuple(keys), index))
+        return out
+
+    def _is_named_cast(self, source: torch.Tensor, out: torch.Tensor, key: Any) -> bool:
+        """Return whether the values of a cast have a name already. Records casts from the low dtype."""
+        storage, cast = storage_of(source), storage_of(out)
+        if storage is None or cast is None:
+            return False
+        if source.dtype == self._dtype:
+            self._before_cast[cast] = key
+        if out.dtype != self._dtype or out.stride() != source.stride():
+            return False
+        if storage in self._parameters:
+            self._aliases[cast] = hash(("low", self._parameters[storage])), source.storage_offset()
+            return True
+        before = self._before_cast.get(storage)
+        if before is None or before[2:4] != (tuple(out.size()), out.stride()):  # only the whole tensor
+            return False
+        self._aliases[cast] = before[0], before[1]
+        return True
+
+    def _key(self, tensor: torch.Tensor) -> Any:
+        """Return the hash of a tensor's storage, and which of its elements the tensor contains."""
+        storage = storage_of(tensor)
+        if storage is None:
+            return (object(),)  # equal to no other
+        shape = tuple(tensor.size()), tensor.stride(), tensor.dtype
+        if storage in self._aliases:
+            made, offset = self._aliases[storage]
+            return made, offset + tensor.storage_offset(), *shape
+        if storage not in self._hashes:
+            self._num_inputs += 1
+            self._hashes[storage] = hash(("input", self._num_inputs))
+        return self._hashes[storage], tensor.storage_offset(), *shape
+
+    def _note_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        storage = storage_of(gradient)
+        key = self._before_cast.get(storage) if storage is not None else None
+        self.gradients.setdefault(name, []).append(key or self._key(gradient))

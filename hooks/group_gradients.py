@@ -59,9 +59,6 @@ class GroupGradients:
         self.filled: set[int] = set()
         """Positions of the parameters whose gradient, if they have one, is zeros only on this rank. Unlike `used`, this
         does not depend on `reset`, which a loop without `TrainStep` does not call."""
-        self.sums_replicas = True
-        """Whether the next reduction is also summed over replicas. False before the last micro-batch of an optimizer
-        step, if replicas are summed once per step."""
         self._awaits_replicas = False  # `parameter.grad` holds sums of this replica alone
         self._in_reduction: list[int] = []  # positions in the flat gradients that are reduced now
         self._of_all_replicas: dict[int, torch.Tensor] = {}  # position -> `parameter.grad` before such sums
@@ -78,6 +75,11 @@ class GroupGradients:
     def is_pending(self) -> bool:
         """Whether a backward of the group has ended without a reduction."""
         return self._is_pending
+
+    @property
+    def awaits_replicas(self) -> bool:
+        """Whether there are sums of this replica that are not summed over replicas yet."""
+        return self._awaits_replicas or self.group.has_replica_sums
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -112,12 +114,6 @@ class GroupGradients:
         self._completed.clear()
         self.group.discard_replica_sums()
 
-    @property
-    def _is_last_with_partial_sums(self) -> bool:
-        if self._awaits_replicas:
-            return self.sums_replicas
-        return self.group.completes_replica_sums
-
     def add_partial_sums(self, reduced: torch.Tensor) -> bool:
         """Add earlier micro-batches to this rank's flat reduced shard; return whether to sum it over replicas now.
 
@@ -126,7 +122,7 @@ class GroupGradients:
         Raises:
             RuntimeError: a parameter was frozen between two micro-batches, so its sum cannot be completed.
         """
-        if not self.sums_replicas:
+        if not self.group.sums_replicas:
             if not self._awaits_replicas:
                 self._set_aside()
             self._awaits_replicas = True
@@ -194,7 +190,7 @@ class GroupGradients:
         self._used.update(used)
         if not group.reduces:
             self._is_pending |= ran or bool(used)
-        elif ran or used or self._is_pending or self._is_last_with_partial_sums:
+        elif ran or used or self._is_pending or (self.awaits_replicas and group.sums_replicas):
             self._is_pending = False
             if self.filled:
                 self.filled.difference_update(used)

@@ -158,8 +158,8 @@ def init_unsharded(root: FSDPModule) -> None:
     for unit in units_of(cast(nn.Module, root)):
         parameters = [p for group in groups_of(unit._get_fsdp_state()) for p in group.fsdp_params]
         if not all(hasattr(parameter, "unsharded_param") for parameter in parameters):
-            unit.unshard()
-            unit.reshard()
+            FSDPModule.unshard(unit)  # its own groups only
+            FSDPModule.reshard(unit)
 
 
 def discard_unsharded_gradients(unit: FSDPModule) -> None:
@@ -221,6 +221,12 @@ def leave_replicas_alone(unit: FSDPModule) -> None:
         if group.post_forward_mesh_info is info:  # FSDP2 compares the two objects to see if the ranks are the same
             group.post_forward_mesh_info = alone
         group.mesh_info = alone
+
+
+def are_replicas_left(unit: FSDPModule) -> bool:
+    """Return whether `leave_replicas_alone` was called for `unit`'s own groups."""
+    infos = [group.mesh_info for group in groups_of(unit._get_fsdp_state())]
+    return any(type(info) is FSDPMeshInfo and info.mesh.ndim == 2 for info in infos)
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:

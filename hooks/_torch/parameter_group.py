@@ -96,9 +96,14 @@ class ParameterGroup:
         return int(self._group.mesh_info.shard_mesh_size)
 
     @property
-    def completes_replica_sums(self) -> bool:
-        """Whether FSDP2 has sums that are not summed over replicas yet, and the next reduction sums them over these."""
-        return self._group._partial_reduce_output is not None and self._group.all_reduce_grads
+    def sums_replicas(self) -> bool:
+        """Whether the next reduction is also summed over replicas: the flag of `set_requires_all_reduce`."""
+        return bool(self._group.all_reduce_grads)
+
+    @property
+    def has_replica_sums(self) -> bool:
+        """Whether FSDP2 has sums that are not summed over replicas yet."""
+        return self._group._partial_reduce_output is not None
 
     def discard_replica_sums(self) -> None:
         """Discard FSDP2's sums that are not summed over replicas yet."""

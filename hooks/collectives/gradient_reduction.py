@@ -214,14 +214,14 @@ class GroupReduceScatter:
         if group is None:
             raise AssertionError("expected replicas that are summed in the order of the tree, got none")
         factor = self.divide_factor()
+        if whole is not None and factor is not None:
+            reduced.copy_(whole)  # FSDP2 has divided `reduced`, its copy of the input
+            # FSDP2 releases the input when its own stream is done with it. This stream may still read it.
+            hold_for_current_stream(whole)
         if self.divides_outside:
             divide_by = 1.0 if factor is not None else group.size()
         else:
             divide_by = group.size() * self.world_size if factor is None else factor
-            if whole is not None and factor is not None:
-                reduced.copy_(whole)  # FSDP2 has divided `reduced`, its copy of the input
-                # FSDP2 releases the input when its own stream is done with it. This stream may still read it.
-                hold_for_current_stream(whole)
         issued = IssuedCollective("all_reduce", reduced, self.group_name, group)
         with label("all_reduce", self.group_name, self.reduce_dtype):
             issue(

@@ -135,7 +135,7 @@ class ZeroampBlock(Block):
         Names,
         Honoured(
             "modules that only some ranks run in a step, such as a vision tower; patterns as in `zeroamp.overrides`. "
-            "No unit is inside them: they are unsharded and reduced with the unit around them (docs/limits.md)"
+            "No unit is inside them: they are unsharded and reduced with the unit around them (docs/ranks.md)"
         ),
     ] = ()
 

@@ -138,8 +138,8 @@ def build_plan(
         WrapError: the wrap policy matches nothing, a parameter cannot be handled, or an ignored parameter is not one of
             the model's.
         ConfigError: the config is not valid; a safe module class is unknown, or the model has none of them;
-            `leaf_modules`, `optional_units`, `keep_in_fp32_modules` or `overrides` match nothing; one of the last two matches some owners
-            of a tied parameter and not others; or a model that must be traced cannot be traced.
+            `leaf_modules`, `optional_units`, `keep_in_fp32_modules` or `overrides` match nothing; one of the last two
+            matches some owners of a tied parameter and not others; or a model that must be traced cannot be traced.
     """
     policy = as_policy(policy)
     optional: set[nn.Module] = set()

@@ -152,15 +152,16 @@ class MicroBatches:
         first. docs/precision.md has the table.
         """
         stage = self._state.plan.policy.stage
-        self._root.set_is_last_backward(is_last)
+        # The methods of the class: those that `wrap_model` sets on a unit are for callers.
+        FSDPModule.set_is_last_backward(self._root, is_last)
         for unit in self.units:  # FSDP2's recursive setters would walk through all modules twice
-            unit.set_requires_gradient_sync(is_last or stage >= 2, recurse=False)
-            unit.set_reshard_after_backward(is_last or stage == 3, recurse=False)
+            FSDPModule.set_requires_gradient_sync(unit, is_last or stage >= 2, recurse=False)
+            FSDPModule.set_reshard_after_backward(unit, is_last or stage == 3, recurse=False)
         for switch in self._state.replica_switches:
             switch(is_last)
         for group in self._state.plan.groups:
             if group.kind == "model-wide":
-                self._state.holders[group.name].set_reshard_after_backward(is_last, recurse=False)
+                FSDPModule.set_reshard_after_backward(self._state.holders[group.name], is_last, recurse=False)
 
     def finish(self) -> None:
         """Reshard the parameters, and set their gradients of the optimizer step as sharded fp32 DTensors."""

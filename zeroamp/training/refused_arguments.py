@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import can_be_sharded, divide_factors, parameter_pairs
 from zeroamp.policies.errors import StepError, describe
-from zeroamp.wrapping.state import wrap_state
+from zeroamp.wrapping.state import WrapState, wrap_state
 
 
 class Scheduler(Protocol):
@@ -105,6 +105,18 @@ def refuse_different_factors(root: nn.Module) -> None:
                 f"{factors[first]} (None: the number of ranks). Pass one factor to all FSDPModules of model.modules(), "
                 'group holders included, or set "zeroamp": {"reduce": "sum"} instead.'
             )
+
+
+def refuse_set_by_caller(state: WrapState) -> None:
+    """Raise StepError if a caller has set a flag that `TrainStep` sets itself, or different factors."""
+    for name, instead in state.set_by_caller.items():
+        if instead:
+            raise StepError(
+                f"{name}(False) was called on the model, but TrainStep sets this flag for each micro-batch: {instead}. "
+                f"Remove the call, or call {name}(True) before train.backward."
+            )
+    refuse_different_factors(state.root)
+    state.set_by_caller.clear()
 
 
 def refuse_foreign(optimizers: Sequence[torch.optim.Optimizer], parameters: list[nn.Parameter]) -> None:

@@ -35,6 +35,7 @@ from zeroamp.training.refused_arguments import (
     refuse_different_factors,
     refuse_foreign,
     refuse_loss,
+    refuse_set_by_caller,
     refuse_unusable,
 )
 from zeroamp.training.step_report import StepReport, learning_rates
@@ -150,6 +151,8 @@ class StepDriver:
     def backward(self, loss: torch.Tensor, *, is_last: bool | None, divide: bool) -> None:
         """Run the backward of one micro-batch. See `TrainStep.backward`."""
         self.micro_batches.refuse_after_failure("TrainStep.backward")
+        if self.state.set_by_caller:
+            refuse_set_by_caller(self.state)
         is_between_steps, is_by_caller = self.is_between_steps, is_last is not None or self._is_in_no_sync
         is_last = self._is_last(is_last)
         if is_between_steps:

@@ -17,7 +17,7 @@ from zeroamp.hooks.tensors import hold_for_current_stream
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import device_of, ranks_of, replicate_size, shard_size
-from zeroamp.policies.errors import error_text
+from zeroamp.policies.errors import WrapError, error_text
 from zeroamp.wrapping.state import MeshNodes, WrapState
 
 logger = logging.getLogger("zeroamp.rank")  # each rank prints its own
@@ -66,16 +66,18 @@ def attach_collectives(
         module.set_gradient_divide_factor(1.0)
     elif mesh is not state.mesh:  # experts get the tokens of all data ranks
         module.set_gradient_divide_factor(state.mesh.size())
-    is_once = state.plan.policy.stage >= 2 and dtypes.replica_once
+    if mesh.ndim == 2 and state.plan.policy.stage >= 2 and dtypes.replica_once:
+        state.replica_switches.append(partial(FSDPModule.set_requires_all_reduce, module, recurse=False))
     if is_summed_here:
+        if mesh.device_type == "mtia":
+            raise WrapError(
+                "HSDP on MTIA was given sums in fp32 over replicas. There FSDP2 divides each reduction itself, so the "
+                'sums would be divided twice. Set "zeroamp": {"reduce_accumulate_dtype": "native"}, or use no replicas.'
+            )
         leave_replicas_alone(module)
         if replicate_size(mesh) > 1:
             _sum_replicas(module, reduction, gradients)
-            if is_once:
-                state.replica_switches.append(partial(setattr, gradients, "sums_replicas"))
     elif mesh.ndim == 2:  # FSDP2 runs the all-reduce over an axis of one rank too
-        if is_once:
-            state.replica_switches.append(partial(module.set_requires_all_reduce, recurse=False))
         replicas = mesh.get_group(0)
 
         def all_reduced(reduced: torch.Tensor) -> None:

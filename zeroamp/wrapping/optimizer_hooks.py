@@ -10,11 +10,12 @@ once, because `TrainStep` checks and reshards by itself. In other loops:
 | before | the optimizer holds parameters that `wrap_model` replaced, or unsharded ones | StepError |
 | before | it steps an optimizer that `TrainStep` steps too, inside an optimizer step | StepError |
 | before | its last backward did not reduce the gradients (`set_requires_gradient_sync`) | StepError |
+| before | its last backward did not sum them over replicas (`set_requires_all_reduce`) | StepError |
 | before | no rank used a parameter, whose unit ran | its gradient of zeros becomes None |
 | after | a forward with gradients ran between backward and step | the old unsharded weights are released |
 | after | it steps inside `torch.autocast` | the cached casts of the old weights are released |
 
-The fourth row needs one all-reduce of a byte per parameter. The host waits for it only on a rank that did not use a
+The fifth row needs one all-reduce of a byte per parameter. The host waits for it only on a rank that did not use a
 parameter of a unit that ran. Gradients that a closure computes are not looked at.
 """
 
@@ -141,6 +142,12 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
             raise StepError(
                 f"{name}.step was called, but the last backward did not reduce the gradients, because it ran with "
                 "set_requires_gradient_sync(False). Call model.set_requires_gradient_sync(True) before the last "
+                "backward of an optimizer step."
+            )
+        if any(group.awaits_replicas for group in groups):
+            raise StepError(
+                f"{name}.step was called, but the last backward did not sum the gradients over replicas, because it "
+                "ran with set_requires_all_reduce(False). Call model.set_requires_all_reduce(True) before the last "
                 "backward of an optimizer step."
             )
         if not is_in_backward():  # an optimizer of one parameter may step in a hook on its gradient

@@ -13,7 +13,7 @@ than needed; the copy is released at the end of the backward, or used by the for
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -195,16 +195,31 @@ def attach_prefetch(model: nn.Module, plan: Plan, holders: Mapping[str, FSDPModu
     size = plan.policy.prefetch_bucket_size
     if plan.policy.stage != 3 or size <= 0:
         return
-    # In the order in which the groups were attached, which is the plan's.
-    gathered = {unit: [cast(FSDPModule, model.get_submodule(unit))] for unit in ("", *plan.units)}
-    for group in plan.groups:
-        if group.name in holders:
-            gathered[group.unit].append(holders[group.name])
+    gathered = group_modules(model, plan, holders)
     for unit, ahead in fits(plan.run.forward_order(), plan, size).items():
-        gathered[unit][-1].set_modules_to_forward_prefetch([m for other in ahead for m in gathered[other]])
+        prefetch_in_forward(gathered[unit], [gathered[other] for other in ahead])
     for unit, ahead in fits(backward_order(plan), plan, size).items():
         if ahead:
-            own = gathered[unit]
-            own[0].set_modules_to_backward_prefetch([m for other in ahead for m in gathered[other][::-1]])
-            for holder in own[1:]:
-                holder.set_modules_to_backward_prefetch([own[0]])
+            prefetch_in_backward(gathered[unit], [gathered[other] for other in ahead])
+
+
+def group_modules(model: nn.Module, plan: Plan, holders: Mapping[str, FSDPModule]) -> dict[str, list[FSDPModule]]:
+    """Return each unit's module and group holders, in the order in which they were attached; "" is the root."""
+    found = {unit: [cast(FSDPModule, model.get_submodule(unit))] for unit in ("", *plan.units)}
+    for group in plan.groups:
+        if group.name in holders:
+            found[group.unit].append(holders[group.name])
+    return found
+
+
+def prefetch_in_forward(own: Sequence[FSDPModule], ahead: Iterable[Sequence[FSDPModule]]) -> None:
+    """Let a unit, with the modules `own`, prefetch others in the forward: [Note: Which group starts prefetches]."""
+    FSDPModule.set_modules_to_forward_prefetch(own[-1], [module for modules in ahead for module in modules])
+
+
+def prefetch_in_backward(own: Sequence[FSDPModule], ahead: Iterable[Sequence[FSDPModule]]) -> None:
+    """Let a unit, with the modules `own`, prefetch other units in the backward."""
+    prefetched = [module for modules in ahead for module in modules[::-1]]
+    FSDPModule.set_modules_to_backward_prefetch(own[0], prefetched)
+    for holder in own[1:]:
+        FSDPModule.set_modules_to_backward_prefetch(holder, [own[0]] if prefetched else [])

@@ -76,6 +76,8 @@ class WrapState:
     replica_switches: list[Callable[[bool], None]] = field(default_factory=list)
     """One per group whose replicas are summed in the last micro-batch only. Called before each backward: True if that
     backward is the last of its optimizer step."""
+    set_by_caller: dict[str, str] = field(default_factory=dict)
+    """FSDP2's setters by which the caller changed what `TrainStep` reads or sets: see `fsdp_methods.py`."""
     callbacks: "list[Callback]" = field(default_factory=list)
     """The callbacks of all `TrainStep`s of the model, called before those of each."""
 

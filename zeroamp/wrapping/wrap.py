@@ -38,6 +38,7 @@ from zeroamp.policies.extensions import load
 from zeroamp.policies.policy import ConfigLike, Policy, as_policy
 from zeroamp.wrapping.attach import attach_hooks
 from zeroamp.wrapping.collectives import compile_sums
+from zeroamp.wrapping.fsdp_methods import FsdpMethods
 from zeroamp.wrapping.job_log import log_once_per_job
 from zeroamp.wrapping.model_checks import (
     broadcast_module_states,
@@ -186,6 +187,7 @@ def wrap_model(
     compile_sums(state)
     for extension in plan.extensions:
         extension.attach(model, state)
+    FsdpMethods(state).attach()
     record_state(model, state)
     watch_optimizers(model, before)
     if is_first_rank(axes.whole):

@@ -158,15 +158,9 @@ CASES = {
 }
 
 
-# FSDP2's callback at the end of a backward reduces the root's groups before those of units that autograd did not reach,
-# so ranks with an image reduce in another order than ranks without.
-IN_ANOTHER_ORDER = pytest.mark.xfail(run=False, reason="ranks reduce groups in another order")
-
-
 def _cases():
-    marks = {"frozen embedding": [IN_ANOTHER_ORDER], "frozen embedding, TrainStep": [IN_ANOTHER_ORDER]}
     fast = ("plain loop", "TrainStep", "frozen embedding")
-    return [pytest.param(name, marks=marks.get(name, []) + [pytest.mark.slow] * (name not in fast)) for name in CASES]
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in fast)) for name in CASES]
 
 
 @pytest.mark.parametrize("name", _cases())

@@ -24,7 +24,8 @@ def listed(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
 def problem_with(optimizers: Optimizers, root: nn.Module) -> str | None:
     """Return why optimizers cannot be observed: the end of a sentence. None if they can."""
     own = {id(parameter) for parameter in root.parameters()}
-    for optimizer in listed(optimizers):
+    given: Sequence[object] = listed(optimizers)
+    for optimizer in given:
         if not isinstance(optimizer, torch.optim.Optimizer):
             return f"must be an optimizer or a list of optimizers, but has a {type(optimizer).__name__}"
         if any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values()):
@@ -61,14 +62,14 @@ def state_dtypes(
         stepped = nn.Parameter(shard.clone())
         stepped.grad = local_part(gradient.detach()).clone()
         state = _stepped(optimizer, group, stepped).get(stepped, {})
-    names = [
+    found_dtypes: list[tuple[torch.dtype | None, str]] = [
         (dtype, f"{type(optimizer).__name__}'s {name}")
         for name, value in state.items()
         for tensor in tensors_in([value])
         if tensor.dim() > 0 or (parameter.dim() == 0 and name != "step")  # others are counts and factors
         for dtype in _dtypes_of(tensor)
     ]
-    yield from names or [(None, type(optimizer).__name__)]
+    yield from found_dtypes or [(None, type(optimizer).__name__)]
 
 
 def _stepped(

@@ -92,9 +92,9 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     references = _hooks_of.get(optimizer, ())
     dicts = [reference() for reference in references]
     if not dicts or None in dicts:
-        registers = (optimizer.register_step_pre_hook, optimizer.register_step_post_hook)
-        registers += (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
-        references = _hooks_of[optimizer] = tuple(map(_dict_of, registers))
+        own = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+        of_all = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+        references = _hooks_of[optimizer] = tuple(map(_dict_of, (*own, *of_all)))
         dicts = [reference() for reference in references]
     return not all(is_own_hook(hook) for hooks in dicts for hook in hooks.values())
 

@@ -19,6 +19,12 @@ A head may run for each chunk of a sequence, and is better not resharded in betw
 run of a forward ends the group's backward, because the backward of that run comes last. If further gradients of the
 group come after it, FSDP2 reduces them at the end of the whole backward.
 
+[Note: Aliases]
+FSDP2 replaces the inputs of a unit by aliases, all made by one autograd function. Its backward ends that of the group.
+Autograd runs functions in the reverse order of the forward, so one alias is enough: the function runs after all others
+of the unit. Tensors in lists and dicts get none if a tensor outside of them needs a gradient. The function would run
+the backward of each of them, also of one that the unit does not read, and whose graph may be freed.
+
 [Note: Sums that await their replicas]
 With HSDP, each replica sums the micro-batches of an optimizer step, and these sums are summed over replicas once. FSDP2
 adds the reductions of the micro-batches in `parameter.grad`. The hook of the last one moves them from there into the
@@ -37,20 +43,27 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks._torch.dispatch import is_in_backward, runs_autograd_node
-from zeroamp.hooks._torch.parameter_group import GroupParameter, ParameterGroup, parameter_groups
+from zeroamp.hooks._torch.dispatch import is_in_backward, is_view, runs_autograd_node
+from zeroamp.hooks._torch.parameter_group import (
+    GroupParameter,
+    ParameterGroup,
+    parameter_groups,
+    unshard_before_backward_of,
+)
+from zeroamp.hooks.callers_containers import CallersContainers
 from zeroamp.hooks.guards import refuse_create_graph
-from zeroamp.hooks.tensors import hold_for_current_stream
-from zeroamp.policies.errors import WrapError
+from zeroamp.hooks.tensors import direct_tensors, hold_for_current_stream, may_have_tensors, tensors_in
+from zeroamp.policies.errors import StepError, WrapError
 
 
 class GroupGradients:
     """Tracks which parameters of a group this rank used, and completes the group's gradients before a reduction."""
 
-    def __init__(self, group: ParameterGroup, module: FSDPModule) -> None:
-        """Take the group, and the unit or group holder that has it."""
+    def __init__(self, group: ParameterGroup, module: FSDPModule, containers: CallersContainers) -> None:
+        """Take the group, the unit or group holder that has it, and the containers that its unit receives."""
         self.group = group
         self.module = module
+        self._containers = containers
         self._num_forwards = 0  # with gradients on, whose backward has not ended
         self._reduces_once = False
         self._is_pending = False  # a backward ended without a reduction
@@ -66,6 +79,7 @@ class GroupGradients:
         self._in_reduction: list[int] = []  # positions in the flat gradients that are reduced now
         self._of_all_replicas: dict[int, torch.Tensor] = {}  # position -> `parameter.grad` before such sums
         self._pre_forward_of_fsdp = group.replace("pre_forward", self._pre_forward)
+        self._post_forward_of_fsdp = group.replace("post_forward", self._post_forward)
         self.post_backward_of_fsdp = group.replace("post_backward", self._post_backward)
         """Reduces the group's gradients, which are complete then. An extension may put a function around it."""
 
@@ -111,6 +125,18 @@ class GroupGradients:
         self._used.clear()
         self._completed.clear()
         self.group.discard_replica_sums()
+
+    def lost_gradient(self) -> str:
+        """Return the FQN of a parameter whose gradient was not reduced, though its unit ran; "" if there is none.
+
+        FSDP2 reduces in hooks on the outputs of units. A loss that depends only on a tensor that a unit has kept runs
+        none of them. Call after a backward that reduces.
+        """
+        if self._num_forwards > 0:
+            for parameter, (_, _, fqn) in zip(self.group.parameters, self.group.places, strict=True):
+                if parameter.unsharded is not None and parameter.has_gradient:
+                    return fqn
+        return ""
 
     @property
     def _is_last_with_partial_sums(self) -> bool:
@@ -167,7 +193,7 @@ class GroupGradients:
                 self._of_all_replicas[index] = parameter.grad
                 parameter.grad = None
 
-    def _pre_forward(self, *args: Any) -> Any:
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._num_forwards += torch.is_grad_enabled()
         if replaced := self.group.follow_changes():
             raise WrapError(
@@ -175,7 +201,30 @@ class GroupGradients:
                 "torch.func.functional_call. FSDP2 would use the parameter. Call the op itself with the tensor "
                 "(torch.nn.functional.linear), or make a module around this call the unit (auto_wrap_policy)."
             )
-        return self._pre_forward_of_fsdp(*args)
+        if torch.is_grad_enabled() and may_have_tensors(args, kwargs):
+            return self._pre_forward_with_containers(module, args, kwargs)
+        return self._pre_forward_of_fsdp(module, args, kwargs)
+
+    def _pre_forward_with_containers(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let FSDP2 replace tensors that need a gradient, but not the containers around them: [Note: Aliases]."""
+        tensors = [each for each in direct_tensors((args, *kwargs.values())) if each.requires_grad]
+        if not tensors:
+            tensors = [each for each in tensors_in((args, kwargs)) if each.requires_grad]
+        of: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in tensors}
+        aliases, _ = self._pre_forward_of_fsdp(module, tuple(of.values()), {})
+        of = dict(zip(of, aliases, strict=True))
+        added = self._unshard_before_backward_of
+        return self._containers.map_arguments(module, lambda each: of.get(id(each), each), args, kwargs, added)
+
+    def _unshard_before_backward_of(self, tensors: list[torch.Tensor]) -> None:
+        unshard_before_backward_of(tensors, self.module, lambda: self._num_forwards > 0)
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.is_grad_enabled():
+            tensors = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
+            if views := [each for each in tensors if each.requires_grad and is_view(each)]:
+                self._unshard_before_backward_of(views)
+        return self._post_forward_of_fsdp(module, args, output)
 
     def _post_backward(self, *unused: Any) -> Any:
         group = self.group
@@ -207,14 +256,25 @@ class GroupGradients:
         return self.post_backward_of_fsdp(*unused)
 
 
-def follow_gradients(root: nn.Module) -> list[GroupGradients]:
+def refuse_lost_gradients(groups: Iterable[GroupGradients], method: str) -> None:
+    """Raise StepError for a gradient that no reduction has taken: see `GroupGradients.lost_gradient`."""
+    for group in groups:
+        if fqn := group.lost_gradient():
+            raise StepError(
+                f"{method} was called, but the gradient of {fqn} was not reduced: the loss depends on a tensor that a "
+                "module has kept (self.kept = ...), and on no output of an FSDP unit. Return the tensor from the "
+                "model's forward, and compute the loss from what the forward returned."
+            )
+
+
+def follow_gradients(root: nn.Module, containers: CallersContainers) -> list[GroupGradients]:
     """Attach a `GroupGradients` to each parameter group of a root. Call once, after `fully_shard` of all units."""
     places = {
         id(parameter): (module._parameters, name, f"{fqn}.{name}" if fqn else name)
         for fqn, module in root.named_modules()
         for name, parameter in module._parameters.items()
     }
-    found = [GroupGradients(group, module) for group, module in parameter_groups(root)]
+    found = [GroupGradients(group, module, containers) for group, module in parameter_groups(root)]
     for each in found:
         each.group.places = [places[id(parameter)] for parameter in each.parameters]
     return found

@@ -1,7 +1,7 @@
 """The tensors inside arguments and results of forwards and ops, and the streams that use their memory."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import fields, replace
@@ -11,7 +11,7 @@ import torch
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in lists, tuples, mappings and dataclasses, at any depth."""
+    """Yield the tensors in lists, deques, tuples, mappings and dataclasses, at any depth."""
     if isinstance(value, torch.Tensor):
         yield value
         return
@@ -19,10 +19,19 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         value = value.values()
     elif _is_dataclass(value):
         value = [getattr(value, item.name) for item in fields(value)]
-    elif not isinstance(value, list | tuple):
+    elif not isinstance(value, list | tuple | deque):
         return
     for item in value:
         yield from tensors_in(item)
+
+
+def direct_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among `values`, and in tuples of them: those that no mutable container has."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from direct_tensors(value)
 
 
 def _is_dataclass(value: Any) -> bool:
@@ -30,16 +39,77 @@ def _is_dataclass(value: Any) -> bool:
     return hasattr(value, "__dataclass_fields__") and not isinstance(value, type)
 
 
-def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+_MUTABLE = (list, dict, deque)  # a tuple: torch.compile cannot trace a union of these
+
+
+class Loan:
+    """The lists, dicts and objects of a caller in which other tensors stand for the time of a forward."""
+
+    def __init__(self) -> None:
+        self.containers: list[Any] = []
+        """The mutable containers, at any depth."""
+        self._written: list[tuple[Any, Any, Any, int, Any]] = []  # container, key, new, its changes then, old
+
+    def write(self, change: Callable[[torch.Tensor], Any], container: Any, parts: dict[Any, Any]) -> None:
+        """Write what `map_tensors` makes of each of `parts` into `container`."""
+        if any(container is known for known in self.containers):
+            return
+        self.containers.append(container)
+        for key, old in list(parts.items()):
+            new, changes = _mapped(change, old, self)
+            if changes:
+                _set_part(container, key, new)
+                self._written.append((container, key, new, _num_changes(new), old))
+
+    def end(self) -> None:
+        """Write the caller's elements back. What the forward has changed, in place too, stays."""
+        while self._written:
+            container, key, new, changes, old = self._written.pop()
+            if _num_changes(new) != changes:
+                continue
+            if _part(container, key) is new:
+                _set_part(container, key, old)
+            elif isinstance(container, list | deque):  # its elements may have moved
+                for index, part in enumerate(container):
+                    if part is new:
+                        container[index] = old
+
+
+def _num_changes(value: object) -> int:
+    """Return how often a tensor was changed in place. 0 where this is not counted: inference tensors, compiled code."""
+    if not isinstance(value, torch.Tensor) or torch.compiler.is_compiling() or value.is_inference():
+        return 0
+    return value._version
+
+
+def may_have_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an argument is a container in which `map_tensors` looks."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, list | dict | tuple | set | deque) or _is_dataclass(value):
+            return True
+    return False
+
+
+def map_arguments(
+    change: Callable[[torch.Tensor], Any], args: tuple[Any, ...], kwargs: dict[str, Any], loan: Loan | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return `map_tensors` of each argument."""
+    by_name = {name: map_tensors(change, value, loan) for name, value in kwargs.items()}
+    return tuple(map_tensors(change, value, loan) for value in args), by_name
+
+
+def map_tensors(change: Callable[[torch.Tensor], Any], value: Any, loan: Loan | None = None) -> Any:
     """Return `value` with `change(tensor)` in place of each tensor, at any depth of containers.
 
     Containers are those in which FSDP2 casts: dataclasses, dicts, lists, tuples and sets, of any class; and deques. One
-    in which something changes is copied. The others, and all other objects, are returned as they are.
+    in which something changes is copied. The others, and all other objects, are returned as they are. With a `loan`,
+    dicts, lists, deques and dataclasses that are not frozen are not copied: the results are written into them until
+    `loan.end()`.
     """
-    return change(value) if isinstance(value, torch.Tensor) else _mapped(change, value)[0]
+    return change(value) if isinstance(value, torch.Tensor) else _mapped(change, value, loan)[0]
 
 
-def _mapped(change: Callable[[torch.Tensor], Any], value: Any) -> tuple[Any, bool]:
+def _mapped(change: Callable[[torch.Tensor], Any], value: Any, loan: Loan | None) -> tuple[Any, bool]:
     """Return what `map_tensors` does, and whether anything changes. (`torch.compile` cannot compare tuples by `is`.)"""
     if isinstance(value, torch.Tensor):
         new = change(value)
@@ -53,7 +123,10 @@ def _mapped(change: Callable[[torch.Tensor], Any], value: Any) -> tuple[Any, boo
         parts = dict(enumerate(value))
     else:
         return value, False
-    mapped = {key: _mapped(change, part) for key, part in parts.items()}
+    if loan is not None and _is_mutable(value):
+        loan.write(change, value, parts)
+        return value, False
+    mapped = {key: _mapped(change, part, loan) for key, part in parts.items()}
     if not any(changes for _, changes in mapped.values()):
         return value, False
     news = {key: new for key, (new, _) in mapped.items()}
@@ -68,6 +141,28 @@ def _mapped(change: Callable[[torch.Tensor], Any], value: Any) -> tuple[Any, boo
     items = list(news.values())
     is_named = hasattr(value, "_fields")
     return type(value)(*items) if is_named else type(value)(items), True
+
+
+def _is_mutable(value: Any) -> bool:
+    if _is_dataclass(value):
+        return not value.__dataclass_params__.frozen
+    return isinstance(value, _MUTABLE)
+
+
+def _part(container: Any, key: Any) -> Any:
+    """Return the element of a mutable container at `key`, or None if it is gone."""
+    if _is_dataclass(container):
+        return getattr(container, key, None)
+    if isinstance(container, dict):
+        return container.get(key)
+    return container[key] if key < len(container) else None
+
+
+def _set_part(container: Any, key: Any, value: Any) -> None:
+    if _is_dataclass(container):
+        setattr(container, key, value)
+    else:
+        container[key] = value
 
 
 def hold_for_current_stream(tensor: torch.Tensor) -> None:

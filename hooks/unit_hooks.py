@@ -17,11 +17,12 @@ The forward of a module runs through this list, whatever the order in which its 
 | 11 | "reshard typed groups" | units with group holders | reshards the groups of the holders, the last one first |
 | 12 | "return no view again" | embeddings and heads | the same, after the hooks of `parallelize_module` |
 | 13 | (FSDP2) | units | reshards the unit's own group |
-| 14 | "leave root" | the root | exits the context managers, also if the forward raised |
+| 14 | "end loans" | units | takes aliases and casts out of the lists and dicts of the caller, also after an error |
+| 15 | "leave root" | the root | exits the context managers, also if the forward raised |
 
 FSDP2's hooks are registered by `fully_shard`. Place 12 is registered before them, all others after. Hooks that a user
 registers run at the places where torch puts them. After `wrap_model`: `prepend=True` before place 1 or 9, else after
-place 7 or 14. Before `wrap_model`, as `parallelize_module` does: between places 2 and 3, and between 11 and 12.
+place 7 or 15. Before `wrap_model`, as `parallelize_module` does: between places 2 and 3, and between 11 and 12.
 `zeroamp.Profile` labels forwards there too.
 Most places are thin: their functions are in the files that say why a hook is needed.
 """
@@ -46,6 +47,7 @@ Place = Literal[
     "see root's output",
     "return no view",
     "reshard typed groups",
+    "end loans",
     "leave root",
 ]
 
@@ -58,7 +60,7 @@ UNSHARDED: tuple[Place, ...] = ("cast inputs", "unshard typed groups", "begin ro
 """The places between FSDP2's pre-forward hook and the forward."""
 BEFORE_RESHARD: tuple[Place, ...] = ("see root's output", "return no view", "reshard typed groups")
 """The places between the forward and "return no view again"."""
-RESHARDED: tuple[Place, ...] = ("leave root",)
+RESHARDED: tuple[Place, ...] = ("end loans", "leave root")
 """The places after FSDP2's forward hook."""
 
 WITH_KWARGS = ("enter root", "cast inputs", "unshard typed groups")

@@ -53,6 +53,11 @@ def is_view_op(func: Any) -> bool:
     return bool(func.is_view) or func.overloadpacket.__name__ == "_unsafe_view"
 
 
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether autograd tracks a tensor as a view of another one."""
+    return tensor._base is not None
+
+
 def without_base(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view as a tensor with the same memory and autograd history that is not a view.
 

@@ -7,7 +7,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0; `tests/hooks/_torch/test_private_nam
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -16,8 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.fsdp import groups_of, units_of
 
-Method = Literal["pre_forward", "post_backward"]
-"""`pre_forward` unshards a group before a forward. `post_backward` ends its backward and reduces its gradients."""
+Method = Literal["pre_forward", "post_forward", "post_backward"]
+"""`pre_forward` unshards a group before a forward, `post_forward` reshards it after. `post_backward` ends its backward
+and reduces its gradients."""
 
 
 Place = tuple[dict[str, nn.Parameter | None], str, str]
@@ -185,6 +186,27 @@ class ParameterGroup:
             elif unsharded.requires_grad:
                 lacks_gradient = True
         return used, has_sums, lacks_gradient
+
+
+def unshard_before_backward_of(
+    tensors: Iterable[torch.Tensor], module: FSDPModule, awaits_backward: Callable[[], bool]
+) -> None:
+    """Unshard `module`'s own groups before the backward of these tensors, as FSDP2 does for those that it returns.
+
+    An op in place on a view discards the hooks on it. So the function of a view's base gets the hook, unless
+    `awaits_backward` returns False by then: the base may be older than the forward.
+    """
+    pre_backward: Callable[[Any], Any] = module._get_fsdp_state()._pre_backward
+
+    def before_base(_gradients: Any) -> None:
+        if awaits_backward():
+            pre_backward(None)
+
+    for tensor in tensors:
+        if tensor._base is None or tensor._base.grad_fn is None:
+            tensor.register_hook(pre_backward)  # type: ignore[no-untyped-call]
+        else:
+            tensor._base.grad_fn.register_prehook(before_base)
 
 
 def parameter_groups(root: nn.Module) -> Iterator[tuple[ParameterGroup, FSDPModule]]:

@@ -22,6 +22,7 @@ REASONS = {
     "_training_state": "by which FSDP2 knows whether a group's backward has ended",
     "_pre_forward": "the hook that unshards; a group holder, which is never called, runs it with its unit",
     "_post_forward": "the hook that reshards; see `_pre_forward`",
+    "_pre_backward": "unshards before the backward; FSDP2 hooks only what a forward returns, and loses hooks on views",
     "_comm_ctx": "the record of forwards, by which a backward prefetches; one without gradients must leave it",
     "_post_forward_indices": "a group's places in that record",
     "_root_post_backward_final_callback": "waits for the last reductions; no hook runs around it",

@@ -9,23 +9,23 @@ from torch import nn
 
 from zeroamp.hooks._torch.dispatch import untraced
 from zeroamp.hooks._torch.fsdp import PreForward
-from zeroamp.hooks.tensors import map_tensors
+from zeroamp.hooks.callers_containers import CallersContainers
+from zeroamp.hooks.tensors import Loan, map_arguments, map_tensors
 from zeroamp.hooks.unit_hooks import wrap_forward
 
 
-def cast_inputs(dtype: torch.dtype) -> PreForward:
+def cast_inputs(dtype: torch.dtype, containers: CallersContainers) -> PreForward:
     """Return a forward pre-hook, with kwargs, that casts a module's floating-point inputs to `dtype`.
 
     FSDP2's `cast_forward_inputs` casts to the dtype of the unit's own group, which is fp32 if the unit has fp32
     parameters only. Register the hook after FSDP2's own pre-hook, which moves the root's inputs to the device. The hook
-    casts tensors in the same containers as FSDP2 does, dataclasses included.
+    casts tensors in the same containers as FSDP2 does, dataclasses included, until the end of the forward.
     """
     cast = partial(_cast, dtype)
 
     @untraced
-    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        by_name = {name: map_tensors(cast, each) for name, each in kwargs.items()}
-        return tuple(map_tensors(cast, each) for each in args), by_name
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return containers.map_arguments(module, cast, args, kwargs)
 
     return before
 
@@ -43,9 +43,13 @@ def run_in_fp32(module: nn.Module, device_type: str, output_dtype: torch.dtype |
 
     def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
         def in_fp32(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = map_tensors(partial(_cast, torch.float32), (args, kwargs))
-            with torch.autocast(device_type, enabled=False):
-                output = forward(*args, **kwargs)
+            loan = Loan()
+            args, kwargs = map_arguments(partial(_cast, torch.float32), args, kwargs, loan)
+            try:
+                with torch.autocast(device_type, enabled=False):
+                    output = forward(*args, **kwargs)
+            finally:
+                loan.end()
             return output if output_dtype is None else map_tensors(partial(_cast, output_dtype), output)
 
         return in_fp32

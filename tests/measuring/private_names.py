@@ -56,7 +56,7 @@ def _places(module):
     yield lambda: torch.Tensor, "_base"
     yield lambda: DeviceMesh, "_get_root_mesh _flatten _concatenate"
     yield lambda: module, "_get_fsdp_state"
-    yield state, "_fsdp_param_group _fsdp_param_groups _pre_forward _post_forward _comm_ctx"
+    yield state, "_fsdp_param_group _fsdp_param_groups _pre_forward _post_forward _pre_backward _comm_ctx"
     yield state, "_root_post_backward_final_callback"
     yield group, "_reduce_dtype _to_sharded _partial_reduce_output _register_post_backward_hook _training_state"
     yield group, "_post_forward_indices"

@@ -26,8 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from zeroamp.discovery.fake_run import fake_run
 from zeroamp.dry_run.inputs import Arguments, sequences_are_not_packed
 from zeroamp.hooks._torch.dispatch import TorchDispatchMode, is_part_of_parameter, run_op, storage_key
+from zeroamp.hooks.callers_containers import CallersContainers
 from zeroamp.hooks.precision.module_casts import cast_inputs, run_in_fp32
-from zeroamp.hooks.tensors import map_tensors, tensors_in
+from zeroamp.hooks.tensors import tensors_in
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import ConfigError
 from zeroamp.training.loss import LossFunction, loss_of
@@ -213,20 +214,21 @@ def _tensors_beside_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
 
 def _mark_units(model: nn.Module, plan: Plan, recorder: EventRecorder, device_type: str, checkpointing: bool) -> None:
     """Mark where FSDP2 acts. `fake_run` undoes all changes of modules, also their hooks."""
+    containers = CallersContainers()
     is_inner = {unit for unit in plan.units if any(unit.startswith(f"{other}.") for other in plan.units)}
     for unit in ("", *plan.units):
         module = model.get_submodule(unit)
         if checkpointing and unit and unit not in is_inner:
             module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
-        _mark_unit(unit, module, recorder)
+        _mark_unit(unit, module, recorder, containers)
         if (dtype := plan.input_dtype(unit)) is not None:
-            module.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True)
+            module.register_forward_pre_hook(cast_inputs(dtype, containers), with_kwargs=True)
     output_dtype = None if plan.policy.mode == "autocast" else plan.policy.low_dtype
     for module in plan.fp32_regions.modules_of(model):
         run_in_fp32(module, device_type, output_dtype)
 
 
-def _mark_unit(unit: str, module: nn.Module, recorder: EventRecorder) -> None:
+def _mark_unit(unit: str, module: nn.Module, recorder: EventRecorder, containers: CallersContainers) -> None:
     """Mark a unit's forward and its backward."""
 
     def begin(_module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -235,8 +237,8 @@ def _mark_unit(unit: str, module: nn.Module, recorder: EventRecorder) -> None:
         if not tensors:
             return None
         marked = iter(_EndOfBackward.apply(recorder, unit, *tensors))  # type: ignore[no-untyped-call]
-        replaced = {id(tensor): other for tensor, other in zip(tensors, marked, strict=True)}
-        return map_tensors(lambda tensor: replaced.get(id(tensor), tensor), (args, kwargs))
+        others = {id(tensor): other for tensor, other in zip(tensors, marked, strict=True)}
+        return containers.map_arguments(module, lambda tensor: others.get(id(tensor), tensor), args, kwargs)
 
     def end(_module: nn.Module, _args: Any, output: Any) -> None:
         if recorder.is_forward:  # a unit that is recomputed stays unsharded
@@ -249,6 +251,7 @@ def _mark_unit(unit: str, module: nn.Module, recorder: EventRecorder) -> None:
 
     module.register_forward_pre_hook(begin, with_kwargs=True)
     module.register_forward_hook(end, prepend=True)
+    module.register_forward_hook(containers.end_forward, always_call=True)
 
 
 class _EndOfBackward(torch.autograd.Function):

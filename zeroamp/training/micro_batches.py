@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.fsdp import discard_unsharded_gradients, set_accumulation_dtype
 from zeroamp.hooks.collectives.collective_calls import peer_lost
+from zeroamp.hooks.group_gradients import refuse_lost_gradients
 from zeroamp.hooks.guards import BackwardGuard
 from zeroamp.hooks.observers.trace_labels import label
 from zeroamp.policies.dtypes import short_name
@@ -70,6 +71,8 @@ class MicroBatches:
         try:
             with BackwardGuard.let_pass(), label("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
+                if is_last:
+                    refuse_lost_gradients(self._state.gradients, "TrainStep.backward")
                 for group in self._state.gradients:
                     group.end_backward()
                 if accumulator is not None:

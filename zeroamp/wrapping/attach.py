@@ -57,8 +57,9 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     hooks = UnitHooks()
     _add_root_forward(model, state, hooks)
     for unit, module in state.units.items():
+        hooks.add(module, "end loans", state.containers.end_forward)
         if (dtype := state.plan.input_dtype(unit)) is not None:
-            hooks.add(module, "cast inputs", cast_inputs(dtype))
+            hooks.add(module, "cast inputs", cast_inputs(dtype, state.containers))
     for group in state.plan.groups:
         if (holder := state.holders.get(group.name)) is not None:
             pre_forward, post_forward = typed_group_hooks(holder)
@@ -83,6 +84,7 @@ def _add_root_forward(model: nn.Module, state: WrapState, hooks: UnitHooks) -> N
     policy, forward, device_type = state.plan.policy, state.root_forward, state.mesh.device_type
     forward.on_output(watch_create_graph)
     forward.add("reshard", reshard_after_no_grad(model))
+    forward.add("reshard", state.containers.around_root)
     forward.add("outer autocast", cache_with_gradients)
     if policy.mode == "autocast":
         forward.add("outer autocast", warn_of_other_autocast(device_type, policy.param_dtype))

@@ -10,11 +10,12 @@ once, because `TrainStep` checks and reshards by itself. In other loops:
 | before | the optimizer holds parameters that `wrap_model` replaced, or unsharded ones | StepError |
 | before | it steps an optimizer that `TrainStep` steps too, inside an optimizer step | StepError |
 | before | its last backward did not reduce the gradients (`set_requires_gradient_sync`) | StepError |
+| before | its loss depends only on tensors that modules have kept | StepError |
 | before | no rank used a parameter, whose unit ran | its gradient of zeros becomes None |
 | after | a forward with gradients ran between backward and step | the old unsharded weights are released |
 | after | it steps inside `torch.autocast` | the cached casts of the old weights are released |
 
-The fourth row needs one all-reduce of a byte per parameter. The host waits for it only on a rank that did not use a
+The fifth row needs one all-reduce of a byte per parameter. The host waits for it only on a rank that did not use a
 parameter of a unit that ran. Gradients that a closure computes are not looked at.
 """
 
@@ -33,7 +34,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zeroamp.hooks._torch.dispatch import is_in_backward
 from zeroamp.hooks.collectives.collective_calls import issue
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
-from zeroamp.hooks.group_gradients import GroupGradients
+from zeroamp.hooks.group_gradients import GroupGradients, refuse_lost_gradients
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import StepError
 from zeroamp.wrapping.state import WrapState, reshard, wrap_state, wrapped_models
@@ -143,6 +144,7 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
                 "set_requires_gradient_sync(False). Call model.set_requires_gradient_sync(True) before the last "
                 "backward of an optimizer step."
             )
+        refuse_lost_gradients(groups, f"{name}.step")
         if not is_in_backward():  # an optimizer of one parameter may step in a hook on its gradient
             _discard_unused(held, state, groups)
 

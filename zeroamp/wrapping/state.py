@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.fsdp import release
+from zeroamp.hooks.callers_containers import CallersContainers
 from zeroamp.hooks.collectives.collective_calls import IssuedInStep
 from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
 from zeroamp.hooks.group_gradients import GroupGradients
@@ -63,6 +64,8 @@ class WrapState:
     units: Mapping[str, nn.Module]
     """FQN in the plan -> the FSDP unit's module, the root first. A wrapper that is put around a unit later changes the
     FQN of the module, but not this."""
+    containers: CallersContainers
+    """The lists and dicts that units received, in the forwards that are running."""
     gradients: Sequence[GroupGradients]
     """One entry per parameter group of FSDP2."""
     traffic: Traffic

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from zeroamp.hooks.callers_containers import CallersContainers
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.hooks.group_gradients import follow_gradients
 from zeroamp.hooks.precision.module_casts import cast_inputs
@@ -163,7 +164,7 @@ def wrap_model(
     holders = shard_model(model, plan, axes)
     if is_meta and materialize:
         load("wrap_model.materialize_model")(model, mesh, device_of(mesh), shard_device(policy, mesh))
-    nodes, traffic = MeshNodes(), Traffic()
+    nodes, traffic, containers = MeshNodes(), Traffic(), CallersContainers()
     # Of all ranks, not of the mesh: on nodes of different sizes, all ranks must decide alike.
     if policy.reduce_accumulate_dtype == "fp32" and not is_one_node(policy):
         nodes = load("wrap_model.nodes_of_mesh")(policy, mesh, world)
@@ -177,7 +178,8 @@ def wrap_model(
         extensions=plan.extensions,
         holders=holders,
         units={unit: model.get_submodule(unit) for unit in ("", *plan.units)},
-        gradients=follow_gradients(model),
+        containers=containers,
+        gradients=follow_gradients(model, containers),
         traffic=traffic,
         listeners=[traffic],
         step=StepState(accumulates_in=unsharded_accumulation(policy)),
@@ -224,7 +226,7 @@ def register_forward_method(model: nn.Module, method_name: str) -> None:
     state.root_forward.register_method(
         model,
         method_name,
-        pre_forwards=[cast_inputs(dtype)] if dtype is not None else [],
+        pre_forwards=[cast_inputs(dtype, state.containers)] if dtype is not None else [],
         groups=[typed_group_hooks(holder) for holder in at_root],
     )
 

@@ -22,7 +22,7 @@ FOLDER = ROOT / "hooks" / "_torch"
 OF_PRIVATE_CLASSES = {
     *("fsdp_params", "sharded_param", "unsharded_param", "unsharded_accumulated_grad", "wait_for_unshard"),
     *("mesh_info", "shard_process_group", "reduce_scatter_process_group", "post_backward"),
-    *("pre_forward", "reduce_grads", "all_reduce_grads", "unshard_async_op"),
+    *("pre_forward", "post_forward", "reduce_grads", "all_reduce_grads", "unshard_async_op"),
     *("post_forward_mesh_info", "shard_mesh_dim", "shard_mesh_size", "fsdp_placement"),
     *("sharded_size", "contiguous_sharded_stride", "reset_sharded_param", "padded_sharded_param_size"),
     "gradient_divide_factor",
@@ -42,7 +42,7 @@ def _missing_of_fsdp():
     """The names that FSDP2's classes lack, and those that are not what they are taken for."""
     module = _fully_sharded()
     (group,) = _fsdp.groups_of(module._get_fsdp_state())
-    methods = ("pre_forward", *_fsdp.COMMUNICATION)
+    methods = ("pre_forward", "post_forward", *_fsdp.COMMUNICATION)
     of_group = (*methods, "reduce_grads", "all_reduce_grads", "unshard_async_op", "post_forward_mesh_info")
     of_parameters = ("sharded_param", "unsharded_param", "unsharded_accumulated_grad")
     of_parameters += ("fsdp_placement", "sharded_size", "contiguous_sharded_stride")

@@ -1,0 +1,82 @@
+"""Hands the lists, dicts and objects that a unit receives to its forward, and not copies of them.
+
+Before a forward, FSDP2 replaces tensors in the arguments that need a gradient by aliases: see [Note: Aliases]. FSDP2,
+and the casts of modes bf16 and fp16, copy the containers around such tensors. The caller would never see what a unit
+wrote into a copy: the loss of a router, or states for the next block. So aliases and casts are written into the
+caller's own containers (`Loan`), and taken out at the end of the forward.
+
+Tensors that a unit adds to such a container are returned to the caller, too. Their backward unshards the unit, as that
+of the unit's output does.
+"""
+
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroamp.hooks._torch.dispatch import untraced
+from zeroamp.hooks.root_forward import ForwardCall
+from zeroamp.hooks.tensors import Loan, map_arguments, tensors_in
+
+Added = Callable[[list[torch.Tensor]], None]
+"""Takes the tensors that a forward has added to the containers of its caller."""
+
+
+class CallersContainers:
+    """The loans of the forwards of one model that are running, the outermost first."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[nn.Module, Loan, list[torch.Tensor], Added | None]] = []
+
+    def map_arguments(
+        self,
+        module: nn.Module,
+        change: Callable[[torch.Tensor], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        added: Added | None = None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with `change(tensor)` for each tensor, until the forward of `module` ends.
+
+        Then `added` is called with the tensors that need a gradient and were not in a container before.
+        """
+        loan = Loan()
+        args, kwargs = map_arguments(change, args, kwargs, loan)
+        if loan.containers:
+            before = [] if added is None else list(tensors_in(loan.containers))
+            self._open.append((module, loan, before, added))
+        return args, kwargs
+
+    @untraced
+    def end_forward(self, module: nn.Module, _args: object, _output: object) -> None:
+        """End the loans of `module`, and those that were made since. A forward hook, called also after an error."""
+        if self._open and any(module is each[0] for each in self._open):
+            self._end(next(i for i, each in enumerate(self._open) if each[0] is module))
+
+    def around_root(self, call: ForwardCall) -> "CallersContainers | None":
+        """End all loans when a forward of the root ends: a compiled unit calls no hook after an error."""
+        return self if call.is_outermost else None
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End all loans."""
+        self._end(0)
+
+    def _end(self, first: int) -> None:
+        while len(self._open) > first:
+            _, loan, before, added = self._open.pop()
+            if added is not None:
+                added(_others(loan.containers, before))
+            loan.end()
+
+
+def _others(containers: list[Any], before: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    known = {id(tensor) for tensor in before}
+    found = {id(tensor): tensor for tensor in tensors_in(containers) if tensor.requires_grad}
+    return [tensor for number, tensor in found.items() if number not in known]

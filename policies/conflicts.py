@@ -27,6 +27,11 @@ def check_policy(policy: "Policy") -> None:
             f"zeroamp.seed is {policy.config.zeroamp.seed}, but zeroamp.reproducible is false, so the seed would not "
             "be used. Set reproducible to true, or remove the seed and call torch.manual_seed."
         )
+    if policy.keep_inputs_in_fp32 and policy.mode not in ("bf16", "fp16"):
+        raise ConfigError(
+            f"zeroamp.keep_inputs_in_fp32 must be empty unless bf16 or fp16 is enabled, but is "
+            f"{shown(list(policy.keep_inputs_in_fp32))}. Other modes cast no inputs: leave it out."
+        )
     for extension in extensions_of(policy):
         extension.check_config(policy)
     if policy.gather_16bit_weights_on_save and policy.low_dtype is None:

@@ -180,6 +180,7 @@ class Policy:
     reduce_accumulate_dtype = _Key(lambda config: config.zeroamp.reduce_accumulate_dtype)
     param_gather_dtype = _Key(lambda config: FLOAT8_BY_NAME.get(config.zeroamp.param_gather_dtype or ""))
     overrides = _Key(lambda config: config.zeroamp.overrides)
+    keep_inputs_in_fp32 = _Key(lambda config: config.zeroamp.keep_inputs_in_fp32)
     external_autocast = _Key(lambda config: config.zeroamp.external_autocast)
     offload_between_steps = _Key(lambda config: config.zeroamp.offload_between_steps)
     dp_replicate_size = _Key(lambda config: config.zeroamp.dp_replicate_size)

@@ -1,33 +1,99 @@
 """Casts what enters and leaves a module: the inputs of units in modes bf16 and fp16, and fp32 regions in every mode."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.dispatch import untraced
 from zeroamp.hooks._torch.fsdp import PreForward
 from zeroamp.hooks.callers_containers import CallersContainers
 from zeroamp.hooks.tensors import Loan, map_arguments, map_tensors
 from zeroamp.hooks.unit_hooks import wrap_forward
+from zeroamp.policies.dtypes import short_name
+
+logger = logging.getLogger("zeroamp")
 
 
-def cast_inputs(dtype: torch.dtype, containers: CallersContainers) -> PreForward:
+def cast_inputs(
+    dtype: torch.dtype,
+    containers: CallersContainers,
+    forward: Callable[..., Any],
+    keeps: Collection[str] = (),
+    rounded: "RoundedInputs | None" = None,
+) -> PreForward:
     """Return a forward pre-hook, with kwargs, that casts a module's floating-point inputs to `dtype`.
 
     FSDP2's `cast_forward_inputs` casts to the dtype of the unit's own group, which is fp32 if the unit has fp32
     parameters only. Register the hook after FSDP2's own pre-hook, which moves the root's inputs to the device. The hook
     casts tensors in the same containers as FSDP2 does, dataclasses included, until the end of the forward.
+
+    Args:
+        dtype: the mode's.
+        containers: of the model.
+        forward: the module's forward, or a registered method. Its signature has the names of positional arguments.
+        keeps: names of arguments that are not cast.
+        rounded: warns of values that the cast rounds.
     """
-    cast = partial(_cast, dtype)
+    cast, names = partial(_cast, dtype), tuple(signature(forward).parameters)
+    kept = [position for position, name in enumerate(names) if name in keeps]
 
     @untraced
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return containers.map_arguments(module, cast, args, kwargs)
+        if rounded is not None and not rounded.has_warned:
+            rounded.look(module, dtype, {**dict(zip(names, args, strict=False)), **kwargs}, keeps)
+        if not keeps:
+            return containers.map_arguments(module, cast, args, kwargs)
+        others = {name: value for name, value in kwargs.items() if name not in keeps}
+        hidden = tuple(None if position in kept else value for position, value in enumerate(args))
+        low, by_name = containers.map_arguments(module, cast, hidden, others)
+        low = tuple(args[position] if position in kept else value for position, value in enumerate(low))
+        return low, kwargs | by_name
 
     return before
+
+
+class RoundedInputs:
+    """Warns once per model of a number per sample, such as a diffusion timestep, that a unit's cast rounds.
+
+    Looks at tensors without or with one dimension only: hidden states have more, and are meant to be in low precision.
+    Values are read where that does not wait for a device. On an accelerator, the shape and the dtype decide.
+    """
+
+    def __init__(self) -> None:
+        self.has_warned = False
+
+    def look(self, module: nn.Module, dtype: torch.dtype, inputs: dict[str, Any], keeps: Collection[str]) -> None:
+        """Log a warning if the cast to `dtype` rounds one of `inputs`, which are by name of the argument."""
+        for name, value in inputs.items():
+            if not isinstance(value, torch.Tensor) or value.dim() > 1 or name in keeps:
+                continue
+            if value.dtype not in (torch.float32, torch.float64) or not value.numel() or self.has_warned:
+                continue
+            example = "998.39 would become 1000"
+            if value.device.type == "cpu":
+                is_rounded = value.to(dtype).to(value.dtype) != value
+                if not is_rounded.any():
+                    continue
+                number = float(value.detach()[is_rounded].reshape(-1)[0])
+                example = f"{number:.6g} becomes {float(torch.tensor(number).to(dtype)):.6g}"
+            self.has_warned = True
+            logger.warning(
+                "The argument %s of a %s, a tensor of shape %s in %s, is cast to %s: %s. To keep it as it is, write "
+                '"zeroamp": {"keep_inputs_in_fp32": ["%s"]} in the config.',
+                *(name, _class_name(module), tuple(value.shape), short_name(value.dtype), short_name(dtype), example),
+                name,
+            )
+
+
+def _class_name(module: nn.Module) -> str:
+    """Return the name of a module's own class, not of the one that FSDP2 makes."""
+    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from zeroamp.policies.schema.keys import (
     Count,
     Dtype,
     Honoured,
+    Names,
     Native,
     Number,
     PositiveInt,
@@ -62,6 +63,13 @@ class ZeroampBlock(Block):
         BeforeValidator(as_tuple),
         Honoured(
             "other dtypes for some modules: a list of objects with the keys below. The first that matches applies"
+        ),
+    ] = ()
+    keep_inputs_in_fp32: Annotated[
+        Names,
+        Honoured(
+            "modes `bf16` and `fp16`: names of arguments of the model's forward, and of those of units, that are not "
+            "cast, such as diffusion timesteps"
         ),
     ] = ()
     external_autocast: Annotated[

@@ -188,6 +188,7 @@ OTHER_VALUES = {
     "fp16.loss_scale": 8.0,
     "zeroamp.reduce_accumulate_dtype": "native",
     "zeroamp.external_autocast": "allow",
+    "zeroamp.keep_inputs_in_fp32": ["t"],
     "zeroamp.overrides": [{"modules": ["head"], "communication": "fp32"}],
     "zeroamp.reduce": "sum",
     "zeroamp.offload_between_steps": ["optimizer"],

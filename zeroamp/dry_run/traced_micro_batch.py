@@ -222,7 +222,8 @@ def _mark_units(model: nn.Module, plan: Plan, recorder: EventRecorder, device_ty
             module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
         _mark_unit(unit, module, recorder, containers)
         if (dtype := plan.input_dtype(unit)) is not None:
-            module.register_forward_pre_hook(cast_inputs(dtype, containers), with_kwargs=True)
+            cast = cast_inputs(dtype, containers, module.forward, plan.policy.keep_inputs_in_fp32)
+            module.register_forward_pre_hook(cast, with_kwargs=True)
     output_dtype = None if plan.policy.mode == "autocast" else plan.policy.low_dtype
     for module in plan.fp32_regions.modules_of(model):
         run_in_fp32(module, device_type, output_dtype)

@@ -27,7 +27,7 @@ from zeroamp.hooks.precision.autocast import (
     refuse_autocast,
     warn_of_other_autocast,
 )
-from zeroamp.hooks.precision.module_casts import cast_inputs, run_in_fp32
+from zeroamp.hooks.precision.module_casts import RoundedInputs, cast_inputs, run_in_fp32
 from zeroamp.hooks.root_forward import reshard_after_no_grad
 from zeroamp.hooks.typed_groups import typed_group_hooks
 from zeroamp.hooks.unit_hooks import UnitHooks, return_no_view
@@ -56,10 +56,12 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     attach_prefetch(model, state.plan, state.holders)
     hooks = UnitHooks()
     _add_root_forward(model, state, hooks)
+    rounded = RoundedInputs()
     for unit, module in state.units.items():
         hooks.add(module, "end loans", state.containers.end_forward)
         if (dtype := state.plan.input_dtype(unit)) is not None:
-            hooks.add(module, "cast inputs", cast_inputs(dtype, state.containers))
+            keeps = policy.keep_inputs_in_fp32
+            hooks.add(module, "cast inputs", cast_inputs(dtype, state.containers, module.forward, keeps, rounded))
     for group in state.plan.groups:
         if (holder := state.holders.get(group.name)) is not None:
             pre_forward, post_forward = typed_group_hooks(holder)

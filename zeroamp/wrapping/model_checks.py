@@ -6,6 +6,7 @@ model of parts of different initialisations. At stage 0 and with HSDP, replicas 
 
 import json
 from collections.abc import Container
+from inspect import signature
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from zeroamp.planning.mesh_axes import MeshAxes, is_expert
 from zeroamp.planning.parameter_uses import quantization_tensors
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.dtypes import INTEGER_BY_NUM_BYTES, short_name
-from zeroamp.policies.errors import ConfigError, WrapError
+from zeroamp.policies.errors import ConfigError, WrapError, shown, some_of
 from zeroamp.policies.json_values import flatten
 from zeroamp.policies.numbers import LOCAL_WORLD_SIZE, size_from_launcher
 from zeroamp.policies.policy import Policy
@@ -237,4 +238,17 @@ def check_device(policy: Policy, device_type: str) -> None:
         raise ConfigError(
             f"{key} is {found} ({name}), which has no bfloat16 arithmetic: that needs compute capability 8.0 or "
             "newer. Use float16."
+        )
+
+
+def check_input_names(model: nn.Module, plan: Plan) -> None:
+    """Raise WrapError for a name in `keep_inputs_in_fp32` that no unit's forward takes."""
+    if not (asked := plan.policy.keep_inputs_in_fp32):
+        return
+    forwards = [model.get_submodule(unit).forward for unit in ("", *plan.units)]
+    names = {name for forward in forwards for name in signature(forward).parameters}
+    if missing := [name for name in asked if name not in names]:
+        raise WrapError(
+            f"zeroamp.keep_inputs_in_fp32 has {shown(missing[0])}, which no forward of the model and its FSDP units "
+            f"takes. They take {some_of(sorted(names), 20)}. Correct the name."
         )

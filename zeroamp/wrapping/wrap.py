@@ -43,6 +43,7 @@ from zeroamp.wrapping.job_log import log_once_per_job
 from zeroamp.wrapping.model_checks import (
     broadcast_module_states,
     check_device,
+    check_input_names,
     check_integers,
     check_ranks_agree,
     description_of,
@@ -130,6 +131,7 @@ def wrap_model(
         asked = as_policy(policy)
         check_device(asked, device_type)
         plan = build_plan(model, asked, auto_wrap_policy, example_inputs, device_type, ignored_params)
+        check_input_names(model, plan)
         for extension in plan.extensions:
             extension.check_model(model, plan)
         if axes is not None and not axes.is_data_only:
@@ -222,11 +224,12 @@ def register_forward_method(model: nn.Module, method_name: str) -> None:
     """
     state = wrap_state(model)
     at_root = [holder for group in state.plan.groups if not group.unit and (holder := state.holders.get(group.name))]
-    dtype = state.plan.input_dtype("")
+    dtype, keeps = state.plan.input_dtype(""), state.plan.policy.keep_inputs_in_fp32
+    method = getattr(model, method_name)
     state.root_forward.register_method(
         model,
         method_name,
-        pre_forwards=[cast_inputs(dtype, state.containers)] if dtype is not None else [],
+        pre_forwards=[cast_inputs(dtype, state.containers, method, keeps)] if dtype is not None else [],
         groups=[typed_group_hooks(holder) for holder in at_root],
     )
 

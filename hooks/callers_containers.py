@@ -9,7 +9,7 @@ Tensors that a unit adds to such a container are returned to the caller, too. Th
 of the unit's output does.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from zeroamp.hooks._torch.dispatch import untraced
 from zeroamp.hooks.root_forward import ForwardCall
-from zeroamp.hooks.tensors import Loan, map_arguments, tensors_in
+from zeroamp.hooks.tensors import Loan, map_arguments, may_have_tensors, tensors_in
 
 Added = Callable[[list[torch.Tensor]], None]
 """Takes the tensors that a forward has added to the containers of its caller."""
@@ -27,7 +27,13 @@ Added = Callable[[list[torch.Tensor]], None]
 class CallersContainers:
     """The loans of the forwards of one model that are running, the outermost first."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, copies_of_root: bool = False) -> None:
+        """Make a stack of loans.
+
+        copies_of_root: whether FSDP2 moves the inputs of the root to a device, and copies their containers for that.
+        """
+        self.copies_of_root = copies_of_root
+        self._of_root: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None  # as the caller passed them
         self._open: list[tuple[nn.Module, Loan, list[torch.Tensor], Added | None]] = []
 
     def map_arguments(
@@ -57,7 +63,24 @@ class CallersContainers:
 
     def around_root(self, call: ForwardCall) -> "CallersContainers | None":
         """End all loans when a forward of the root ends: a compiled unit calls no hook after an error."""
-        return self if call.is_outermost else None
+        if not call.is_outermost:
+            return None
+        if self.copies_of_root and may_have_tensors(call.args, call.kwargs):
+            self._of_root = call.args, call.kwargs
+        return self
+
+    @untraced
+    def take_inputs_of_root(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replace the containers that FSDP2 copied by the caller's. A pre-hook, with kwargs, right after FSDP2's."""
+        if self._of_root is None:
+            return args, kwargs
+        own, self._of_root = self._of_root, None
+        before, moved = _tensors(own), _tensors((args, kwargs))
+        if len(before) != len(moved):
+            return args, kwargs
+        of = {id(tensor): other for tensor, other in zip(before, moved, strict=True)}
+        added = self._open[-1][3] if self._open and self._open[-1][0] is root else None  # of the root's own group
+        return self.map_arguments(root, lambda each: of.get(id(each), each), own[0], dict(own[1]), added)
 
     def __enter__(self) -> None:
         """Do nothing."""
@@ -66,6 +89,7 @@ class CallersContainers:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """End all loans."""
+        self._of_root = None
         self._end(0)
 
     def _end(self, first: int) -> None:
@@ -74,6 +98,18 @@ class CallersContainers:
             if added is not None:
                 added(_others(loan.containers, before))
             loan.end()
+
+
+def _tensors(arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> list[torch.Tensor]:
+    """Return the tensors that `map_arguments` changes, in order."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_arguments(note, arguments[0], dict(arguments[1]))
+    return found
 
 
 def _others(containers: list[Any], before: Iterable[torch.Tensor]) -> list[torch.Tensor]:

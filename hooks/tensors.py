@@ -82,7 +82,7 @@ def _num_changes(value: object) -> int:
     return value._version
 
 
-def may_have_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def may_have_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether an argument is a container in which `map_tensors` looks."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, list | dict | tuple | set | deque) or _is_dataclass(value):

@@ -7,22 +7,23 @@ The forward of a module runs through this list, whatever the order in which its 
 | 1 | "refuse sharded" | modules that users may call | raises a WrapError if the module's parameters are sharded |
 | 2 | "enter root" | the root | enters the context managers of `zeroamp.hooks.root_forward` |
 | 3 | (FSDP2) | units | unshards the unit's own group |
-| 4 | "cast inputs" | units, in modes bf16 and fp16 | casts floating-point inputs |
-| 5 | "unshard typed groups" | units with group holders | unshards the groups of the holders |
-| 6 | "begin root" | the root | records that the model's own code begins |
-| 7 | "refuse autocast off" | safe modules | raises a PrecisionError if autocast is off |
-| 8 | (forward) | modules | the module's own forward, wrapped for fp32 regions, float8 and recomputed casts |
-| 9 | "see root's output" | the root | hooks the output's tensors, before FSDP2 does |
-| 10 | "return no view" | embeddings and heads | an output that is a view is no view any more: FSDP2 warns of views |
-| 11 | "reshard typed groups" | units with group holders | reshards the groups of the holders, the last one first |
-| 12 | "return no view again" | embeddings and heads | the same, after the hooks of `parallelize_module` |
-| 13 | (FSDP2) | units | reshards the unit's own group |
-| 14 | "end loans" | units | takes aliases and casts out of the lists and dicts of the caller, also after an error |
-| 15 | "leave root" | the root | exits the context managers, also if the forward raised |
+| 4 | "take root's inputs" | the root, on accelerators | hands on the caller's lists and dicts, which FSDP2 copied |
+| 5 | "cast inputs" | units, in modes bf16 and fp16 | casts floating-point inputs |
+| 6 | "unshard typed groups" | units with group holders | unshards the groups of the holders |
+| 7 | "begin root" | the root | records that the model's own code begins |
+| 8 | "refuse autocast off" | safe modules | raises a PrecisionError if autocast is off |
+| 9 | (forward) | modules | the module's own forward, wrapped for fp32 regions, float8 and recomputed casts |
+| 10 | "see root's output" | the root | hooks the output's tensors, before FSDP2 does |
+| 11 | "return no view" | embeddings and heads | an output that is a view is no view any more: FSDP2 warns of views |
+| 12 | "reshard typed groups" | units with group holders | reshards the groups of the holders, the last one first |
+| 13 | "return no view again" | embeddings and heads | the same, after the hooks of `parallelize_module` |
+| 14 | (FSDP2) | units | reshards the unit's own group |
+| 15 | "end loans" | units | takes aliases and casts out of the lists and dicts of the caller, also after an error |
+| 16 | "leave root" | the root | exits the context managers, also if the forward raised |
 
-FSDP2's hooks are registered by `fully_shard`. Place 12 is registered before them, all others after. Hooks that a user
-registers run at the places where torch puts them. After `wrap_model`: `prepend=True` before place 1 or 9, else after
-place 7 or 15. Before `wrap_model`, as `parallelize_module` does: between places 2 and 3, and between 11 and 12.
+FSDP2's hooks are registered by `fully_shard`. Place 13 is registered before them, all others after. Hooks that a user
+registers run at the places where torch puts them. After `wrap_model`: `prepend=True` before place 1 or 10, else after
+place 8 or 16. Before `wrap_model`, as `parallelize_module` does: between places 2 and 3, and between 12 and 13.
 `zeroamp.Profile` labels forwards there too.
 Most places are thin: their functions are in the files that say why a hook is needed.
 """
@@ -40,6 +41,7 @@ from zeroamp.hooks._torch.dispatch import without_base
 Place = Literal[
     "refuse sharded",
     "enter root",
+    "take root's inputs",
     "cast inputs",
     "unshard typed groups",
     "begin root",
@@ -56,14 +58,20 @@ Hook = Callable[..., Any]
 
 SHARDED: tuple[Place, ...] = ("refuse sharded", "enter root")
 """The places before FSDP2's pre-forward hook, in their order."""
-UNSHARDED: tuple[Place, ...] = ("cast inputs", "unshard typed groups", "begin root", "refuse autocast off")
+UNSHARDED: tuple[Place, ...] = (
+    "take root's inputs",
+    "cast inputs",
+    "unshard typed groups",
+    "begin root",
+    "refuse autocast off",
+)
 """The places between FSDP2's pre-forward hook and the forward."""
 BEFORE_RESHARD: tuple[Place, ...] = ("see root's output", "return no view", "reshard typed groups")
 """The places between the forward and "return no view again"."""
 RESHARDED: tuple[Place, ...] = ("end loans", "leave root")
 """The places after FSDP2's forward hook."""
 
-WITH_KWARGS = ("enter root", "cast inputs", "unshard typed groups")
+WITH_KWARGS = ("enter root", "take root's inputs", "cast inputs", "unshard typed groups")
 """The places whose hooks take the keyword arguments of the forward too."""
 
 
@@ -116,7 +124,7 @@ def return_no_view(_module: nn.Module, _args: object, output: object) -> object:
 
 
 def wrap_forward(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace `module.forward` by `wrap(module.forward)`: place 8 of the table.
+    """Replace `module.forward` by `wrap(module.forward)`: place 9 of the table.
 
     The forward itself is wrapped, not hooked: a `with` inside a function can be compiled into one graph. A context that
     one hook enters and another exits cannot.

@@ -56,6 +56,8 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     attach_prefetch(model, state.plan, state.holders)
     hooks = UnitHooks()
     _add_root_forward(model, state, hooks)
+    if state.containers.copies_of_root:
+        hooks.add(model, "take root's inputs", state.containers.take_inputs_of_root)
     rounded = RoundedInputs()
     for unit, module in state.units.items():
         hooks.add(module, "end loans", state.containers.end_forward)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from zeroamp.hooks._torch.fsdp import PreForward
 from zeroamp.hooks.callers_containers import CallersContainers
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.hooks.group_gradients import follow_gradients
@@ -166,7 +167,8 @@ def wrap_model(
     holders = shard_model(model, plan, axes)
     if is_meta and materialize:
         load("wrap_model.materialize_model")(model, mesh, device_of(mesh), shard_device(policy, mesh))
-    nodes, traffic, containers = MeshNodes(), Traffic(), CallersContainers()
+    nodes, traffic = MeshNodes(), Traffic()
+    containers = CallersContainers(copies_of_root=mesh.device_type != "cpu")
     # Of all ranks, not of the mesh: on nodes of different sizes, all ranks must decide alike.
     if policy.reduce_accumulate_dtype == "fp32" and not is_one_node(policy):
         nodes = load("wrap_model.nodes_of_mesh")(policy, mesh, world)
@@ -226,10 +228,15 @@ def register_forward_method(model: nn.Module, method_name: str) -> None:
     at_root = [holder for group in state.plan.groups if not group.unit and (holder := state.holders.get(group.name))]
     dtype, keeps = state.plan.input_dtype(""), state.plan.policy.keep_inputs_in_fp32
     method = getattr(model, method_name)
+    pre_forwards: list[PreForward] = []
+    if state.containers.copies_of_root:
+        pre_forwards.append(state.containers.take_inputs_of_root)
+    if dtype is not None:
+        pre_forwards.append(cast_inputs(dtype, state.containers, method, keeps))
     state.root_forward.register_method(
         model,
         method_name,
-        pre_forwards=[cast_inputs(dtype, state.containers, method, keeps)] if dtype is not None else [],
+        pre_forwards=pre_forwards,
         groups=[typed_group_hooks(holder) for holder in at_root],
     )
 

@@ -53,6 +53,7 @@ def in_fp32(output: Any, dtype: torch.dtype) -> Any:
 
 
 def _has_loss(output: Any) -> bool:
+    loss: Any
     if isinstance(output, torch.Tensor):
         loss = output
     elif isinstance(output, Mapping):

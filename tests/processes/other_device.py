@@ -35,6 +35,8 @@ class _Devices(TorchFunctionMode):
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         if not _is_called_by(self.file):
+            if function is torch.Tensor.float and id(args[0]) in self.marked:  # a wrapped model's output in fp32
+                self.mark(result)
             return result
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         is_moved = any(isinstance(each, torch.device) for each in tree_leaves((args, kwargs)))

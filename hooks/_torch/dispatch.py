@@ -7,7 +7,8 @@ from weakref import ReferenceType
 import torch
 
 # Widely used, but in private modules.
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch.autograd import Variable, profiler
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
@@ -22,7 +23,7 @@ class FakeTensorMode(_FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, made: list[ReferenceType[torch.Tensor]] | None = None, **options: Any) -> None:
         """`made`: gets a weak reference to each fake tensor that an op of this mode returns."""
-        super().__init__(**options)  # type: ignore[no-untyped-call]
+        super().__init__(**options)
         self._made = [] if made is None else made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -99,7 +99,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if out.dtype != self._dtype or out.stride() != source.stride():
             return False
         if storage in self._parameters:
-            self._aliases[cast] = hash(("low", self._parameters[storage])), source.storage_offset()
+            self._aliases[cast] = hash(("low", self._parameters[storage])), int(source.storage_offset())
             return True
         before = self._before_cast.get(storage)
         if before is None or before[2:4] != (tuple(out.size()), out.stride()):  # only the whole tensor

@@ -116,7 +116,7 @@ class _Run:
         )
 
     def run(self, recorder: UseRecorder | DataFlow, low: Container[str] = ()) -> None:
-        """Run the model once. Parameters have the dtypes in which `wrap_model` stores them; those in `low` the low one."""
+        """Run the model once. Parameters have the dtype that `wrap_model` stores; those in `low` the low one."""
         parameters = dict(self.model.named_parameters())
         in_low = {id(parameter) for name, parameter in parameters.items() if name in low}
 

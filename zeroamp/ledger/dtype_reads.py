@@ -28,7 +28,7 @@ _HOOKS = ("torch.distributed.", "zeroamp.")
 def differing_reads(plan: Plan, model: nn.Module, state: WrapState, batch: object) -> list[str]:
     """Return a sentence for each weight whose dtype the model reads, if the stored dtype gives another output.
 
-    Runs the forward twice, without a backward. All ranks call this. Leaves no trace on the model.
+    Runs the forward two or three times, without a backward. All ranks call this. Leaves no trace on the model.
     """
     if plan.policy.mode != "autocast":
         return []
@@ -46,9 +46,22 @@ def differing_reads(plan: Plan, model: nn.Module, state: WrapState, batch: objec
     as_trained = outputs()
     with reads:
         as_autocast = outputs()
+    sharded: list[str] = []
+    if reads.found_sharded and plan.policy.stage < 3:  # at stage 3 the next forward finds it sharded again
+        reads.as_unsharded = True
+        with reads:
+            later = outputs()
+        if not _are_equal(as_autocast, later):
+            sharded = [
+                f"{fqn}: the model reads the dtype of this weight outside of its unit. It is {short_name(stored)} "
+                f"while the weight is sharded and {short_name(dtype)} while it is unsharded, so outputs depend on the "
+                f'stage and on the forwards before. Set lower_precision_safe_modules to "auto", or "param": '
+                f'"{short_name(stored)}" for {fqn} in zeroamp.overrides.'
+                for fqn, (dtype, stored) in reads.found_sharded.items()
+            ]
     if _are_equal(as_trained, as_autocast):
-        return []
-    return [
+        return sharded
+    return sharded + [
         f"{fqn}: the model reads the dtype of this weight, which is {short_name(dtype)} here and "
         f"{short_name(stored)} under torch.autocast of one process, and its output differs. Set "
         f'lower_precision_safe_modules to "auto", or "param": "{short_name(stored)}" for {fqn} in zeroamp.overrides.'
@@ -62,9 +75,14 @@ class StoredDtypes(TorchFunctionMode):
     def __init__(self, plan: Plan, root: nn.Module) -> None:
         super().__init__()
         self._stored = {fqn: param.dtypes.stored for param in plan.params for fqn in (param.fqn, *param.aliases)}
+        self._unsharded = {fqn: param.dtypes.param for param in plan.params for fqn in (param.fqn, *param.aliases)}
         self._root = root
+        self.as_unsharded = False
+        """Answer reads of a sharded weight with the dtype that it has while it is unsharded."""
         self.found: dict[str, tuple[torch.dtype, torch.dtype]] = {}
         """FQN -> dtype of the unsharded weight, dtype in which it is stored; in the order of the reads."""
+        self.found_sharded: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+        """The same, of weights that are sharded at the read."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -73,9 +91,15 @@ class StoredDtypes(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.dtype) and isinstance(args[0], nn.Parameter) and _is_read_by_model():
             for fqn, parameter in self._root.named_parameters():
-                if parameter is args[0] and (stored := self._stored.get(fqn, result)) != result:
+                if parameter is not args[0]:
+                    continue
+                stored, unsharded = self._stored.get(fqn, result), self._unsharded.get(fqn, result)
+                if stored != result:
                     self.found.setdefault(fqn, (result, stored))
-                    return stored
+                    return unsharded if self.as_unsharded and fqn in self.found_sharded else stored
+                if unsharded != result:
+                    self.found_sharded.setdefault(fqn, (unsharded, stored))
+                    return unsharded if self.as_unsharded else result
         return result
 
 

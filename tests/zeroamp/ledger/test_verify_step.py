@@ -369,6 +369,40 @@ def test_a_weight_whose_dtype_the_model_reads_is_named_if_the_output_differs(ran
         assert answer in text
 
 
+class ReadsDtypeOfUnit(nn.Module):
+    """As DINOv3 does: the root computes positions in the dtype of a weight of a unit that has not run yet."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8))])
+
+    def forward(self, x):
+        position = torch.arange(8, device=x.device).to(self.blocks[0][0].weight.dtype) / 7
+        return (self.blocks[0](x) + position.float()).square().mean()
+
+
+def _reads_dtype_of_unit(stage, safe):
+    torch.manual_seed(0)
+    cfg = config(stage)
+    cfg["torch_autocast"]["lower_precision_safe_modules"] = safe
+    policy = zeroamp.policy_from_config(cfg)
+    model = zeroamp.wrap_model(
+        ReadsDtypeOfUnit(), policy, auto_wrap_policy={"Sequential"}, example_inputs=(torch.ones(2, 8),)
+    )
+    try:
+        zeroamp.explain(model).verify(model, torch.randn(2, 8))
+    except zeroamp.PrecisionError as error:
+        return str(error)
+    return "as under autocast"
+
+
+def test_a_weight_whose_dtype_is_read_while_sharded_is_named(ranks2):
+    for text in ranks2.run(_reads_dtype_of_unit, 2, ["torch.nn.Linear"]):
+        assert text.startswith("blocks.0.0.weight: the model reads the dtype of this weight outside of its unit.")
+    assert set(ranks2.run(_reads_dtype_of_unit, 2, "auto")) == {"as under autocast"}
+    assert set(ranks2.run(_reads_dtype_of_unit, 3, ["torch.nn.Linear"])) == {"as under autocast"}
+
+
 def test_an_output_of_nan_is_no_difference(ranks2):
     assert ranks2.run(_casts, False, {}, ["torch.nn.Linear"], math.nan) == ["as under autocast"] * 2
 

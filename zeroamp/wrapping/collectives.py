@@ -2,6 +2,7 @@
 
 import logging
 from functools import partial
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,8 @@ def attach_collectives(
         gradients: the gradients of the group.
     """
     mesh, listeners = state.axes.fsdp_of(is_expert=group.is_expert), state.listeners
-    dtypes = group_dtypes(group.key, state.plan.policy, ranks_of(mesh))
+    dtypes = group_dtypes(group.key, state.plan.policy, ranks_of(mesh), sends_sums=False)
+    of_sums = group_dtypes(group.key, state.plan.policy, ranks_of(mesh), sends_sums=True)
     nodes = state.nodes if mesh is state.mesh else MeshNodes()
     gathers = nodes.by_axis.get(mesh.ndim - 1)
     gather = GroupAllGather(group_name=group.name, nodes=gathers, listeners=listeners)
@@ -48,6 +50,8 @@ def attach_collectives(
     reduction = GroupReduceScatter(
         communication_dtype=dtypes.communication,
         reduce_dtype=dtypes.reduce,
+        dtypes_of_sums=(of_sums.communication, of_sums.reduce),
+        reduces_sums=lambda: gradients.reduces_sums,
         collective=dtypes.reduction,
         op=dtypes.reduction_op,
         divide_factor=partial(divide_factor, module),
@@ -88,8 +92,8 @@ def attach_collectives(
 def compile_sums(state: WrapState) -> None:
     """Compile the kernel of the sums over ranks on CUDA. Log a warning on each rank where that fails."""
     device, error = device_of(state.mesh), None
-    for key in {group.key for group in state.plan.groups}:
-        dtypes = group_dtypes(key, state.plan.policy, ranks_of(state.mesh))
+    for key, sends_sums in product({group.key for group in state.plan.groups}, (False, True)):
+        dtypes = group_dtypes(key, state.plan.policy, ranks_of(state.mesh), sends_sums=sends_sums)
         if dtypes.reduction == "all_to_all":
             error = compile_sum(shard_size(state.mesh), dtypes.communication, device)
     if replicate_size(state.mesh) > 1:

@@ -107,6 +107,10 @@ class GroupGradients:
         self._num_forwards = 0  # with gradients on, whose backward has not ended
         self._reduces_once = False
         self._is_pending = False  # a backward ended without a reduction
+        self._awaits_reduction = False  # the same, whether or not the unit ran on this rank
+        self.reduces_sums = False
+        """Whether the current reduction is of sums of several micro-batches. Equal on all ranks, because it depends on
+        FSDP2's flags alone, not on which parameters were used."""
         self._used: set[int] = set()  # positions in `group.parameters`
         self._completed: set[int] = set()  # positions of those that were reduced as zeros
         self.filled: set[int] = set()
@@ -163,6 +167,7 @@ class GroupGradients:
     def reset(self) -> None:
         """Begin the next optimizer step: clear `used`, and release all partial sums."""
         self._num_forwards, self._is_pending, self._awaits_replicas = 0, False, False
+        self._awaits_reduction = False
         self._of_all_replicas.clear()
         self._used.clear()
         self._completed.clear()
@@ -285,6 +290,7 @@ class GroupGradients:
             return None
         self._num_forwards = 0 if self._reduces_once else self._num_forwards - ran
         self._used.update(used)
+        self.reduces_sums, self._awaits_reduction = self._awaits_reduction, not group.reduces
         if not group.reduces:
             self._is_pending |= ran or bool(used)
         elif ran or used or self._is_pending or (self.awaits_replicas and group.sums_replicas):

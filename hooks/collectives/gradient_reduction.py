@@ -126,6 +126,10 @@ class GroupReduceScatter:
     reduce_dtype: torch.dtype
     """The dtype of the output. After an all-to-all, the sum is computed in it. A backend's reduce-scatter sums in
     `communication_dtype`, and its output is cast to `reduce_dtype`."""
+    dtypes_of_sums: tuple[torch.dtype, torch.dtype]
+    """The same two, for a reduction of sums of several micro-batches."""
+    reduces_sums: Callable[[], bool]
+    """Returns whether the current reduction is of such sums."""
     collective: Literal["reduce_scatter", "all_to_all"] | None
     """"all_to_all": see [Note: Summing in fp32]. None if there is one shard: FSDP2 then only copies the input."""
     op: ReduceOp = dist.ReduceOp.AVG
@@ -160,26 +164,32 @@ class GroupReduceScatter:
     _input: torch.Tensor | None = None
     """The input of a reduction with one shard (stage 0), until the replicas are summed."""
 
+    @property
+    def _dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """The dtypes of the input and the output of the current reduction."""
+        return self.dtypes_of_sums if self.reduces_sums() else (self.communication_dtype, self.reduce_dtype)
+
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an empty 1-D tensor: the input in `communication_dtype`, the output in `reduce_dtype`.
+        """Return an empty 1-D tensor: the input in the communication dtype, the output in the reduce dtype.
 
         `dtype` is FSDP2's `reduce_dtype`, in which unsharded gradients accumulate. It is not used here.
         """
         del dtype
         numel = math.prod(map(int, size))
+        communication_dtype, reduce_dtype = self._dtypes
         backward = backward_id()
         is_output = self._pending_input == (backward, numel * self.world_size)
         self._pending_input = None  # cleared before an allocation can raise
         if is_output:
-            return torch.empty(numel, dtype=self.reduce_dtype, device=device)
+            return torch.empty(numel, dtype=reduce_dtype, device=device)
         if not self.shares_buffers:
             self.buffers.release()
             self._stream = stream_of(device)
         room = numel
         if self.collective == "all_to_all":
-            self._row_length = row_length(numel // self.world_size, self.communication_dtype, device)
+            self._row_length = row_length(numel // self.world_size, communication_dtype, device)
             room = self.world_size * self._row_length
-        tensor = torch.empty(room, dtype=self.communication_dtype, device=device)
+        tensor = torch.empty(room, dtype=communication_dtype, device=device)
         if room != numel:
             tensor = tensor[:numel]
         self._pending_input = backward, numel
@@ -208,7 +218,7 @@ class GroupReduceScatter:
             if factor is None:
                 raise AssertionError(f"expected SUM, AVG or a divide factor, got {op}")
             op, divide_by = _SUM, factor
-        with label("reduce_scatter", self.group_name, self.communication_dtype):
+        with label("reduce_scatter", self.group_name, input_tensor.dtype):
             if self.collective == "all_to_all":
                 self._sum(output_tensor, input_tensor, group, 1 if self.replicas is not None else divide_by)
             else:
@@ -229,7 +239,7 @@ class GroupReduceScatter:
         else:
             divide_by = group.size() * self.world_size if factor is None else factor
         issued = IssuedCollective("all_reduce", reduced, self.group_name, group)
-        with label("all_reduce", self.group_name, self.reduce_dtype):
+        with label("all_reduce", self.group_name, reduced.dtype):
             issue(
                 lambda: all_reduce_in_tree_order(reduced, group, divide_by, self.replica_nodes), issued, self.listeners
             )

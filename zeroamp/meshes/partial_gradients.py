@@ -22,12 +22,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from zeroamp.hooks._torch.dtensor import local_parts
-from zeroamp.hooks._torch.parameter_group import GroupParameter, ParameterGroup
+from zeroamp.hooks._torch.parameter_group import GroupParameter
 from zeroamp.hooks.collectives.collective_calls import issue
 from zeroamp.hooks.collectives.gradient_reduction import all_reduce_in_tree_order, variants_over_ranks
 from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.hooks.collectives.tree_sum import compile_sum
-from zeroamp.hooks.group_gradients import by_module
+from zeroamp.hooks.group_gradients import GroupGradients, by_module
 from zeroamp.hooks.observers.trace_labels import label
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.mesh import device_of, ranks_of
@@ -45,18 +45,22 @@ class PartialGradients(Extension):
             return
         for group in state.plan.groups:
             of_group = gradients[state.holders.get(group.name) or cast(FSDPModule, model.get_submodule(group.unit))]
-            dtypes = group_dtypes(group.key, state.plan.policy, ranks_of(state.mesh))
+            dtypes, of_sums = (
+                group_dtypes(group.key, state.plan.policy, ranks_of(state.mesh), sends_sums=sends_sums)
+                for sends_sums in (False, True)
+            )
             of_group.post_backward_of_fsdp = _SummedBefore(
                 reduce=of_group.post_backward_of_fsdp,
-                group=of_group.group,
+                gradients=of_group,
                 name=group.name,
                 ranks=axis.get_group(),
                 communication_dtype=dtypes.communication,
+                communication_of_sums=of_sums.communication,
                 sums_in_tree_order=dtypes.sums_in_tree_order,
             )
             if dtypes.sums_in_tree_order:
-                for dtype in {dtypes.communication, torch.float32}:
-                    for variant in set(variants_over_ranks(axis.size(), dtype)):
+                for dtype in dict.fromkeys((dtypes.communication, of_sums.communication)):
+                    for variant in dict.fromkeys(variants_over_ranks(axis.size(), dtype)):
                         compile_sum(variant, device_of(state.mesh))
 
 
@@ -66,28 +70,31 @@ class _SummedBefore:
 
     reduce: Callable[..., Any]
     """FSDP2's post-backward."""
-    group: ParameterGroup
+    gradients: GroupGradients
     name: str
     ranks: dist.ProcessGroup
     """Those of the tensor axis."""
     communication_dtype: torch.dtype
+    communication_of_sums: torch.dtype
+    """The communication dtype of sums of several micro-batches."""
     sums_in_tree_order: bool
 
     def __call__(self, *unused: Any) -> Any:
         """Sum the partial gradients, then reduce the group."""
-        if self.group.reduces:
-            self._sum()
+        if self.gradients.group.reduces:
+            self._sum(self.communication_of_sums if self.gradients.reduces_sums else self.communication_dtype)
         return self.reduce(*unused)
 
-    def _sum(self) -> None:
-        gradients = {each: gradient for each in self.group.parameters if (gradient := _sum_of(each)) is not None}
+    def _sum(self, communication_dtype: torch.dtype) -> None:
+        parameters = self.gradients.group.parameters
+        gradients = {each: gradient for each in parameters if (gradient := _sum_of(each)) is not None}
         partial = [gradient for gradient in gradients.values() if _is_partial(gradient)]
         if not partial:
             return
-        dtype = torch.promote_types(partial[0].dtype, self.communication_dtype)
-        flat = torch.cat([part.reshape(-1).to(self.communication_dtype) for part in local_parts(partial)])
+        dtype = torch.promote_types(partial[0].dtype, communication_dtype)
+        flat = torch.cat([part.reshape(-1).to(communication_dtype) for part in local_parts(partial)])
         issued = IssuedCollective("all_reduce", flat, self.name, self.ranks)
-        with label("all_reduce", self.name, self.communication_dtype):
+        with label("all_reduce", self.name, communication_dtype):
             issue(all_reduce_in_tree_order if self.sums_in_tree_order else _all_reduce, issued, (), flat, self.ranks)
         sums = iter(torch.split(flat, [gradient.numel() for gradient in partial]))
         for parameter, gradient in gradients.items():

@@ -3,6 +3,11 @@
 Which parameters are safe or computed in fp32 is decided in `safe_parameters.py`; what follows from it for dtypes, only
 here. The collectives, FSDP2's mixed-precision policies, the planned traffic, the dry run, the ledger and its
 verification, and the tables of `docs/precision.md` read these records.
+
+[Note: Sums of micro-batches]
+A gradient in bf16 is exact in bf16, but the sum of several is not. So a reduction of gradients that were added up over
+micro-batches without a reduction is sent in fp32, and summed in fp32, unless the user has set its communication dtype.
+One such exchange sends as many bytes as two in bf16. A sum that was accumulated in bf16 loses nothing in bf16.
 """
 
 from dataclasses import dataclass, replace
@@ -61,6 +66,8 @@ class GroupKey(NamedTuple):
     """Whether the parameters are 0-D: each rank has them whole, and the step's all-reduce sums their gradients."""
     is_ignored: bool = False
     """Whether the parameters are in `ignored_params`: each rank has them whole, and they are never communicated."""
+    sends_sums_low: bool = False
+    """Whether an override sets `communication` to a low dtype, which sums of micro-batches are then sent in, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +82,8 @@ class GroupDtypes:
     """The dtype of the unsharded sum of the config's micro-batches at stages 0 and 1: FSDP2's `reduce_dtype`. fp32 if
     there is no such sum."""
     communication: torch.dtype
-    """The dtype of the flat unsharded gradients, in which they are sent to the ranks that shard.
+    """The dtype of the flat unsharded gradients, in which they are sent to the ranks that shard. See [Note: Sums of
+    micro-batches].
 
     Gradients are rounded to it also if one rank has whole shards, so that the result does not depend on the ranks."""
     reduce: torch.dtype
@@ -126,20 +134,22 @@ def param_dtypes(parameter: nn.Parameter, policy: Policy, precision: Precision) 
     param = precision.param if is_low else None
     computes_in = {"low": policy.param_dtype, "fp32": torch.float32, "as stored": stored}
     compute = PER_OP if precision.compute == PER_OP else short_name(computes_in[precision.compute])
-    communication = communication_dtype(policy, is_low=is_low)
+    communication, is_set = communication_dtype(policy, is_low=is_low), False
     if precision.communication is not None and stored == torch.float32:
         communication = precision.communication
+        is_set = communication != torch.float32
+    key = GroupKey(stored, low, communication, sends_sums_low=is_set)
     is_trained = parameter.requires_grad
     dtypes = ParamDtypes(
         stored=stored,
         param=param or low,
         compute=compute,
         gradient=low if is_trained else None,
-        communication=communication if is_trained else None,
+        communication=_in_step(key, policy) if is_trained else None,
         accumulate=accumulation_dtype(policy) if is_trained else None,
         optimizer=_states_dtype(stored, policy) if is_trained else None,
     )
-    return dtypes, GroupKey(stored, low, communication)
+    return dtypes, key
 
 
 def _replicated_dtypes(stored: torch.dtype, *, is_trained: bool) -> tuple[ParamDtypes, GroupKey]:
@@ -189,10 +199,25 @@ def communication_dtype(policy: Policy, *, is_low: bool) -> torch.dtype:
     return policy.communication_dtype
 
 
-def group_dtypes(key: GroupKey, policy: Policy, ranks: Ranks) -> GroupDtypes:
+def communication_of_sums(key: GroupKey, policy: Policy) -> torch.dtype:
+    """Return the communication dtype of sums of several micro-batches: see [Note: Sums of micro-batches]."""
+    if key.sends_sums_low or policy.communication_data_type is not None:
+        return key.communication
+    return torch.promote_types(key.communication, unsharded_accumulation(policy))
+
+
+def _in_step(key: GroupKey, policy: Policy) -> torch.dtype:
+    """Return the communication dtype in the config's optimizer step."""
+    sums_micro_batches = policy.stage < 2 and policy.gradient_accumulation_steps > 1
+    return communication_of_sums(key, policy) if sums_micro_batches else key.communication
+
+
+def group_dtypes(key: GroupKey, policy: Policy, ranks: Ranks, *, sends_sums: bool | None = None) -> GroupDtypes:
     """Return the dtypes and collectives of the groups with this key on these ranks.
 
     An unknown number of ranks counts as more than one, and as no replicas of shards.
+
+    `sends_sums`: whether the reduction is of sums of several micro-batches. None: as in the config's optimizer step.
     """
     if key.is_replicated or key.is_ignored:
         return GroupDtypes(
@@ -210,11 +235,14 @@ def group_dtypes(key: GroupKey, policy: Policy, ranks: Ranks) -> GroupDtypes:
             replica_op=dist.ReduceOp.SUM,
             sums_in_tree_order=False,
         )
+    communication = key.communication
+    if sends_sums is not False:
+        communication = communication_of_sums(key, policy) if sends_sums else _in_step(key, policy)
     num_shards = ranks.shards(policy)
     sums_in_fp32 = policy.reduce_accumulate_dtype == "fp32"
     # gloo and NCCL average fp16 by summing first: replicas of an fp16 shard would overflow.
-    is_averaged_in_fp32 = key.communication == torch.float16 and (ranks.num_replicas or 1) > 1
-    reduce = torch.float32 if sums_in_fp32 or is_averaged_in_fp32 else key.communication
+    is_averaged_in_fp32 = communication == torch.float16 and (ranks.num_replicas or 1) > 1
+    reduce = torch.float32 if sums_in_fp32 or is_averaged_in_fp32 else communication
     has_replicas = policy.stage == 0 or (ranks.num_replicas is not None and num_shards is not None)
     if sums_in_fp32 and ranks.num_replicas == 1:
         has_replicas = False  # FSDP2's own all-reduce, of the other cases, runs over an axis of one rank too
@@ -225,12 +253,12 @@ def group_dtypes(key: GroupKey, policy: Policy, ranks: Ranks) -> GroupDtypes:
     # With float16 accumulation, FSDP2 passes SUM and divides itself.
     averages = policy.reduce == "mean" and not ranks.is_one and unsharded_accumulate != torch.float16
     op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
-    is_divided_here = reduction == "reduce_scatter" and key.communication == torch.float16
+    is_divided_here = reduction == "reduce_scatter" and communication == torch.float16
     return GroupDtypes(
         stored=key.stored,
         param=key.param,
         unsharded_accumulate=unsharded_accumulate,
-        communication=key.communication,
+        communication=communication,
         reduce=reduce,
         sharded_accumulate=sharded_accumulation(policy),
         replica=reduce if has_replicas else None,

@@ -170,5 +170,6 @@ def _key_name(key: GroupKey, policy: Policy) -> str:
     """Return the dtypes of a group as text for its name: only those that may differ between groups of a unit."""
     stored = "" if key.stored == torch.float32 else f" (stored {short_name(key.stored)})"
     usual = communication_dtype(policy, is_low=key.param in LOW_DTYPES and key.stored == torch.float32)
-    reduced = "" if key.communication == usual else f" (reduced in {short_name(key.communication)})"
+    is_usual = key.communication == usual and not key.sends_sums_low
+    reduced = "" if is_usual else f" (reduced in {short_name(key.communication)})"
     return f"{short_name(key.param)}{stored}{reduced}"

@@ -37,7 +37,8 @@ def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, g
         gradients: the gradients of the group.
     """
     mesh, listeners = state.axes.fsdp_of(is_expert=group.is_expert), state.listeners
-    dtypes = group_dtypes(group.key, state.plan.policy, ranks_of(mesh))
+    dtypes = group_dtypes(group.key, state.plan.policy, ranks_of(mesh), sends_sums=False)
+    of_sums = group_dtypes(group.key, state.plan.policy, ranks_of(mesh), sends_sums=True)
     nodes = _nodes_of(mesh, state)
     gathers = nodes.by_axis.get(mesh.ndim - 1)
     gather = GroupAllGather(group_name=group.name, nodes=gathers, listeners=listeners)
@@ -46,6 +47,8 @@ def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, g
     reduction = GroupReduceScatter(
         communication_dtype=dtypes.communication,
         reduce_dtype=dtypes.reduce,
+        dtypes_of_sums=(of_sums.communication, of_sums.reduce),
+        reduces_sums=lambda: gradients.reduces_sums,
         collective=dtypes.reduction,
         op=dtypes.reduction_op,
         divide_factor=partial(divide_factor, module),
@@ -99,11 +102,14 @@ def _variants(group: GroupPlan, state: WrapState) -> Iterator[Variant]:
     A reduction of the gradients of some parameters, because the others are frozen, has other sizes.
     """
     mesh = state.axes.fsdp_of(is_expert=group.is_expert)
-    dtypes = group_dtypes(group.key, state.plan.policy, ranks_of(mesh))
+    dtypes, of_sums = (
+        group_dtypes(group.key, state.plan.policy, ranks_of(mesh), sends_sums=sends_sums)
+        for sends_sums in (False, True)
+    )
     nodes, num_shards = _nodes_of(mesh, state).by_axis, shard_size(mesh)
     if dtypes.reduction == "all_to_all":
         multiple = math.gcd(*(local_numel(param, num_shards) for param in group.params))
-        for dtype in dict.fromkeys((dtypes.communication, torch.float32)):  # fp32: for a sum of several micro-batches
+        for dtype in dict.fromkeys((dtypes.communication, of_sums.communication)):
             yield from variants_over_ranks(num_shards, dtype, multiple, nodes.get(mesh.ndim - 1))
     if mesh.ndim == 2 and dtypes.sums_in_tree_order and replicate_size(mesh) > 1:
         yield from variants_over_ranks(replicate_size(mesh), torch.float32, nodes=nodes.get(0))

@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 from torch import nn
 
-from zeroamp.planning.group_dtypes import PER_OP
+from zeroamp.planning.group_dtypes import PER_OP, group_dtypes
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
@@ -36,7 +36,8 @@ def size_summary(plan: Plan, ranks: Ranks, *, name: str, seconds: float) -> str:
     stored, unsharded, gradients = (sum(column) for column in zip(*memory, strict=True)) if memory else (0, 0, 0)
     largest = max((unsharded_of_group for _, unsharded_of_group, _ in memory), default=0)
     communicated = [group for group in plan.all_groups if group.kind != "ignored"]
-    kinds = Counter((g.kind, short_name(g.key.param), short_name(g.key.communication)) for g in communicated)
+    sent = {g.name: group_dtypes(g.key, policy, ranks.of(is_expert=g.is_expert)).communication for g in communicated}
+    kinds = Counter((g.kind, short_name(g.key.param), short_name(sent[g.name])) for g in communicated)
     groups = ", ".join(f"{n} {kind} {param}/{communication}" for (kind, param, communication), n in kinds.items())
     replicas = f" x {ranks.num_replicas} replicas" if (ranks.num_replicas or 1) > 1 else ""
     lines = [

@@ -22,9 +22,12 @@ def _gradient(rank, world_size):
 
 def _comm(accumulate, communication_dtype=torch.bfloat16, *, world_size, reduce_dtype=None, **options):
     sums_here = accumulate == "fp32"
+    reduce_dtype = reduce_dtype or (torch.float32 if sums_here else communication_dtype)
     return GroupReduceScatter(
         communication_dtype=communication_dtype,
-        reduce_dtype=reduce_dtype or (torch.float32 if accumulate == "fp32" else communication_dtype),
+        reduce_dtype=reduce_dtype,
+        dtypes_of_sums=(communication_dtype, reduce_dtype),
+        reduces_sums=lambda: False,
         collective="all_to_all" if sums_here else "reduce_scatter",
         op=dist.ReduceOp.SUM if communication_dtype == torch.float16 else dist.ReduceOp.AVG,
         world_size=world_size,

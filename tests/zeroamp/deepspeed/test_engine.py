@@ -12,12 +12,10 @@ from tests.selection import slow_but
 from tests.zeroamp.deepspeed.engine_cases import NAME, by_boundary, config, loss_at, start, train
 from zeroamp.policies.errors import ConfigError, StepError
 
-FP32 = {"communication_data_type": "fp32"}  # at stage 1, bf16 would round the accumulated gradient
-
 
 @pytest.mark.parametrize("stage", slow_but((0, 1, 2, 3), 1, 3))
 def test_an_engine_trains_the_bits_of_plain_autocast(ranks2, stage):
-    cfg = config(stage, accumulation=2, clip=0.5, **FP32)
+    cfg = config(stage, accumulation=2, clip=0.5)
     oracle = one_process.train(NAME, world_size=2, num_steps=3, accumulation=2, clip=0.5, reduce_each=stage >= 2)
     check_runs(ranks2.run(train, cfg, 3), oracle)
 
@@ -25,7 +23,7 @@ def test_an_engine_trains_the_bits_of_plain_autocast(ranks2, stage):
 @pytest.mark.parametrize(("stage", "in_no_sync"), [(0, False), (2, False), (1, True)])
 def test_steps_of_any_number_of_micro_batches_end_by_the_boundary_or_no_sync(ranks2, stage, in_no_sync):
     counts = [3, 1, 2]
-    cfg = config(stage, accumulation=1 if in_no_sync else 3, **FP32)
+    cfg = config(stage, accumulation=1 if in_no_sync else 3)
     oracle = one_process.train(NAME, world_size=2, num_steps=3, accumulation=counts, reduce_each=stage >= 2)
     check_runs(ranks2.run(by_boundary, cfg, counts, in_no_sync=in_no_sync), oracle)
 

@@ -25,7 +25,6 @@ from tests.selection import slow_but
 pytest.importorskip("transformers", reason="its Trainer is what ZeroampTrainer is compared with")
 pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
 
-FP32 = {"communication_data_type": "fp32"}
 ULP = 2.0**-23  # of fp32, relative
 
 
@@ -53,9 +52,9 @@ def _accumulated(folder, kind, averages):
         changes["trainer_arguments"] = {"train_dataset": examples(40), "compute_loss_func": _summed_loss}
     elif kind == "smoothed":
         changes["label_smoothing_factor"] = 0.1
-    expected = {0: run(DDP, folder, **changes), 3: run(REDUCES_EACH, folder, **changes)}
-    found = {s: run(s, folder, FP32, **changes).differences(stock, norms=False) for s, stock in expected.items()}
-    return found, len(expected[0].losses)
+    expected = {1: run(DDP, folder, **changes), 3: run(REDUCES_EACH, folder, **changes)}
+    found = {s: run(s, folder, **changes).differences(stock, norms=False) for s, stock in expected.items()}
+    return found, len(expected[1].losses)
 
 
 def _summed_loss(outputs, labels, num_items_in_batch=None):
@@ -70,7 +69,7 @@ def _summed_loss(outputs, labels, num_items_in_batch=None):
     "case", slow_but([("model", True), ("function", False), ("smoothed", True)], ("model", True)), ids=str
 )
 def test_accumulation_with_a_short_last_step_and_losses_normalised_by_tokens(ranks2, tmp_path, case):
-    assert ranks2.run(_accumulated, tmp_path, *case) == [({0: [], 3: []}, 8)] * 2
+    assert ranks2.run(_accumulated, tmp_path, *case) == [({1: [], 3: []}, 8)] * 2
 
 
 def _callback_order(folder):

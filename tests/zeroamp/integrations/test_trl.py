@@ -28,10 +28,7 @@ FAST = {
 SLOW = {
     "full fine-tuning at other stages": (FULL, (0, 1, 2), {}),
     "LoRA on a bf16 base": (LORA, (0, 1, 2), EVALUATED),  # stage 3 is in the test of saved adapters
-    # Stage 1 reduces once per step, as DDP does, and in fp32 rounds nothing.
-    "accumulation": (
-        Case(arguments={"gradient_accumulation_steps": 2}, zeroamp={"communication_data_type": "fp32"}), (0, 1), {},
-    ),
+    "accumulation": (Case(arguments={"gradient_accumulation_steps": 2}), (0, 1), {}),
     "DPO with a bf16 reference": (Case(trainer="DPOTrainer", reference="bfloat16"), (0, 2), {}),
     "DPO with LoRA, whose adapters are switched off for the reference": (DPO_LORA, (0, 2, 3), EVALUATED),
     # Without a reference model, and before any training, the model itself is the reference.

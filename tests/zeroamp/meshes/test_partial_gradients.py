@@ -46,7 +46,9 @@ CASES = {
     "bf16, replicas, sent in fp32": Case(
         axes=REPLICAS, config=_low("bf16", comm="fp32"), oracle={"low": BF16, "sent_as": FP32}
     ),
-    "bf16, accumulation": Case(stage=1, config=_low("bf16", accumulation=2), oracle={"low": BF16, "accumulation": 2}),
+    "bf16, accumulation": Case(
+        stage=1, config=_low("bf16", accumulation=2), oracle={"low": BF16, "accumulation": 2, "sent_as": FP32}
+    ),
     "fp16": Case(axes=FOUR, config=_low("fp16", SCALED), oracle={"low": FP16, "scale": 2.0**16}),
 }
 

@@ -59,9 +59,9 @@ IN_FP16 = {"autocast": None, "low_model": torch.float16, "loss_scale": 1024.0}
 @pytest.mark.parametrize(
     ("stages", "options", "oracle"),
     [
-        ((0, 1), {"comm": "fp32"}, {}),
+        ((0, 1), {}, {}),
         ((2, 3), {}, {"reduce_each": True}),
-        ((0, 1), {**FP16, "comm": "fp32"}, IN_FP16),
+        ((0, 1), FP16, IN_FP16),
         ((2, 3), FP16, {**IN_FP16, "reduce_each": True}),
     ],
     ids=["stages 0 and 1", "stages 2 and 3", "fp16, stages 0 and 1", "fp16, stages 2 and 3"],

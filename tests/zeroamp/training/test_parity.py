@@ -70,7 +70,7 @@ CASES = {
     "bf16": Case(options=BF16, oracle={"low_model": torch.bfloat16}),
     "fp32": Case(options=FP32, oracle={"autocast": None}),
     "micro-batches accumulated on each rank, reduced once": Case(
-        stages=(0, 1), options={"accumulation": 4, "comm": "fp32"}, oracle={"accumulation": 4}
+        stages=(0, 1), options={"accumulation": 4}, oracle={"accumulation": 4}
     ),
     "micro-batches reduced one by one, accumulated in fp32": Case(
         stages=(2, 3), options={"accumulation": 4}, oracle={"accumulation": 4, "reduce_each": True}

@@ -192,8 +192,13 @@ def _oracle(case):
 
 
 def _sent_as(case):
-    """The dtype of gradients between the ranks that shard, be it one. At stage 0 sums are sent in fp32."""
+    """The dtype of gradients between the ranks that shard, be it one.
+
+    At stage 0 sums over ranks are sent in fp32. At stage 1 sums of micro-batches are, by default.
+    """
     if case.stage == 0 or case.safe == "auto":
+        return {}
+    if case.stage == 1 and case.accumulation > 1 and case.communication == "none":
         return {}
     dtype = DTYPES.get(case.communication, LOW.get(case.mode, torch.float32))
     model = build(case.model)

@@ -114,7 +114,7 @@ def _train(stage, name, mesh_shape=None):
     case = CASES[name]
     accumulation = len(case.routes[0])
     # bf16 communication would round the sum of the micro-batches at stage 1.
-    cfg = config(stage, accumulation=accumulation, clip=case.clip, comm="fp32" if accumulation > 1 else None)
+    cfg = config(stage, accumulation=accumulation, clip=case.clip)
     model = zeroamp.wrap_model(Graph(), zeroamp.policy_from_config(cfg), mesh_of(mesh_shape), UNITS)
     train = TrainStep(model, ADAMW(model.parameters()))
     rank, losses, without = dist.get_rank(), [], []

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.optimizers.bf16_states import Bf16StatesAdamW
 from zeroamp.planning.mesh import local_slices, sharded_like
 from zeroamp.policies.errors import StepError
-from zeroamp.training.optimizer_kinds import ELEMENTWISE
+from zeroamp.wrapping.optimizer_hooks import ELEMENTWISE
 
 
 def shard_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:

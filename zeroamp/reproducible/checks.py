@@ -10,7 +10,7 @@ from zeroamp.planning.plan import Plan
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import ConfigError, StepError, WrapError
 from zeroamp.policies.policy import Policy
-from zeroamp.training.optimizer_kinds import ELEMENTWISE
+from zeroamp.wrapping.optimizer_hooks import ELEMENTWISE
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _WHY = "With zeroamp.reproducible, gradients are added as a binary tree over all micro-batches"

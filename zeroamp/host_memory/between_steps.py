@@ -19,9 +19,10 @@ from zeroamp.planning.mesh import device_of, local_part
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.extensions import Extension
 from zeroamp.policies.policy import Policy
-from zeroamp.training.optimizer_kinds import ELEMENTWISE, has_own_step, has_step_hooks
+from zeroamp.training.optimizer_kinds import has_own_step, has_step_hooks
 from zeroamp.training.step import TrainStep, driver_of
 from zeroamp.training.update import OptimizerUpdate
+from zeroamp.wrapping.optimizer_hooks import ELEMENTWISE
 from zeroamp.wrapping.state import wrap_state
 
 PART_BYTES = 256 * 2**20

@@ -207,7 +207,8 @@ class ParameterGroup:
         """
         index = self._trains.index(True) if True in self._trains else 0
         sharded = self._group.fsdp_params[index].sharded_param
-        local, storage = sharded._local_tensor, StorageWeakRef(sharded.untyped_storage())  # type: ignore[no-untyped-call]
+        with torch._C.DisableTorchFunction():  # a mode of the caller may show another tensor
+            local, storage = sharded._local_tensor, StorageWeakRef(sharded.untyped_storage())  # type: ignore[no-untyped-call]
         known, self._first_data = self._first_data, (local, storage)
         if known is None or known[0] is not local or known[1].cdata == storage.cdata:
             return ""

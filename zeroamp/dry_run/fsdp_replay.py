@@ -4,7 +4,7 @@ It replays FSDP2's schedule on the names of a `Plan`, without tensors or ranks.
 
 [Note: What is replayed]
 The rule: a group that is resharded after its forward is all-gathered twice per micro-batch, any other group once. Each
-backward that reduces gradients reduces a group once. The exceptions all come from FSDP2:
+backward that reduces gradients reduces a group once. The exceptions:
 
 * The backward of a group prefetches the group that is before it in FSDP2's record of forwards. FSDP2 clears the record
   after the last backward of an optimizer step only. So the backward of a later micro-batch's first unit prefetches the
@@ -17,6 +17,7 @@ backward that reduces gradients reduces a group once. The exceptions all come fr
   its first run: see [Note: Reducing once] in `hooks/group_gradients.py`.
 * An embedding that is a unit of its own is not all-gathered for its backward.
 * `prefetch_bucket_size` prefetches in the order of registration.
+* Groups that autograd has not reached are reduced at the end of the backward, in zeroamp's own order.
 
 So the numbers hold for modules that run in the order of `run_order`. A model that runs them in another order may
 all-gather a unit once more or once less. A model that skips a unit saves its all-gathers and reductions.
@@ -64,6 +65,8 @@ class _Group:
     """Its indices in the record of forwards."""
     num_runs: int = 0
     """Its forwards in this micro-batch whose backward has not ended."""
+    first_forward: int = 0
+    """The number, among those of all groups, of the first of these forwards."""
 
 
 class Replay:
@@ -97,6 +100,7 @@ class Replay:
         self._forward_ahead = fits(plan.run.forward_order(), plan, size) if size else {}
         self._backward_ahead = fits(backward_order(plan), plan, size) if size else {}
         self._record: list[_Group] = []  # of forwards
+        self._num_forwards = 0
 
     def all_gather_started(self, group: str) -> None:
         """An all-gather starts."""
@@ -136,6 +140,9 @@ class Replay:
     def begin_forward(self, unit: str) -> None:
         """Unshard a unit's groups, and start the all-gathers of the units that it prefetches."""
         for group in self._groups[unit]:
+            self._num_forwards += 1
+            if group.num_runs == 0:
+                group.first_forward = self._num_forwards
             group.num_runs += 1
             self._unshard_and_wait(group, in_forward=True)
         for other in self._forward_ahead.get(unit, ()):
@@ -165,11 +172,12 @@ class Replay:
             self._post_backward(group, is_last)
 
     def end_micro_batch(self, *, is_last: bool) -> None:
-        """End the backward of the root, as FSDP2's callback at the end of the backward does."""
-        for group in self._ending:
+        """End the backward of the root. See [Note: The rest of a backward] in `hooks/group_gradients.py`."""
+        for group in sorted(self._ending, key=lambda group: group.first_forward, reverse=True):
             if group.phase != "post_backward":
                 group.num_runs = 0
                 self._post_backward(group, is_last)
+        for group in self._ending:
             group.phase = "idle"
             group.num_runs = 0
             if is_last:

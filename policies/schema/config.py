@@ -68,8 +68,8 @@ class ZeroampBlock(Block):
     keep_inputs_in_fp32: Annotated[
         Names,
         Honoured(
-            "modes `bf16` and `fp16`: arguments of the model's and its units' forwards that are not cast, by name, such "
-            "as diffusion timesteps"
+            "modes `bf16` and `fp16`: names of arguments of forwards, of the model and its units, that are not cast, "
+            "such as diffusion timesteps"
         ),
     ] = ()
     external_autocast: Annotated[

@@ -1,12 +1,12 @@
-"""Hands the lists, dicts and objects that a unit receives to its forward, and not copies of them.
+"""Lets the forward of a unit work on its caller's own lists, dicts and objects, and not on copies of them.
 
 Before a forward, FSDP2 replaces tensors in the arguments that need a gradient by aliases: see [Note: Aliases]. FSDP2,
 and the casts of modes bf16 and fp16, copy the containers around such tensors. The caller would never see what a unit
 wrote into a copy: the loss of a router, or states for the next block. So aliases and casts are written into the
 caller's own containers (`Loan`), and taken out at the end of the forward.
 
-Tensors that a unit adds to such a container are returned to the caller, too. Their backward unshards the unit, as that
-of the unit's output does.
+Tensors that a unit adds to such a container are outputs of the unit, too. Their backward unshards the unit, as the
+backward of its other outputs does.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -46,7 +46,7 @@ class CallersContainers:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with `change(tensor)` for each tensor, until the forward of `module` ends.
 
-        Then `added` is called with the tensors that need a gradient and were not in a container before.
+        At its end, `added` is called with the tensors in the containers that need a gradient and were not there before.
         """
         loan = Loan()
         args, kwargs = map_arguments(change, args, kwargs, loan)
@@ -57,12 +57,15 @@ class CallersContainers:
 
     @untraced
     def end_forward(self, module: nn.Module, _args: object, _output: object) -> None:
-        """End the loans of `module`, and those that were made since. A forward hook, called also after an error."""
+        """End the loans of `module`, and all that were made later. A forward hook, called also after an error."""
         if self._open and any(module is each[0] for each in self._open):
             self._end(next(i for i, each in enumerate(self._open) if each[0] is module))
 
     def around_root(self, call: ForwardCall) -> "CallersContainers | None":
-        """End all loans when a forward of the root ends: a compiled unit calls no hook after an error."""
+        """Return a context manager that ends all loans with the root's forward.
+
+        A compiled unit calls no hook after an error.
+        """
         if not call.is_outermost:
             return None
         if self.copies_of_root and may_have_tensors(call.args, call.kwargs):

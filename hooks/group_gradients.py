@@ -21,16 +21,19 @@ group come after it, FSDP2 reduces them at the end of the whole backward.
 
 [Note: The rest of a backward]
 Autograd ends a unit's backward only if an input of the unit requires a gradient. FSDP2 reduces the other groups when
-the whole backward ends, in the order of the module tree, the root first. If the first block gets the output of a frozen
-embedding on one rank, and that plus the output of a vision part on another, the ranks would reduce the block's group
-and the root's in other orders, and add the gradients of one to those of the other. So the rest is reduced in the order
-in which autograd would have done it: the group that began its first forward last comes first, the root comes last.
+the whole backward ends, in the order of the module tree, the root first. Ranks may differ in which groups these are.
+Example: on one rank, the input of the first block is the output of a frozen embedding. On another rank, the output of
+a vision tower is added, which requires a gradient. Then these ranks would reduce the block's group and the root's group
+in different orders, and add the gradients of one group to those of the other. So the other groups are reduced in the
+order in which autograd would have reduced them: the group that began its first forward last comes first, and the root
+comes last.
 
 [Note: Aliases]
-FSDP2 replaces the inputs of a unit by aliases, all made by one autograd function. Its backward ends that of the group.
-Autograd runs functions in the reverse order of the forward, so one alias is enough: the function runs after all others
-of the unit. Tensors in lists and dicts get none if a tensor outside of them needs a gradient. The function would run
-the backward of each of them, also of one that the unit does not read, and whose graph may be freed.
+FSDP2 replaces the inputs of a unit by aliases, all made by one autograd function. The backward of this function ends
+the backward of the group. Autograd runs functions in the reverse order of the forward, so one alias is enough: the
+function runs after all others of the unit. If a tensor outside of lists and dicts needs a gradient, tensors in lists
+and dicts get no alias. Through an alias, autograd would run the backward of a tensor that the unit does not read, and
+whose graph may be freed.
 
 [Note: Sums that await their replicas]
 With HSDP, each replica sums the micro-batches of an optimizer step, and these sums are summed over replicas once. FSDP2
@@ -96,12 +99,12 @@ class GroupGradients:
     ) -> None:
         """Take the group, and the unit or group holder that has it.
 
-        All groups of the root share `containers`, those that the units receive, and `rest`.
+        All groups of the root share `containers`, which tracks the arguments of the units, and `rest`.
         """
         self.group = group
         self.module = module
         self.first_forward = 0
-        """The number, among those of all groups, of the first forward whose backward has not ended."""
+        """The position, among the forwards of all groups, of the first one here whose backward has not ended."""
         self._containers = containers
         self._rest = rest
         self._num_forwards = 0  # with gradients on, whose backward has not ended
@@ -176,8 +179,8 @@ class GroupGradients:
     def lost_gradient(self) -> str:
         """Return the FQN of a parameter whose gradient was not reduced, though its unit ran; "" if there is none.
 
-        FSDP2 reduces in hooks on the outputs of units. A loss that depends only on a tensor that a unit has kept runs
-        none of them. Call after a backward that reduces.
+        FSDP2 reduces in hooks on the outputs of units. A loss that depends only on a tensor that a unit has stored runs
+        none of these hooks. Call after a backward that reduces.
         """
         if self._num_forwards > 0:
             for parameter, (_, _, fqn) in zip(self.group.parameters, self.group.places, strict=True):
@@ -307,13 +310,13 @@ class GroupGradients:
 
 
 def refuse_lost_gradients(groups: Iterable[GroupGradients], method: str) -> None:
-    """Raise StepError for a gradient that no reduction has taken: see `GroupGradients.lost_gradient`."""
+    """Raise StepError for a gradient that was not reduced: see `GroupGradients.lost_gradient`."""
     for group in groups:
         if fqn := group.lost_gradient():
             raise StepError(
-                f"{method} was called, but the gradient of {fqn} was not reduced: the loss depends on a tensor that a "
-                "module has kept (self.kept = ...), and on no output of an FSDP unit. Return the tensor from the "
-                "model's forward, and compute the loss from what the forward returned."
+                f"{method} was called, but the gradient of {fqn} was not reduced: the loss depends only on a tensor "
+                "that a module has stored (self.kept = ...), not on the output of an FSDP unit. Return the tensor from "
+                "the model's forward, and compute the loss from what the forward returned."
             )
 
 
@@ -329,7 +332,8 @@ def _was_replaced(fqn: str) -> WrapError:
 def refuse_replaced(gradients: Iterable[GroupGradients]) -> ForwardContext:
     """Return a `ForwardContext` that raises a WrapError if parameters were replaced before the first forward.
 
-    At its first forward FSDP2 takes the parameters that the modules have then. Later ones are checked unit by unit.
+    At its first forward, FSDP2 takes the parameters that the modules have then. Each forward of a unit checks for later
+    replacements.
     """
     unchecked = list(gradients)
 

@@ -57,9 +57,9 @@ def refuse_sharded(root: nn.Module, fqn: str, parameter: str, *, unless: Callabl
             return
         if num_axes(value) == num_sharded and not unless():
             raise WrapError(
-                f"{fqn} was called outside of the model's forward, where {parameter} is sharded. Call a unit itself, "
-                f"module(x), not module.forward(x). If a method of the model calls it, register that method under its "
-                'name: zeroamp.register_forward_method(model, "encode").'
+                f"{fqn} was called outside of the model's forward, where {parameter} is sharded. Call a unit as "
+                f"module(x), not as module.forward(x). If a method of the model calls {fqn}, register that method by "
+                'its name: zeroamp.register_forward_method(model, "encode").'
             )
 
     return check

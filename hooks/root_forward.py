@@ -121,7 +121,7 @@ class RootForward:
         self._output_hooks.append(hook)
 
     def change_output(self, change: Callable[[Any], Any]) -> None:
-        """Return `change(output)` from outermost forwards. The hooks of `on_output`, and FSDP2's, get it."""
+        """Return `change(output)` from outermost forwards. The hooks of `on_output`, and FSDP2's, get its result."""
         self._change_output = change
 
     def add_hooks(self, root: nn.Module, hooks: UnitHooks) -> None:

@@ -26,7 +26,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def direct_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among `values`, and in tuples of them: those that no mutable container has."""
+    """Yield the tensors among `values`, and in tuples among them: all that are outside of mutable containers."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -43,7 +43,7 @@ _MUTABLE = (list, dict, deque)  # a tuple: torch.compile cannot trace a union of
 
 
 class Loan:
-    """The lists, dicts and objects of a caller in which other tensors stand for the time of a forward."""
+    """Replaces tensors in a caller's lists, dicts and objects for the time of a forward."""
 
     def __init__(self) -> None:
         self.containers: list[Any] = []
@@ -62,7 +62,7 @@ class Loan:
                 self._written.append((container, key, new, _num_changes(new), old))
 
     def end(self) -> None:
-        """Write the caller's elements back. What the forward has changed, in place too, stays."""
+        """Write the caller's elements back, except where the forward replaced or changed an element."""
         while self._written:
             container, key, new, changes, old = self._written.pop()
             if _num_changes(new) != changes:
@@ -147,7 +147,7 @@ def parts_of(value: Any) -> dict[Any, Any]:
 
 
 def _with_fields(value: Any, news: dict[str, Any]) -> Any:
-    """Return a copy of a dataclass with other fields. It retains attributes that are no fields, unless compiled."""
+    """Return a copy of a dataclass with other fields. It retains other attributes, except in compiled code."""
     if torch.compiler.is_compiling():
         return replace(value, **news)
     copied = copy(value)

@@ -52,7 +52,7 @@ def _units_of_policy(model: nn.Module, auto_wrap_policy: AutoWrapPolicy) -> list
     classes = _class_list(auto_wrap_policy)
     units = _units_of_classes(model, classes)
     unmatched = (each for each in classes if not any(_matches(module, each) for module in model.modules()))
-    # Of a set, each rank has another first.
+    # Not the first one: the order of a set differs between ranks.
     asked = min((each if isinstance(each, str) else each.__name__ for each in unmatched), default=None)
     if asked is not None:
         names = sorted({type(module).__name__ for module in model.modules() if module is not model})
@@ -207,8 +207,8 @@ def find_own_units(
         model: a plain model.
         inside_units: the modules of all units and the modules inside them. They are never chosen.
         min_numel: the smallest number of elements of an embedding or head that is chosen.
-        ignored: Modules that own one of these parameters are not chosen, because it is not sharded, or because only
-            some ranks run the module.
+        ignored: modules that own one of these parameters are not chosen: the parameter is not sharded, or only some
+            ranks run the module.
     """
     num_paths = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     num_owners = Counter(id(p) for module in num_paths for p in module._parameters.values())

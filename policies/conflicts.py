@@ -30,7 +30,7 @@ def check_policy(policy: "Policy") -> None:
     if policy.keep_inputs_in_fp32 and policy.mode not in ("bf16", "fp16"):
         raise ConfigError(
             f"zeroamp.keep_inputs_in_fp32 must be empty unless bf16 or fp16 is enabled, but is "
-            f"{shown(list(policy.keep_inputs_in_fp32))}. Other modes cast no inputs: leave it out."
+            f"{shown(list(policy.keep_inputs_in_fp32))}. Other modes cast no inputs: remove the key."
         )
     for extension in extensions_of(policy):
         extension.check_config(policy)

@@ -22,7 +22,7 @@ class FakeTensorMode(_FakeTensorMode):  # type: ignore[no-untyped-call]
     """Makes fake tensors whose address cannot be read. By default it is 0, to which a kernel of Triton would write."""
 
     def __init__(self, made: list[ReferenceType[torch.Tensor]] | None = None, **options: Any) -> None:
-        """`made`: gets a weak reference to each fake tensor that an op of this mode returns."""
+        """`made`: the mode appends a weak reference to each fake tensor that one of its ops returns."""
         super().__init__(**options)
         self._made = [] if made is None else made
 

@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zeroamp.hooks._torch.fsdp import groups_of, units_of
 
 Method = Literal["pre_forward", "post_forward", "post_backward"]
-"""`pre_forward` unshards a group before a forward, `post_forward` reshards it after. `post_backward` ends its backward
-and reduces its gradients."""
+"""`pre_forward` unshards a group before a forward, and `post_forward` reshards it after the forward. `post_backward`
+ends the group's backward and reduces its gradients."""
 
 
 Place = tuple[dict[str, nn.Parameter | None], str, str]
@@ -186,10 +186,10 @@ class ParameterGroup:
         return ""
 
     def replaced(self) -> str:
-        """Return the FQN of a parameter that is another object than FSDP2 has, and that FSDP2 cannot take; "" for none.
+        """Return the FQN of a parameter that was replaced by an object that FSDP2 cannot use; "" if there is none.
 
-        Before its first forward FSDP2 takes a sharded `nn.Parameter`, as `load_state_dict(assign=True)` sets it. It
-        would also take a sharded tensor by which `torch.func.functional_call` replaces the parameter for one call.
+        Until its first forward, FSDP2 accepts another sharded `nn.Parameter`, as `load_state_dict(assign=True)` sets
+        it. FSDP2 would also accept the sharded tensor that `torch.func.functional_call` sets for one call.
         """
         for parameter, (owned, name, fqn) in zip(self._group.fsdp_params, self.places, strict=True):
             value: Any = owned.get(name)
@@ -202,8 +202,9 @@ class ParameterGroup:
     def ignored_data(self) -> str:
         """Return the FQN of the group's first trained parameter if its `data` was set to another tensor, else "".
 
-        A DTensor ignores that, but for its own storage, which is empty. Other parameters are not looked at: such code
-        sets the data of all. `Module.to` swaps the local tensor too.
+        Setting `data` of a DTensor changes only the DTensor's own storage, which is empty, and not its local tensor.
+        One parameter is checked, because code that sets `data` does so for all parameters. `Module.to` also replaces
+        the local tensor, and is not reported.
         """
         index = self._trains.index(True) if True in self._trains else 0
         sharded = self._group.fsdp_params[index].sharded_param
@@ -238,10 +239,10 @@ class ParameterGroup:
 def unshard_before_backward_of(
     tensors: Iterable[torch.Tensor], module: FSDPModule, awaits_backward: Callable[[], bool]
 ) -> None:
-    """Unshard `module`'s own groups before the backward of these tensors, as FSDP2 does for those that it returns.
+    """Unshard `module`'s own groups before the backward of these tensors, as FSDP2 does for the outputs of a forward.
 
-    An op in place on a view discards the hooks on it. So the function of a view's base gets the hook, unless
-    `awaits_backward` returns False by then: the base may be older than the forward.
+    An op in place on a view discards the hooks on the view. So for a view, the autograd node of its base gets the hook.
+    This hook does nothing if `awaits_backward()` is False, because the base may be older than the forward.
     """
     pre_backward: Callable[[Any], Any] = module._get_fsdp_state()._pre_backward
 

@@ -30,7 +30,7 @@ def _text(issued: IssuedCollective) -> str:
 
 
 MOST_LISTED = 2_000
-"""Collectives of a step whose texts are retained. An evaluation before the step may issue millions."""
+"""How many collectives of a step are retained as text. An evaluation before the step may issue millions."""
 
 
 class CallOrder:
@@ -53,7 +53,7 @@ class CallOrder:
         return self._hash.digest()
 
     def describe(self) -> Mapping[str, str]:
-        """Return how often each collective was issued, and which one each was: the same on ranks with equal orders."""
+        """Return how often each collective was issued, and the collective at each position, as text."""
         counts = {f"the count of {text}": str(count) for text, count in Counter(self.first).items()}
         calls = {f"collective {number}": text for number, text in enumerate(self.first, 1)}
         return {**counts, **calls, "the number of collectives": str(self.num_calls)}
@@ -74,9 +74,9 @@ class IssuedInStep:
     calls: CallOrder = field(default_factory=CallOrder)
     """The collectives since the last optimizer step."""
     reductions: CallOrder = field(default_factory=CallOrder)
-    """Those of them that reduce gradients. A loop without `TrainStep` begins a new one in each optimizer step."""
+    """The reductions of gradients among them. In a loop without `TrainStep`, `compare_orders` begins a new order."""
     before: tuple[HostCopy, CallOrder] | None = None
-    """The reductions of the step before, and what all ranks sent of them, on other devices than a CPU."""
+    """On other devices than a CPU: the maxima over the ranks, and the reductions, of the previous optimizer step."""
     _texts: dict[tuple[object, ...], tuple[str, bytes, ReduceOp]] = field(default_factory=dict)
     """Collective, group, dtype, size and id of the op -> its text, and the op, so that its id is not reused. Hashing
     the op itself would double the time of a call."""
@@ -156,8 +156,8 @@ def peer_lost(
     return PeerError(
         f"Rank {dist.get_rank()} waited for the {what}{place}, and the process group ended it: {str(error).strip()}. "
         "Another rank has ended or did not issue the same collective. Read the output of the other ranks, and check "
-        "that all ranks run the same modules, micro-batches and evaluations. Modules that a rank may skip belong into "
-        '"zeroamp": {"optional_units": [...]}.'
+        "that all ranks run the same modules, micro-batches and evaluations. If a rank may skip a module, "
+        'name the module in "zeroamp": {"optional_units": [...]}.'
         f"{own_unit} Restart from the last checkpoint."
     )
 

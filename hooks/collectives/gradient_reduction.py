@@ -127,7 +127,7 @@ class GroupReduceScatter:
     """The dtype of the output. After an all-to-all, the sum is computed in it. A backend's reduce-scatter sums in
     `communication_dtype`, and its output is cast to `reduce_dtype`."""
     dtypes_of_sums: tuple[torch.dtype, torch.dtype]
-    """The same two, for a reduction of sums of several micro-batches."""
+    """`communication_dtype` and `reduce_dtype` of a reduction of sums of several micro-batches."""
     reduces_sums: Callable[[], bool]
     """Returns whether the current reduction is of such sums."""
     collective: Literal["reduce_scatter", "all_to_all"] | None
@@ -330,7 +330,7 @@ def variants_over_ranks(
 
     Args:
         num_ranks: the number of ranks of the group.
-        dtype: that of the chunks.
+        dtype: of the chunks.
         multiple: the number of elements of each sum is a multiple of it. 16: as in an all-reduce.
         nodes: the two levels of the group. None: one level.
     """

@@ -3,8 +3,8 @@
 A program adds one block of columns. It reads every row once, adds in fp32 in exactly the order of the tree, and writes
 once: for N rows of bf16, 2 N + 4 bytes per column and one launch. The tree is unrolled when the kernel is compiled,
 once per number of rows. With more than `LARGEST` rows, whole subtrees of `LARGEST` rows are summed first, in one
-launch, and then their sums. LARGEST is a power of two, so the tree is the same. `tree_sum.Variant` is all that the
-kernel is compiled for.
+launch, and then their sums. LARGEST is a power of two, so the tree is the same. `tree_sum.Variant` has all values for
+which the kernel is compiled.
 
 Loads have 16 bytes if the distance of the rows is a multiple of that: `gradient_reduction.py` makes it one. Triton
 itself only knows whether 16 divides a number of elements, so the kernel gets the largest power of two that divides the

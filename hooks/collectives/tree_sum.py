@@ -23,8 +23,8 @@ takes 0.9 to 1.4 times as long as adding row after row (`benchmarks/records/`, p
 
 [Note: Variants of the kernel]
 Triton compiles a kernel for each `Variant`. `wrap_model` compiles those that the model's reductions can need, because
-compiling takes up to two seconds, and may fail. What could not be foreseen is compiled when it is first summed. If any
-variant fails, all sums of this process run the loop from then on. Other ranks may go on with the kernel.
+compiling takes up to two seconds, and may fail. Any other variant is compiled at its first sum. If any variant fails,
+all sums of this process run the loop from then on. Other ranks may go on with the kernel.
 """
 
 import logging
@@ -59,7 +59,7 @@ def tree_sum(rows: torch.Tensor, output: torch.Tensor, divide_by: float = 1) -> 
     if _has_kernel(rows.device) and (kernel := _kernel()) is not None:
         try:
             launches: int = kernel(rows, output, divide_by)
-        except torch.OutOfMemoryError:  # not of the kernel: the loop needs memory too
+        except torch.OutOfMemoryError:  # not a fault of the kernel: the loop needs memory too
             raise
         except Exception as error:  # of Triton, of a compiler that it calls, or of the file system
             _give_up(error)
@@ -69,7 +69,7 @@ def tree_sum(rows: torch.Tensor, output: torch.Tensor, divide_by: float = 1) -> 
 
 
 class Variant(NamedTuple):
-    """What the kernel is compiled for: see [Note: Variants of the kernel]. Use `variant`."""
+    """The values for which the kernel is compiled: see [Note: Variants of the kernel]. `variant` makes one."""
 
     num_rows: int
     dtype: torch.dtype
@@ -97,7 +97,7 @@ def compile_sum(variant: Variant, device: torch.device) -> None:
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Return whether sums on a device run the kernel. It must be compiled then."""
+    """Return whether sums on a device run the kernel, which must be compiled for them."""
     return _has_kernel(device) and _kernel() is not None
 
 

@@ -17,7 +17,7 @@ from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.dtypes import short_name
 
 NO_TENSOR = "none"
-"""The dtype that is recorded where there is no tensor: the state of SGD without momentum."""
+"""Recorded in place of a dtype where there is no tensor, as in the state of SGD without momentum."""
 
 
 class Observations:

@@ -34,9 +34,9 @@ def cast_inputs(
     casts tensors in the same containers as FSDP2 does, dataclasses included, until the end of the forward.
 
     Args:
-        dtype: the mode's.
-        containers: of the model.
-        forward: the module's forward, or a registered method. Its signature has the names of positional arguments.
+        dtype: of the mode.
+        containers: of the model. They undo the casts in lists and dicts of the caller.
+        forward: the module's forward, or a registered method. Its signature names the positional arguments.
         keeps: names of arguments that are not cast.
         rounded: warns of values that the cast rounds.
     """
@@ -59,10 +59,10 @@ def cast_inputs(
 
 
 class RoundedInputs:
-    """Warns once per model of a number per sample, such as a diffusion timestep, that a unit's cast rounds.
+    """Warns once per model if a unit's cast rounds an input with one number per sample, such as a diffusion timestep.
 
-    Looks at tensors without or with one dimension only: hidden states have more, and are meant to be in low precision.
-    Values are read where that does not wait for a device. On an accelerator, the shape and the dtype decide.
+    Checks 0-D and 1-D tensors only: hidden states have more dimensions, and are meant to be in low precision. On a CPU
+    the values decide. On an accelerator the shape and the dtype decide, because the host would wait for the values.
     """
 
     def __init__(self) -> None:

@@ -68,8 +68,8 @@ class ZeroampBlock(Block):
     keep_inputs_in_fp32: Annotated[
         Names,
         Honoured(
-            "modes `bf16` and `fp16`: names of arguments of the model's forward, and of those of units, that are not "
-            "cast, such as diffusion timesteps"
+            "modes `bf16` and `fp16`: names of arguments of forwards, of the model and its units, that are not cast, "
+            "such as diffusion timesteps"
         ),
     ] = ()
     external_autocast: Annotated[
@@ -141,8 +141,8 @@ class ZeroampBlock(Block):
     optional_units: Annotated[
         Names,
         Honoured(
-            "modules that only some ranks run in a step, such as a vision tower; patterns as in `zeroamp.overrides`. "
-            "No unit is inside them: they are unsharded and reduced with the unit around them (docs/ranks.md)"
+            "modules that only some ranks run in a step, such as a vision tower (docs/ranks.md). Patterns are those of "
+            "`zeroamp.overrides`"
         ),
     ] = ()
 

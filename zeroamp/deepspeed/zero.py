@@ -105,7 +105,8 @@ def GatheredParameters(  # noqa: N802 - a class in DeepSpeed
         enabled: if False, the context does nothing.
 
     Raises:
-        StepError: on entering, a parameter is from before `initialize`; or a set contains one that cannot be ordered.
+        StepError: on entering, a parameter is from before `initialize`; or, with `modifier_rank`, `params` is a set
+            with a parameter that is not sharded.
     """
     del fwd_module
     parameters = _parameters(params, sends=modifier_rank is not None) if enabled else []
@@ -153,7 +154,7 @@ def _parameters(params: Any, *, sends: bool) -> list[nn.Parameter]:
     each: Iterable[Any] = [params] if isinstance(params, torch.Tensor) else params
     found = [one[1] if isinstance(one, tuple) else one for one in each]
     parameters = list({id(one): one for one in found if isinstance(one, nn.Parameter)}.values())
-    if isinstance(params, set | frozenset):  # in another order on each rank, and the ranks communicate in this order
+    if isinstance(params, set | frozenset):  # its order differs between ranks, which must communicate in one order
         if sends and not all(hasattr(one, "ds_id") for one in parameters):
             raise StepError(
                 "GatheredParameters was given modifier_rank, and a set with parameters that are not sharded. The order "

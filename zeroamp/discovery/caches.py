@@ -2,10 +2,10 @@
 
 [Note: Which caches]
 `caches_restored` copies what the model's code can reach by a name, and restores it if it contains a fake tensor after
-the run: globals and classes of the Python modules that define the model's classes, and of those that they import from
-directly, and objects of these classes. `nothing_left` then starts from fake tensors that are still alive. It clears
-each `functools.lru_cache` that contains one, and removes them from other lists and dicts, also in closures: caches that
-have no name. A fake tensor that remains is an error that names its place.
+the run. It covers the Python modules that define the model's classes, and those from which they import directly: their
+globals, their classes, and objects of these classes. `nothing_left` then finds caches without a name, such as those in
+closures. It starts from the fake tensors that are still alive, clears each `functools.lru_cache` that contains one, and
+removes fake tensors from other lists and dicts. If a fake tensor remains, an error names its place.
 """
 
 import gc
@@ -144,10 +144,12 @@ def _set_items(container: Any, items: Any) -> None:
 
 @contextmanager
 def nothing_left(model: nn.Module) -> Iterator[list[ReferenceType[torch.Tensor]]]:
-    """Clear what is left of a traced run, after the frames of the run. Yields a list for its fake tensors.
+    """Remove fake tensors that a traced run has left in caches, once the run's frames have ended.
+
+    Yields the list to which the run appends weak references to its fake tensors.
 
     Raises:
-        ConfigError: code of the model keeps a fake tensor outside of the caches that could be restored.
+        ConfigError: code of the model retains a fake tensor that could not be removed.
     """
     made = list[ReferenceType[torch.Tensor]]()
     try:
@@ -158,16 +160,16 @@ def nothing_left(model: nn.Module) -> Iterator[list[ReferenceType[torch.Tensor]]
     _clear_caches(made)
     if tensors := _left_over(made):
         raise ConfigError(
-            f"{type(model).__name__} was run on fake tensors, and keeps some of them in {_place(tensors)}. A "
-            f"forward would read them. Remove what fills that cache, or empty it after this "
-            'error and list classes of modules in lower_precision_safe_modules instead of "auto".'
+            f"{type(model).__name__} was run on fake tensors, and retains some of them in {_place(tensors)}. "
+            "The next forward would read them. Remove the code that stores them there. Or delete them after this "
+            'error, and list classes of modules in lower_precision_safe_modules instead of "auto".'
         )
 
 
 def _clear_caches(made: Sequence[ReferenceType[torch.Tensor]]) -> None:
     """Remove the fake tensors of a run from each `functools.lru_cache`, and from lists and dicts that contain one.
 
-    A list or dict inside of another container stays: which of the two the run has made is not known.
+    A list or dict inside of another container is not changed, because the run may have made either of the two.
     """
     inner, plain, contents = list[Any](_left_over(made)), list[Any](), list[list[Any]]()
     own = {id(inner), id(plain)}  # lists of this function, which refer to what it finds

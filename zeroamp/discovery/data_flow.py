@@ -1,4 +1,4 @@
-"""Compares what two traced runs compute: whether a model that reads the dtype of a parameter does something else by it.
+"""Compares what two traced runs compute: whether a model that reads a parameter's dtype depends on that dtype.
 
 Each tensor gets a hash of the op that made it, of the op's other arguments, and of the hashes of its inputs. Two runs
 with equal hashes of all outputs and gradients ran the same ops on the same values. A parameter that is all-gathered in
@@ -26,8 +26,8 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._hashes: dict[StorageWeakRef, int] = {}
         self._parameters: dict[StorageWeakRef, str] = {}
         self._aliases: dict[StorageWeakRef, tuple[int, int]] = {}
-        """Storage of a cast whose values have another name -> its hash, and the offset there. Names are those of
-        parameters in the low dtype, and of tensors that were cast from the low dtype and back."""
+        """Storage of a cast -> hash of the storage that has the same values, and the offset there. That storage is of a
+        parameter in the low dtype, or of a tensor that was cast from the low dtype and back."""
         self._before_cast: dict[StorageWeakRef, Any] = {}
         """Storage of a cast from the low dtype -> key of what was cast."""
         self._num_inputs = self._num_random = 0
@@ -35,7 +35,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.gradients: dict[str, list[Any]] = {}
 
     def add(self, name: str, _parameter: torch.Tensor, replacement: torch.Tensor) -> None:
-        """Name a parameter of the run. Of one in the low dtype, the values are those of a cast."""
+        """Hash a parameter of the run by its name. A parameter in the low dtype gets the hash of a cast."""
         storage = storage_of(replacement)
         if storage is None:
             return
@@ -90,7 +90,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _is_named_cast(self, source: torch.Tensor, out: torch.Tensor, key: Any) -> bool:
-        """Return whether the values of a cast have a name already. Records casts from the low dtype."""
+        """Return whether the values of a cast have a hash already. Records casts from the low dtype."""
         storage, cast = storage_of(source), storage_of(out)
         if storage is None or cast is None:
             return False

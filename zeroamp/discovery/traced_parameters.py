@@ -65,9 +65,9 @@ def discover_safe_parameters(
         device_type: Where the model will run. Autocast has a different list of ops for each device type.
 
     Raises:
-        ConfigError: there are no inputs, the forward or backward raises on fake tensors, or the model's code retains
-            one where it cannot be removed. If it raises because it needs the value of a tensor, a warning is logged,
-            and no parameter is safe.
+        ConfigError: there are no inputs, the forward or backward raises on fake tensors, or the model's code retains a
+            fake tensor that cannot be removed. If the run raises because it needs the value of a tensor, a warning is
+            logged, and no parameter is safe.
         WrapError: the model is wrapped already.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -105,7 +105,7 @@ class _Run:
             raise _not_traced(model, error) from error
         records = recorder.records
         readers = [name for name, record in records.items() if record.dtype_read_in is not None]
-        # What else prevents that a parameter is safe, is the same after another answer to the read of its dtype.
+        # A parameter that is unsafe for another reason stays unsafe, whatever the read of its dtype returns.
         read_only = {name for name in readers if records[name].safety(self.dtype, ignore_dtype_read=True)[0]}
         harmless = self._same_in_low(read_only, records) if read_only else set()
         found = {name: rec.safety(self.dtype, ignore_dtype_read=name in harmless) for name, rec in records.items()}
@@ -116,7 +116,7 @@ class _Run:
         )
 
     def run(self, recorder: UseRecorder | DataFlow, low: Container[str] = ()) -> None:
-        """Run the model once. Parameters have the dtype that `wrap_model` stores; those in `low` the low one."""
+        """Run the model once. Parameters in `low` have the low dtype, the others the one in which they are stored."""
         parameters = dict(self.model.named_parameters())
         in_low = {id(parameter) for name, parameter in parameters.items() if name in low}
 
@@ -141,8 +141,8 @@ class _Run:
     def _same_in_low(self, names: set[str], records: Mapping[str, ParameterRecord]) -> set[str]:
         """Return those of `names` that may be in the low dtype, though the model reads their dtype.
 
-        The model then runs the same ops on the same values as before. Parameters of the same class of module and of
-        the same name in it are decided together, so that the number of runs does not grow with the depth of a model.
+        With them in the low dtype, the model runs the same ops on the same values. Parameters with the same name in
+        modules of the same class are decided together, so that deeper models need no more runs.
         """
         as_stored = DataFlow(self.dtype)
         self.run(as_stored)
@@ -152,7 +152,7 @@ class _Run:
             flow = DataFlow(self.dtype)
             try:
                 self.run(flow, safe | low)
-            except Exception:  # an op that takes other dtypes
+            except Exception:  # an op refuses the low dtype
                 return False
             return flow.is_same(as_stored)
 

@@ -36,9 +36,9 @@ _sleeps: "WeakKeyDictionary[nn.Module, _Sleep]" = WeakKeyDictionary()
 def sleep(model: nn.Module, optimizers: Optimizers = (), what: Sequence[Part] = PARTS) -> None:
     """Move parts of a training's state to host memory, pinned on accelerators, and free their device memory.
 
-    Call it on every rank, between two optimizer steps. Communicates nothing. The model's buffers stay on the
-    device; those in which reductions receive gradients are released until the next backward. Until `wake`,
-    a forward, an optimizer step, a save and an export are errors. Shards that the config offloads stay where they are.
+    Call it on every rank, between two optimizer steps. Communicates nothing. The model's buffers stay on the device.
+    The receive buffers of the reductions are released until the next backward. Until `wake`, a forward, an optimizer
+    step, a save and an export are errors. Shards that the config offloads stay where they are.
     While gradients sleep, do not call `zero_grad(set_to_none=False)`: torch has no hook there, and memory is freed.
 
     Args:

@@ -27,7 +27,7 @@ _REMEDIES = {
     "gradient": "Remove the hook that casts the gradient.",
     "communication": "Leave the reduce-scatter of the unit as wrap_model set it.",
     "accumulate": "Leave the accumulation as wrap_model set it; data_types.grad_accum_dtype sets another dtype.",
-    "optimizer": "Keep optimizer state in this dtype, or set data_types.optimizer_states_dtype if it is bf16.",
+    "optimizer": "Keep optimizer state in the expected dtype. For bf16 state, set data_types.optimizer_states_dtype.",
     REPLICAS: "Leave the reduce-scatter of the unit, whose output replicas average, as wrap_model set it.",
 }
 

@@ -55,7 +55,7 @@ def differing_reads(plan: Plan, model: nn.Module, state: WrapState, batch: objec
             sharded = [
                 f"{fqn}: the model reads the dtype of this weight outside of its unit. It is {short_name(stored)} "
                 f"while the weight is sharded and {short_name(dtype)} while it is unsharded, so outputs depend on the "
-                f'stage and on the forwards before. Set lower_precision_safe_modules to "auto", or "param": '
+                f'stage and on earlier forwards. Set lower_precision_safe_modules to "auto", or "param": '
                 f'"{short_name(stored)}" for {fqn} in zeroamp.overrides.'
                 for fqn, (dtype, stored) in reads.found_sharded.items()
             ]
@@ -78,7 +78,7 @@ class StoredDtypes(TorchFunctionMode):
         self._unsharded = {fqn: param.dtypes.param for param in plan.params for fqn in (param.fqn, *param.aliases)}
         self._root = root
         self.as_unsharded = False
-        """Answer reads of a sharded weight with the dtype that it has while it is unsharded."""
+        """Whether reads of a sharded weight return the dtype that the weight has while it is unsharded."""
         self.found: dict[str, tuple[torch.dtype, torch.dtype]] = {}
         """FQN -> dtype of the unsharded weight, dtype in which it is stored; in the order of the reads."""
         self.found_sharded: dict[str, tuple[torch.dtype, torch.dtype]] = {}

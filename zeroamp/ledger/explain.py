@@ -114,16 +114,16 @@ class Ledger:
         observes the dtypes of stored and unsharded parameters, of the ops that consume them, of raw gradients,
         collectives, sums and optimizer state. Parameters, gradients, buffers, random states and counters are restored,
         also if the step raises. Compiled modules run eagerly. Where a parameter's compute dtype is "per op", the dtypes
-        of its ops are reported, but not compared. Modules that do not run are not checked. Under autocast, two more
+        of its ops are reported, but not compared. Modules that do not run are not checked. Under autocast, more
         forwards show whether the output changes if a weight's `dtype`, where the model reads it, is fp32.
 
         Args:
             model: the wrapped model of this ledger, between two optimizer steps.
             batch: a tensor, a tuple of arguments or a mapping of keyword arguments of the model's forward.
             loss_fn: computes a scalar loss from the model's output. Default: its `.loss`, or the output itself.
-            optimizer: yours, or several (`train.optimizers`). The dtypes of its state are compared. If it has no state
-                of a parameter yet, a copy of the optimizer makes one, on a copy of the shard. It is not changed. None:
-                the column "optimizer" is what the ledger expects, and is not observed.
+            optimizer: your optimizer, or several (`train.optimizers`). The dtypes of its state are compared. If a
+                parameter has no state yet, a copy of the optimizer steps a copy of the shard. The optimizer itself is
+                not changed. None: the column "optimizer" has what the ledger expects, and is not observed.
 
         Raises:
             PrecisionError: on all ranks, naming parameter, module, boundary, the expected and the observed dtype.

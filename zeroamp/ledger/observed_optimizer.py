@@ -29,7 +29,7 @@ def problem_with(optimizers: Optimizers, root: nn.Module) -> str | None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             return f"must be an optimizer or a list of optimizers, but has a {type(optimizer).__name__}"
         if any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values()):
-            return f"is a {type(optimizer).__name__}, which wraps another optimizer. Pass that one"
+            return f"is a {type(optimizer).__name__}, which wraps another optimizer. Pass the inner one"
         if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             return f"is a {type(optimizer).__name__} without parameters of the model. Build it after wrap_model"
     return None
@@ -38,12 +38,12 @@ def problem_with(optimizers: Optimizers, root: nn.Module) -> str | None:
 def state_dtypes(
     optimizers: Sequence[torch.optim.Optimizer], parameter: nn.Parameter, gradient: torch.Tensor | None
 ) -> Iterator[tuple[torch.dtype | None, str]]:
-    """Yield (dtype, tensor of the state) for a parameter. The dtype is None if the optimizer makes no state for it.
+    """Yield (dtype, name of the tensor) for the state of a parameter. The dtype is None if there is no state.
 
     Yields nothing if no optimizer has the parameter, or this rank has no element of it.
 
-    If the optimizer has no state for it yet, a copy of the optimizer makes one in a step with `gradient`, on a copy of
-    this rank's shard.
+    If the parameter has no state yet, a copy of the optimizer makes it in a step with `gradient`, on a copy of this
+    rank's shard.
     """
     found = (
         (optimizer, group)
@@ -77,7 +77,7 @@ def _stepped(
 ) -> defaultdict[torch.Tensor, dict[str, object]]:
     """Return the state after one step of a copy of `optimizer` that has only `parameter`.
 
-    The copy has no hooks, and not the `step` that a scheduler or torch.compile has put on the optimizer.
+    The copy has no hooks. Its `step` is that of the class, not one that a scheduler or torch.compile has set.
     """
     groups = [{name: [parameter] if name == "params" else _copied(value) for name, value in group.items()}]
     one = type(optimizer).__new__(type(optimizer))
@@ -96,7 +96,7 @@ def _copied(value: object) -> object:
 
 
 def _dtypes_of(tensor: torch.Tensor) -> list[torch.dtype]:
-    """Return the dtypes in which values are stored. A quantized tensor shows another dtype than that of its values."""
+    """Return the dtypes in which values are stored. The `dtype` of a quantized tensor is another one."""
     if isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__"):
         return [tensor.dtype]
     names, _ = tensor.__tensor_flatten__()

@@ -53,10 +53,11 @@ def resolve_overrides(optimizer: torch.optim.Optimizer) -> None:
 
 
 def prepare_other(optimizer: torch.optim.Optimizer, roots: Sequence[ref[nn.Module]]) -> None:
-    """Let a loop without `TrainStep` step an optimizer of parameters of the wrapped models `roots`.
+    """Prepare an optimizer for a loop without `TrainStep`. It has parameters of the wrapped models `roots`.
 
     Raises:
-        StepError: as `refuse_other`, or a Muon has matrices of several models.
+        StepError: `refuse_other` raises, the optimizer needs whole parameters, or a Muon has matrices of several
+            models.
     """
     where = "A loop without TrainStep steps"
     refuse_other(optimizer, on_shards=False, where=where)

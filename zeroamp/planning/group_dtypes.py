@@ -5,9 +5,10 @@ here. The collectives, FSDP2's mixed-precision policies, the planned traffic, th
 verification, and the tables of `docs/precision.md` read these records.
 
 [Note: Sums of micro-batches]
-A gradient in bf16 is exact in bf16, but the sum of several is not. So a reduction of gradients that were added up over
-micro-batches without a reduction is sent in fp32, and summed in fp32, unless the user has set its communication dtype.
-One such exchange sends as many bytes as two in bf16. A sum that was accumulated in bf16 loses nothing in bf16.
+The bf16 gradient of one micro-batch is sent in bf16 without rounding. The sum of several micro-batches would be
+rounded. So a rank that has accumulated micro-batches without a reduction sends their sum in fp32, unless the user has
+set a communication dtype. One such exchange sends as many bytes as two in bf16. Sums that were accumulated in bf16 are
+sent in bf16, without rounding.
 """
 
 from dataclasses import dataclass, replace
@@ -67,7 +68,7 @@ class GroupKey(NamedTuple):
     is_ignored: bool = False
     """Whether the parameters are in `ignored_params`: each rank has them whole, and they are never communicated."""
     sends_sums_low: bool = False
-    """Whether an override sets `communication` to a low dtype, which sums of micro-batches are then sent in, too."""
+    """Whether an override sets `communication` to a low dtype, in which sums of micro-batches are then sent, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

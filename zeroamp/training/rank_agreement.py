@@ -155,11 +155,11 @@ class RankAgreement:
             return
         what, remedy = "This optimizer step", "Nothing was updated in it."
         if is_late:
-            what, remedy = "The optimizer step before this one", "Restart from a checkpoint before it."
+            what, remedy = "The optimizer step before this one", "Restart from a checkpoint before that step."
         found = differences({**self._describe(facts), **calls.describe()}, self._state.world)
         raise StepError(
-            f"{what} {found} Run the same code with the same settings on all ranks. Modules that only some ranks run "
-            f'belong into "zeroamp": {{"optional_units": [...]}}. {remedy}'
+            f"{what} {found} Run the same code with the same settings on all ranks. If only some ranks run a module, "
+            f'name the module in "zeroamp": {{"optional_units": [...]}}. {remedy}'
         )
 
     def _describe(self, facts: _Facts) -> Description:

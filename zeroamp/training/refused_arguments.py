@@ -108,7 +108,7 @@ def refuse_different_factors(root: nn.Module) -> None:
 
 
 def refuse_set_by_caller(state: WrapState) -> None:
-    """Raise StepError if a caller has set a flag that `TrainStep` sets itself, or different factors."""
+    """Raise StepError if a caller has set a flag that `TrainStep` sets, or divide factors that differ."""
     for name, instead in state.set_by_caller.items():
         if instead:
             raise StepError(

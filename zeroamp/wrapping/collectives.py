@@ -72,8 +72,9 @@ def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, g
     if is_summed_here:
         if mesh.device_type == "mtia":
             raise WrapError(
-                "HSDP on MTIA was given sums in fp32 over replicas. There FSDP2 divides each reduction itself, so the "
-                'sums would be divided twice. Set "zeroamp": {"reduce_accumulate_dtype": "native"}, or use no replicas.'
+                "Sums in fp32 over replicas (HSDP) are not supported on MTIA: FSDP2 divides each reduction there, so "
+                'the sums would be divided twice. Set "zeroamp": {"reduce_accumulate_dtype": "native"}, or use no '
+                "replicas."
             )
         leave_replicas_alone(module)
         if replicate_size(mesh) > 1:
@@ -99,7 +100,7 @@ def compile_sums(state: WrapState) -> None:
 def _variants(group: GroupPlan, state: WrapState) -> Iterator[Variant]:
     """Yield the variants of the kernel for the reductions of a group.
 
-    A reduction of the gradients of some parameters, because the others are frozen, has other sizes.
+    If some parameters of the group are frozen, a reduction has another size. `multiple` divides all of these sizes.
     """
     mesh = state.axes.fsdp_of(is_expert=group.is_expert)
     dtypes, of_sums = (

@@ -8,17 +8,17 @@ their own, because FSDP2 would leave these to the root. The model-wide group has
 
 | method | the model-wide group |
 |---|---|
-| `_ON_IF_ANY` | is on if it is on for one of the units. Reducing more often than one of them changes no sum |
+| `_ON_IF_ANY` | is on if it is on for one of the units. Reducing more often than a unit needs changes no sum |
 | `set_gradient_divide_factor` | gets the factor if the units have the same one. Otherwise its next reduction raises |
 | `unshard` | is unsharded with each of the units |
 | `set_unshard_in_backward` | is always unsharded in the backward |
 | other setters, and `reshard` | follows the root |
 
-Where zeroamp sums the replicas of HSDP, `set_force_sum_reduction_for_comms` has no effect: its reductions only sum, and
-FSDP2 would divide a second time.
+Where zeroamp sums the replicas of HSDP, `set_force_sum_reduction_for_comms` has no effect: zeroamp's reductions only
+sum, and FSDP2 would divide a second time.
 
 Methods that would replace the collectives of zeroamp, or their memory, raise. `TrainStep` sets four flags itself for
-each micro-batch. If a caller has changed one of them, its backward raises.
+each micro-batch. If a caller has changed one of these flags, `TrainStep.backward` raises.
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -57,7 +57,7 @@ _BY_TRAIN_STEP = {
 }
 """Flag that `TrainStep` sets -> what to write instead, or what `TrainStep` does."""
 
-_COLLECTIVES = "It would replace zeroamp's {}, whose dtypes are set in the config: {}"
+_COLLECTIVES = "It would replace zeroamp's {}. Remove the call. To choose dtypes, use keys of the config: {}"
 _REFUSED = {
     "set_custom_all_gather": _COLLECTIVES.format("all-gather", "bf16, fp16, torch_autocast, zeroamp.overrides."),
     "set_custom_reduce_scatter": _COLLECTIVES.format(

@@ -249,6 +249,6 @@ def check_input_names(model: nn.Module, plan: Plan) -> None:
     names = {name for forward in forwards for name in signature(forward).parameters}
     if missing := [name for name in asked if name not in names]:
         raise WrapError(
-            f"zeroamp.keep_inputs_in_fp32 has {shown(missing[0])}, which no forward of the model and its FSDP units "
-            f"takes. They take {some_of(sorted(names), 20)}. Correct the name."
+            f"zeroamp.keep_inputs_in_fp32 names {shown(missing[0])}, but the forwards of the model and its FSDP units "
+            f"have no such argument. Their arguments are {some_of(sorted(names), 20)}. Correct the name."
         )

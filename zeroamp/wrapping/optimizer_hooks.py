@@ -240,7 +240,7 @@ def _find_groups(optimizer: torch.optim.Optimizer) -> "list[tuple[ref[nn.Module]
                 raise StepError(
                     f"{where} {fqn}, which is not sharded: it was added or replaced after wrap_model, so each rank "
                     "would train its own copy. Add modules and adapters, and resize embeddings, before wrap_model, or "
-                    "leave it out of the optimizer."
+                    "do not pass this parameter to the optimizer."
                 )
             if (owner := owners.get(id(parameter))) is not None:
                 held.setdefault(owner[0], set()).add(owner[1])
@@ -250,8 +250,8 @@ def _find_groups(optimizer: torch.optim.Optimizer) -> "list[tuple[ref[nn.Module]
 def _late_parameters(roots: list[nn.Module], owners: Container[int]) -> dict[int, str]:
     """Return {id: FQN} of the trained parameters of wrapped models that were added or replaced after `wrap_model`.
 
-    `owners` has the ids of the sharded ones. 0-D parameters are averaged by `TrainStep`, and `ignored_params` by the
-    caller.
+    `owners` has the ids of the sharded parameters. Left out are 0-D parameters, which `TrainStep` averages, and
+    `ignored_params`, which the caller averages.
     """
     return {
         id(parameter): fqn

@@ -1,12 +1,12 @@
 """Compares the order in which ranks reduced gradients, in loops without `TrainStep`.
 
 [Note: An order in a reduction by maximum]
-If ranks run other modules, or the same ones in another order, a rank's gradients of one group are added to another
-rank's gradients of another group. If both have the same size, no error shows it. So each rank hashes the reductions
-since its last optimizer step, in their order. The hash rides on the all-reduce by maximum that
-`optimizer_hooks.py` issues in each optimizer step: 8 bytes, and for each of them 255 minus it. The maximum of the
-second 8 bytes is 255 minus the minimum of the first, so all ranks see whether all hashes are equal. Two different
-orders have the same hash in one of 2^64 steps.
+If ranks run different modules, or the same modules in different orders, one rank's gradients of a group are added to
+another rank's gradients of another group. If both groups have the same size, torch raises no error. So each rank hashes
+the reductions since its last optimizer step, in their order. `optimizer_hooks.py` issues an all-reduce by maximum in
+each optimizer step, which also sends the hash: 8 bytes, and 255 minus each of them. The maximum of 255 minus a byte is
+255 minus the byte's minimum, so all ranks see whether all hashes are equal. Two different orders have the same hash in
+one of 2^64 steps.
 """
 
 from torch import Tensor
@@ -27,8 +27,8 @@ def order_bytes(issued: IssuedInStep) -> bytes:
 def compare_orders(state: WrapState, maxima: Tensor) -> None:
     """Raise on all ranks if they reduced gradients in different orders since the last optimizer step.
 
-    On a CPU this step raises, before the update. On other devices the next one does, so that the host does not wait
-    for the device. Begins the list of the next step.
+    On a CPU this call raises, before the update. On other devices the call of the next step raises, so that the host
+    does not wait for the device. Begins the order of the next step.
 
     Args:
         state: of the wrapped model.

@@ -89,7 +89,7 @@ def test_what_a_closure_collects_is_as_before(way):
 
 def test_a_fake_tensor_that_stays_is_an_error_that_names_the_place():
     place = types.SimpleNamespace()
-    with pytest.raises(zeroamp.ConfigError, match=r"Remembering .*fake tensors.*keeps some .* a SimpleNamespace in"):
+    with pytest.raises(zeroamp.ConfigError, match=r"Remembering .*fake tensors.*retains some .* a SimpleNamespace in"):
         _discover(Remembering(place, lambda kept, x: setattr(kept, "x", x)), X)
 
 

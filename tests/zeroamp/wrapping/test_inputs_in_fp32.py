@@ -116,8 +116,8 @@ def _unknown():
 
 def test_a_name_that_no_forward_takes_is_refused(ranks1):
     (text,) = ranks1.run(_unknown)
-    assert 'has "timestep", which no forward' in text
-    assert "They take scale, t, x." in text
+    assert 'names "timestep", but the forwards' in text
+    assert "Their arguments are scale, t, x." in text
 
 
 def test_other_modes_refuse_the_key():

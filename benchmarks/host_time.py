@@ -38,7 +38,6 @@ from benchmarks.peers.counting import Collectives
 from benchmarks.peers.model import Decoder, Shape, build
 from benchmarks.peers.timing import ratios
 from zeroamp.hooks._torch.fsdp import groups_of, units_of
-from zeroamp.wrapping.state import wrap_state
 
 Pass = Literal["forward", "backward"]
 Mode = Literal["bf16", "autocast"]
@@ -85,8 +84,6 @@ def of_zeroamp(layers: int, mode: Mode, own: dict[str, Any] | None = None) -> En
     model = new_model(layers)
     zeroamp.wrap_model(model, zeroamp.policy_from_config(config))
     train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    state = wrap_state(model)
-    state.listeners.append(state.issued)  # real ranks have it, to compare their collectives
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     return Engine(model=model, forward=lambda: model(tokens), backward=train.backward, end=train.step)
 

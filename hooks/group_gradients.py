@@ -57,10 +57,12 @@ from zeroamp.hooks._torch.dispatch import is_in_backward, is_view, runs_autograd
 from zeroamp.hooks._torch.parameter_group import (
     GroupParameter,
     ParameterGroup,
+    in_backward,
     parameter_groups,
     unshard_before_backward_of,
 )
 from zeroamp.hooks.callers_containers import CallersContainers
+from zeroamp.hooks.collectives.gradient_reduction import GroupReduceScatter
 from zeroamp.hooks.guards import refuse_create_graph
 from zeroamp.hooks.root_forward import ForwardCall, ForwardContext
 from zeroamp.hooks.tensors import direct_tensors, hold_for_current_stream, may_have_tensors, tensors_in
@@ -77,16 +79,16 @@ class _RestOfBackward:
         self._is_running = False
 
     def begins(self) -> bool:
-        """Return whether FSDP2 has begun to end a backward: it calls the first group outside of autograd's nodes."""
-        return not self._is_running and is_in_backward() and not runs_autograd_node()
+        """Return whether FSDP2 begins to end a backward. Call outside of autograd's nodes, as FSDP2 does then."""
+        return not self._is_running and is_in_backward()
 
     def run(self) -> None:
         """Reduce the rest. FSDP2 then finds that these groups have ended their backward."""
         self._is_running = True
         try:
-            for each in sorted(self.groups, key=lambda each: each.first_forward, reverse=True):
-                if not each.group.has_ended_backward:
-                    each.group.end_backward()
+            rest = [self.groups[index] for index in in_backward([each.group for each in self.groups])]
+            for each in sorted(rest, key=lambda each: each.first_forward, reverse=True):
+                each.group.end_backward()
         finally:
             self._is_running = False
 
@@ -114,6 +116,8 @@ class GroupGradients:
         self.reduces_sums = False
         """Whether the current reduction is of sums of several micro-batches. Equal on all ranks, because it depends on
         FSDP2's flags alone, not on which parameters were used."""
+        self.reduction: GroupReduceScatter | None = None
+        """The reduction of the group. None before it is installed."""
         self._used: set[int] = set()  # positions in `group.parameters`
         self._completed: set[int] = set()  # positions of those that were reduced as zeros
         self.filled: set[int] = set()
@@ -180,12 +184,11 @@ class GroupGradients:
         """Return the FQN of a parameter whose gradient was not reduced, though its unit ran; "" if there is none.
 
         FSDP2 reduces in hooks on the outputs of units. A loss that depends only on a tensor that a unit has stored runs
-        none of these hooks. Call after a backward that reduces.
+        none of these hooks. Call after a backward that reduces, for a group with a forward that awaits its backward.
         """
-        if self._num_forwards > 0:
-            for parameter, (_, _, fqn) in zip(self.group.parameters, self.group.places, strict=True):
-                if parameter.unsharded is not None and parameter.has_gradient:
-                    return fqn
+        for parameter, (_, _, fqn) in zip(self.group.parameters, self.group.places, strict=True):
+            if parameter.unsharded is not None and parameter.has_gradient:
+                return fqn
         return ""
 
     def add_partial_sums(self, reduced: torch.Tensor) -> bool:
@@ -226,7 +229,7 @@ class GroupGradients:
 
     def _awaits_earlier_run(self) -> bool:
         """Return whether the backward of an earlier run will bring gradients that are missing now."""
-        if self._num_forwards < 2 or self._reduces_once or not self.group.reduces:
+        if self._reduces_once or not self.group.reduces:
             return False
         return self.group.lacks_new_gradient(has_sums=self._is_pending) and runs_autograd_node()
 
@@ -270,13 +273,16 @@ class GroupGradients:
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.is_grad_enabled():
-            tensors = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
-            if views := [each for each in tensors if each.requires_grad and is_view(each)]:
+            if isinstance(output, torch.Tensor):
+                views = [output] if output.requires_grad and is_view(output) else []
+            else:
+                views = [each for each in tensors_in(output) if each.requires_grad and is_view(each)]
+            if views:
                 self._unshard_before_backward_of(views)
         return self._post_forward_of_fsdp(module, args, output)
 
     def _post_backward(self, *unused: Any) -> Any:
-        if self._rest.begins():
+        if not runs_autograd_node() and self._rest.begins():
             self._rest.run()
             return None
         group = self.group
@@ -286,15 +292,18 @@ class GroupGradients:
             return None  # the unit has never run. FSDP2's own post-backward would raise if it does not reduce
         used, has_sums, lacks_gradient = found
         ran = self._num_forwards > 0
-        if self._awaits_earlier_run():
+        if self._num_forwards > 1 and self._awaits_earlier_run():
             self._num_forwards -= 1
             self._used.update(used)
             group.reshard_in_backward()
             return None
         self._num_forwards = 0 if self._reduces_once else self._num_forwards - ran
         self._used.update(used)
-        self.reduces_sums, self._awaits_reduction = self._awaits_reduction, not group.reduces
-        if not group.reduces:
+        reduces = group.reduces
+        self.reduces_sums, self._awaits_reduction = self._awaits_reduction, not reduces
+        if self.reduction is not None:
+            self.reduction.reduces_sums = self.reduces_sums
+        if not reduces:
             self._is_pending |= ran or bool(used)
         elif ran or used or self._is_pending or (self.awaits_replicas and group.sums_replicas):
             self._is_pending = False
@@ -312,7 +321,7 @@ class GroupGradients:
 def refuse_lost_gradients(groups: Iterable[GroupGradients], method: str) -> None:
     """Raise StepError for a gradient that was not reduced: see `GroupGradients.lost_gradient`."""
     for group in groups:
-        if fqn := group.lost_gradient():
+        if group._num_forwards > 0 and (fqn := group.lost_gradient()):
             raise StepError(
                 f"{method} was called, but the gradient of {fqn} was not reduced: the loss depends only on a tensor "
                 "that a module has stored (self.kept = ...), not on the output of an FSDP unit. Return the tensor from "

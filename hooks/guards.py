@@ -59,7 +59,7 @@ def refuse_sharded(root: nn.Module, fqn: str, parameter: str, *, unless: Callabl
             raise WrapError(
                 f"{fqn} was called outside of the model's forward, where {parameter} is sharded. Call a unit as "
                 f"module(x), not as module.forward(x). If a method of the model calls {fqn}, register that method by "
-                'its name: zeroamp.register_forward_method(model, "encode").'
+                'its name: zeroamp.register_forward_method(model, "generate").'
             )
 
     return check

@@ -85,6 +85,8 @@ def _num_changes(value: object) -> int:
 def may_have_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether an argument is a container in which `map_tensors` looks."""
     for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) or value is None:
+            continue
         if isinstance(value, list | dict | tuple | set | deque) or _is_dataclass(value):
             return True
     return False

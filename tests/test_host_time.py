@@ -26,8 +26,8 @@ def test_what_zeroamp_adds_to_a_unit():
     with fake_ranks(2):
         found = {mode: _ours_per_unit(mode) for mode in MODES}
         hooks = {mode: host_time.hooks_of_unit(host_time.of_zeroamp(FEW, mode)) for mode in MODES}
-    # Two of FSDP2's. bf16 casts inputs, autocast guards the group of the norms. Under autocast, one hook
-    # guards each of seven Linears.
-    assert hooks == {"bf16": (3, 0), "autocast": (3, 7)}
+    # Two of FSDP2's, and the end of loans. bf16 casts inputs, autocast guards the group of the norms. Under autocast,
+    # one hook guards each of seven Linears.
+    assert hooks == {"bf16": (4, 0), "autocast": (4, 7)}
     most = {"bf16": {"forward": 31, "backward": 40}, "autocast": {"forward": 42, "backward": 40}}
     assert all(found[mode][which] <= most[mode][which] for mode in MODES for which in host_time.PASSES), found

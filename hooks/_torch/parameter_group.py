@@ -7,7 +7,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0; `tests/hooks/_torch/test_private_nam
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -132,11 +132,6 @@ class ParameterGroup:
 
         self._group._register_post_backward_hook = register_if
 
-    @property
-    def has_ended_backward(self) -> bool:
-        """Whether FSDP2 has ended the group's part of the running backward."""
-        return bool(self._group._training_state == type(self._group._training_state).POST_BACKWARD)
-
     def end_backward(self) -> None:
         """End the group's backward, and reduce its gradients, as FSDP2 does at the end of the whole backward."""
         self._group.post_backward()
@@ -234,6 +229,12 @@ class ParameterGroup:
             elif unsharded.requires_grad:
                 lacks_gradient = True
         return used, has_sums, lacks_gradient
+
+
+def in_backward(groups: Sequence[ParameterGroup]) -> list[int]:
+    """Return the positions of the groups whose part of the running backward FSDP2 has not ended."""
+    states = [each._group._training_state for each in groups]
+    return [index for index, state in enumerate(states) if state is not type(state).POST_BACKWARD]
 
 
 def unshard_before_backward_of(

@@ -37,26 +37,35 @@ class CallOrder:
     """The order of collectives: a hash of all of them, and the texts of the first `MOST_LISTED`."""
 
     def __init__(self) -> None:
-        self.first: list[str] = []
-        self.num_calls = 0
+        self.last: list[str] = []
+        """The collectives since the last call of `shorten`, as texts. A listener appends to this list."""
+        self._first: list[str] = []
+        self._num_calls = 0
         self._hash = blake2b(digest_size=8)
 
-    def add(self, text: str, encoded: bytes) -> None:
-        """Append a collective, as text and as UTF-8."""
-        self.num_calls += 1
-        self._hash.update(encoded)
-        if self.num_calls <= MOST_LISTED:
-            self.first.append(text)
+    def shorten(self) -> None:
+        """Hash the texts in `last`, and retain those of the first collectives only."""
+        self._num_calls += len(self.last)
+        self._hash.update("\n".join((*self.last, "")).encode())
+        self._first += self.last[: MOST_LISTED - len(self._first)]
+        self.last.clear()
+
+    @property
+    def first(self) -> list[str]:
+        """The first collectives."""
+        self.shorten()
+        return self._first
 
     def digest(self) -> bytes:
         """Return a hash of 8 bytes, which is the same on ranks that issued the same collectives in the same order."""
+        self.shorten()
         return self._hash.digest()
 
     def describe(self) -> Mapping[str, str]:
         """Return how often each collective was issued, and the collective at each position, as text."""
         counts = {f"the count of {text}": str(count) for text, count in Counter(self.first).items()}
         calls = {f"collective {number}": text for number, text in enumerate(self.first, 1)}
-        return {**counts, **calls, "the number of collectives": str(self.num_calls)}
+        return {**counts, **calls, "the number of collectives": str(self._num_calls)}
 
 
 @dataclass(slots=True)
@@ -77,7 +86,7 @@ class IssuedInStep:
     """The reductions of gradients among them. In a loop without `TrainStep`, `compare_orders` begins a new order."""
     before: tuple[HostCopy, CallOrder] | None = None
     """On other devices than a CPU: the maxima over the ranks, and the reductions, of the previous optimizer step."""
-    _texts: dict[tuple[object, ...], tuple[str, bytes, ReduceOp]] = field(default_factory=dict)
+    _texts: dict[tuple[object, ...], tuple[str, ReduceOp]] = field(default_factory=dict)
     """Collective, group, dtype, size and id of the op -> its text, and the op, so that its id is not reused. Hashing
     the op itself would double the time of a call."""
 
@@ -89,12 +98,13 @@ class IssuedInStep:
         key = collective, group_name, tensor.dtype, tensor.numel(), id(op)
         found = self._texts.get(key)
         if found is None:
-            text = _text(issued)
-            self._texts[key] = found = text, text.encode(), op
-        text, encoded, _ = found
-        self.calls.add(text, encoded)
+            self._texts[key] = found = _text(issued), op
+        self.calls.last.append(found[0])
         if collective != "all_gather":
-            self.reductions.add(text, encoded)
+            self.reductions.last.append(found[0])
+        if len(self.calls.last) > MOST_LISTED:
+            self.calls.shorten()
+            self.reductions.shorten()
 
     def end_step(self) -> None:
         """Begin the next optimizer step. The orders become new objects, so that a caller may retain the old ones."""
@@ -138,8 +148,7 @@ def peer_lost(
     if step is not None and step.is_counted and issued is not None and issued.group_name == STEP:
         place = f" at the end of optimizer step {step.step - 1}"
     elif step is not None and step.is_counted:
-        is_listed = issued is None and 0 < step.calls.num_calls <= MOST_LISTED
-        last = f" after the {step.calls.first[-1]}" if is_listed else ""
+        last = f" after the {step.calls.last[-1]}" if issued is None and step.calls.last else ""
         place = f" in optimizer step {step.step}{last}, where {step.num_backwards} backwards had begun"
     own_unit = ""
     if step is not None and issued is not None and issued.group_name in step.own_units:

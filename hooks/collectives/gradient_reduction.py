@@ -128,8 +128,8 @@ class GroupReduceScatter:
     `communication_dtype`, and its output is cast to `reduce_dtype`."""
     dtypes_of_sums: tuple[torch.dtype, torch.dtype]
     """`communication_dtype` and `reduce_dtype` of a reduction of sums of several micro-batches."""
-    reduces_sums: Callable[[], bool]
-    """Returns whether the current reduction is of such sums."""
+    reduces_sums: bool = False
+    """Whether the current reduction is of such sums."""
     collective: Literal["reduce_scatter", "all_to_all"] | None
     """"all_to_all": see [Note: Summing in fp32]. None if there is one shard: FSDP2 then only copies the input."""
     op: ReduceOp = dist.ReduceOp.AVG
@@ -164,11 +164,6 @@ class GroupReduceScatter:
     _input: torch.Tensor | None = None
     """The input of a reduction with one shard (stage 0), until the replicas are summed."""
 
-    @property
-    def _dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """The dtypes of the input and the output of the current reduction."""
-        return self.dtypes_of_sums if self.reduces_sums() else (self.communication_dtype, self.reduce_dtype)
-
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an empty 1-D tensor: the input in the communication dtype, the output in the reduce dtype.
 
@@ -176,7 +171,9 @@ class GroupReduceScatter:
         """
         del dtype
         numel = math.prod(map(int, size))
-        communication_dtype, reduce_dtype = self._dtypes
+        communication_dtype, reduce_dtype = self.communication_dtype, self.reduce_dtype
+        if self.reduces_sums:
+            communication_dtype, reduce_dtype = self.dtypes_of_sums
         backward = backward_id()
         is_output = self._pending_input == (backward, numel * self.world_size)
         self._pending_input = None  # cleared before an allocation can raise

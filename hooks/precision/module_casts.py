@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from zeroamp.hooks._torch.dispatch import untraced
 from zeroamp.hooks._torch.fsdp import PreForward
 from zeroamp.hooks.callers_containers import CallersContainers
-from zeroamp.hooks.tensors import Loan, map_arguments, map_tensors
+from zeroamp.hooks.tensors import Loan, map_arguments, map_tensors, may_have_tensors
 from zeroamp.hooks.unit_hooks import wrap_forward
 from zeroamp.policies.dtypes import short_name
 
@@ -47,6 +47,9 @@ def cast_inputs(
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if rounded is not None and not rounded.has_warned:
             rounded.look(module, dtype, {**dict(zip(names, args, strict=False)), **kwargs}, keeps)
+        if not keeps and not may_have_tensors(args, kwargs):
+            low_args = [cast(each) if isinstance(each, torch.Tensor) else each for each in args]
+            return tuple(low_args), {k: cast(v) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
         if not keeps:
             return containers.map_arguments(module, cast, args, kwargs)
         others = {name: value for name, value in kwargs.items() if name not in keeps}

@@ -48,7 +48,6 @@ def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, g
         communication_dtype=dtypes.communication,
         reduce_dtype=dtypes.reduce,
         dtypes_of_sums=(of_sums.communication, of_sums.reduce),
-        reduces_sums=lambda: gradients.reduces_sums,
         collective=dtypes.reduction,
         op=dtypes.reduction_op,
         divide_factor=partial(divide_factor, module),
@@ -63,6 +62,7 @@ def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, g
         shares_buffers=group.unit not in state.plan.own_units,
     )
     module.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]
+    gradients.reduction = reduction
     if state.plan.policy.reduce == "sum":
         module.set_gradient_divide_factor(1.0)
     elif mesh is not state.mesh:  # experts get the tokens of all data ranks

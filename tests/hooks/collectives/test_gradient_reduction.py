@@ -27,7 +27,6 @@ def _comm(accumulate, communication_dtype=torch.bfloat16, *, world_size, reduce_
         communication_dtype=communication_dtype,
         reduce_dtype=reduce_dtype,
         dtypes_of_sums=(communication_dtype, reduce_dtype),
-        reduces_sums=lambda: False,
         collective="all_to_all" if sums_here else "reduce_scatter",
         op=dist.ReduceOp.SUM if communication_dtype == torch.float16 else dist.ReduceOp.AVG,
         world_size=world_size,

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 import zeroamp
@@ -182,3 +183,13 @@ def test_an_output_that_another_wrapped_model_takes_keeps_its_bits(ranks2):
     for stage in (0, 3):
         for found, expected in ranks2.run(_gan_and_oracle, stage):
             assert found == expected
+
+
+def _loss_of_fsdp2_alone():
+    model = fully_shard(_network(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    inputs, labels = _batch(0)
+    return F.cross_entropy(model(inputs), labels.argmax(-1)).dtype
+
+
+def test_fsdp2_alone_computes_it_in_bf16(ranks2):
+    assert set(ranks2.run(_loss_of_fsdp2_alone)) == {torch.bfloat16}

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import zeroamp
@@ -264,3 +265,26 @@ def test_only_steps_of_several_micro_batches_send_fp32(ranks2, stage, options, f
             assert of_sums == first
         else:
             assert of_sums == {torch.float32: others + factor * low}
+
+
+def _sum_of_fsdp2_alone(reduce_dtype):
+    """Return the gradient of micro-batches that FSDP2 with bf16 weights reduces once, and that of one process."""
+    torch.manual_seed(0)
+    model, rank, world_size = nn.Linear(WIDTH, WIDTH, bias=False), dist.get_rank(), dist.get_world_size()
+    inputs = torch.randn(world_size, NUM_MICRO, 4, WIDTH).to(torch.bfloat16)
+    low = model.weight.detach().to(torch.bfloat16).requires_grad_()
+    gradients = [
+        [torch.autograd.grad((x @ low.T).float().square().mean(), low)[0] for x in of_rank] for of_rank in inputs
+    ]
+    right = one_process.combine(gradients, False)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype))
+    for micro in range(NUM_MICRO):
+        model.set_requires_gradient_sync(micro + 1 == NUM_MICRO)
+        model(inputs[rank, micro]).float().square().mean().backward()
+    return model.weight.grad.full_tensor(), right
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float32])
+def test_fsdp2_alone_rounds_sums_to_its_reduce_dtype(ranks2, reduce_dtype):
+    for found, right in ranks2.run(_sum_of_fsdp2_alone, reduce_dtype):
+        assert torch.equal(found, right) == (reduce_dtype == torch.float32)

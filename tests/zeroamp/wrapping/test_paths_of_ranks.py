@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import zeroamp
 from tests.oracles.one_process import combine
@@ -106,6 +108,29 @@ def test_an_image_on_one_rank_gives_bits_of_one_process(ranks2, stage, in_train_
     for rank, (own, ours) in enumerate(ranks2.run(_train, stage, have_images, in_train_step)):
         assert own == [of_step[rank] for of_step in losses]
         assert same_bits(ours, parameters) == []
+
+
+def _of_fsdp2_alone(have_images):
+    """Return the vision part's gradient after one backward of FSDP2 in fp32, and that of one process."""
+    model, rank, gradients = _seeded(ImagesAndText), dist.get_rank(), []
+    for number, has_image in enumerate(have_images):
+        (gradient,) = torch.autograd.grad(
+            model(*_inputs(number, 0, has_image)), [model.visual.weight], allow_unused=True, materialize_grads=True
+        )
+        gradients.append(gradient)
+    for module in (*model.text, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (len(have_images),)))
+        module.set_reduce_scatter_unused_params(True)  # else the ranks send different sizes, and gloo aborts
+    model(*_inputs(rank, 0, have_images[rank])).backward()
+    return model.visual.weight.grad.full_tensor(), sum(gradients) / len(gradients)
+
+
+def test_fsdp2_alone_adds_gradients_of_other_groups(ranks2):
+    """If this fails, FSDP2 has an order of its own, and the table of docs/from-fsdp2.md must lose a row."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip("torch 2.11 and 2.12 cannot reduce zeros for unused parameters")
+    for found, right in ranks2.run(_of_fsdp2_alone, (True, False)):
+        assert (found - right).norm() > 0.1 * right.norm()
 
 
 class Blocks(nn.Module):

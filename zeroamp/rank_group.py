@@ -167,10 +167,12 @@ class RankGroup:
         if send is not None and error is None:
             outcome = Outcome(None)
 
+        begins_call, self._begins_call = self._begins_call, False
+
         def communicate() -> tuple[list[_Message], Any]:
             group = self._connect()
-            if self._begins_call:
-                self._num_calls, self._num_exchanges, self._begins_call = self._num_calls + 1, 0, False
+            if begins_call:
+                self._num_calls, self._num_exchanges = self._num_calls + 1, 0
             self._num_exchanges += 1
             own = _Message(call, self._num_calls, self._num_exchanges, name, outcome)
             messages: list[Any] = [None] * self.num_ranks

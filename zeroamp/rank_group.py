@@ -156,7 +156,7 @@ class RankGroup:
         Without `send` the messages contain the results.
         """
         name = _name_of(action)
-        call = self._call or name.partition(".")[0]
+        call = self._call or name.partition(".<locals>")[0]
         if self._group is None:  # before the action: a rank that is lost during the action is then noticed at once
             self._wait_for(self._thread.submit(self._connect), call)
         try:

@@ -278,10 +278,16 @@ def _refuse_damage(path: Path, error: OSError) -> None:
 
 
 def _damage(path: Path, found: str) -> DamagedCheckpointError:
-    """Return the error for a file of a checkpoint that is damaged, or was removed with the whole checkpoint."""
-    if not os.path.isdir(path.parent):
-        return RemovedCheckpointError(
-            f"{path.parent} was removed while it was read, as a save with keep= removes old checkpoints. Load again, "
-            "or save with a larger keep."
-        )
-    return DamagedCheckpointError(f"{path} is damaged: {found}. Load another checkpoint, or copy the file again.")
+    return removed(path.parent) or DamagedCheckpointError(
+        f"{path} is damaged: {found}. Load another checkpoint, or copy the file again."
+    )
+
+
+def removed(checkpoint: Path) -> RemovedCheckpointError | None:
+    """Return the error for a checkpoint that is gone after a load found it, or None if it is still there."""
+    if os.path.isdir(checkpoint):
+        return None
+    return RemovedCheckpointError(
+        f"{checkpoint} was removed while it was read, as a save with keep= removes old checkpoints. Load again, or "
+        "save with a larger keep."
+    )

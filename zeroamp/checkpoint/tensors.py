@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from zeroamp.checkpoint.manifest import Chunk, Layout
+from zeroamp.checkpoint.manifest import Chunk, Layout, removed
 from zeroamp.planning.mesh import local_part, local_slices
 from zeroamp.policies.errors import CheckpointError
 from zeroamp.rank_group import RankGroup
@@ -108,7 +108,7 @@ def read_values(folder: Path, name: str, files: Collection[str]) -> Any:
             "the call with torch.serialization.safe_globals([...])."
         ) from error
     except Exception as error:  # a damaged file may make torch raise anything
-        raise CheckpointError(
+        raise removed(folder) or CheckpointError(
             f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {error}). Copy it again, or "
             "load another checkpoint."
         ) from error
@@ -135,7 +135,7 @@ def read_tensors(tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, Layo
         except Exception as error:  # a damaged file may make torch raise anything
             # torch's text of an UnpicklingError begins with how to switch the check off.
             text = str(error).rpartition("WeightsUnpickler error: ")[2]
-            raise CheckpointError(
+            raise removed(folder) or CheckpointError(
                 f"The tensors in {folder / name} cannot be read ({type(error).__name__}: {text}). Load another "
                 "checkpoint."
             ) from error

@@ -112,7 +112,6 @@ def _removed_while_reading(folder):
 def test_a_checkpoint_that_keep_removes_during_a_load_is_named_as_removed(ranks2, tmp_path):
     for rank, (extra, exists, texts, error) in enumerate(ranks2.run(_removed_while_reading, str(tmp_path))):
         assert (extra, exists) == (1, True)
-        assert [
-            f"{tmp_path}/step_00000002 was removed while it was read, as a save with keep=" in t for t in texts
-        ] == [True] * (rank == 0)
+        is_named = [f"{tmp_path}/step_00000002 was removed while it was read, as a save with" in text for text in texts]
+        assert is_named == [True] * (rank == 0)
         assert error.startswith(f"RemovedCheckpointError: {tmp_path}/step_00000002 was removed while it was read")

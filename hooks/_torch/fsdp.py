@@ -172,6 +172,14 @@ def discard_unsharded_gradients(unit: FSDPModule) -> None:
                     parameter.unsharded_accumulated_grad = None
 
 
+def end_failed_backward(root: FSDPModule) -> None:
+    """End a backward that raised, without reductions: FSDP2 would not end the next one. Gradients are discarded."""
+    for unit in units_of(cast(nn.Module, root)):
+        discard_unsharded_gradients(unit)
+    state = root._get_fsdp_state()
+    getattr(type(state), END_OF_BACKWARD)(state)  # not the methods around it, which report a backward
+
+
 def units_of(root: nn.Module) -> Iterator[FSDPModule]:
     """Yield the modules with FSDP2 state, group holders included, in the order of the module tree."""
     return (module for module in root.modules() if isinstance(module, FSDPModule))

@@ -1,16 +1,20 @@
 """Drafts (folders that are written under another name and then renamed), and durable writes.
 
-The writer of a draft locks a file in it. The lock ends with the writer's process, so the next writer can distinguish
-drafts of killed processes from drafts in progress.
+The writer of a draft locks a file beside it. The lock ends with the process, so the next writer can distinguish drafts
+of killed processes from drafts in progress. The file is not in the draft, so no published folder has one.
 """
 
 import fcntl
+import logging
 import os
 import uuid
 from contextlib import suppress
 from pathlib import Path
 
+logger = logging.getLogger("zeroamp")
+
 WRITER = ".writer"
+"""The end of a lock file's name. Earlier versions gave this name to a file inside of the draft."""
 
 
 def sync_to_disk(path: Path) -> None:
@@ -48,27 +52,46 @@ def make_folder(path: Path) -> None:
 
 
 def make_draft(path: Path) -> int:
-    """Create an empty draft. Return the file descriptor of its lock, for `unlock`."""
+    """Create an empty draft. Return the file descriptor of its lock, for `unlock`.
+
+    Raises:
+        FileExistsError: there is such a draft.
+    """
     path.mkdir()
     try:
-        lock = os.open(path / WRITER, os.O_CREAT | os.O_RDWR)
-    except OSError:
+        lock = os.open(lock_file(path), os.O_CREAT | os.O_RDWR)
+    except BaseException:
         path.rmdir()
         raise
     _try_lock(lock)
     return lock
 
 
+def lock_file(draft: Path) -> Path:
+    """Return the path of a draft's lock file."""
+    return draft.with_name(f"{draft.name}{WRITER}")
+
+
 def has_writer(draft: Path) -> bool | None:
     """Return whether the process that writes a draft is alive, or None if the draft has no lock file."""
+    for lock in (lock_file(draft), draft / WRITER):
+        try:
+            descriptor = os.open(lock, os.O_RDWR)
+        except FileNotFoundError:
+            continue
+        try:
+            return not _try_lock(descriptor)
+        finally:
+            unlock(descriptor)
+    return None
+
+
+def remove_lock_file(draft: Path) -> None:
+    """Remove a draft's lock file. Log a warning if that fails: nothing depends on it."""
     try:
-        descriptor = os.open(draft / WRITER, os.O_RDWR)
-    except FileNotFoundError:  # killed just before the rename, or just after the folder was created
-        return None
-    try:
-        return not _try_lock(descriptor)
-    finally:
-        unlock(descriptor)
+        lock_file(draft).unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s is not needed any more, but cannot be removed: %s", lock_file(draft), error)
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -3,7 +3,7 @@
     FOLDER/
       latest                 name of the newest checkpoint
       step_00000100/         a checkpoint: complete from the moment it has this name
-      .draft-step_00000200/  a checkpoint that is being written, or that a killed writer left
+      .draft-step_00000200/  a checkpoint that is being written, or that a killed writer left, beside its lock file
 
 `latest` is written just after the rename. It may be edited to go back to an earlier checkpoint.
 """
@@ -22,13 +22,14 @@ from zeroamp.checkpoint.drafts import (
     has_writer,
     make_draft,
     make_folder,
+    remove_lock_file,
     replace_durably,
     sync_to_disk,
     unlock,
     write_durably,
 )
 from zeroamp.checkpoint.manifest import Manifest, read_manifest
-from zeroamp.policies.errors import CheckpointError
+from zeroamp.policies.errors import CheckpointError, error_text
 from zeroamp.weights.files import MANIFEST
 from zeroamp.weights.untrusted_files import read_regular
 
@@ -36,13 +37,21 @@ logger = logging.getLogger("zeroamp")
 
 LATEST = "latest"
 _MAX_POINTER_BYTES = 4096
-_PUBLISHED = re.compile(r"step_(\d{1,18})(?:_(\d{1,18}))?")
+MAX_STEP = 10**20 - 1
+_PUBLISHED = re.compile(r"step_(\d{1,20})(?:_(\d{1,18}))?")
 _DRAFT, _REMOVED = ".draft-", ".removed-"
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the newest published checkpoint of a folder, or None. Does not check its files."""
-    return next(iter(find_checkpoints(Path(folder))), None)
+    """Return the newest published checkpoint of a folder, or None. Does not check its files.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    try:
+        return next(iter(find_checkpoints(Path(folder))), None)
+    except OSError as error:
+        raise CheckpointError(f"{os.fspath(folder)} cannot be read: {error}. Check the path.") from error
 
 
 def find_checkpoints(root: Path) -> list[Path]:
@@ -95,30 +104,68 @@ class Draft:
     """The checkpoint's path once it is published."""
     _lock: int
 
-    def publish(self, manifest: Manifest, keep: int | None) -> None:
-        """Rename the draft to a checkpoint, then remove earlier checkpoints of the run beyond the newest `keep`.
+    def publish(self, manifest: Manifest) -> None:
+        """Rename the draft to a checkpoint, and let `latest` name it. Call `finish` next.
 
-        All files of the draft but the manifest must already be on the disk.
+        All files of the draft but the manifest must already be on the disk. If an exception is raised, the checkpoint
+        is a draft again, or the exception is a CheckpointError that states where the checkpoint is.
         """
-        root = self.target.parent
+        root, name = self.target.parent, self.target.name
         write_durably(self.path / MANIFEST, manifest.to_json().encode())
         sync_to_disk(self.path)
-        self.path.rename(self.target)
+        before = _pointer(root)
         try:
+            self.path.rename(self.target)
             sync_to_disk(root)
-            replace_durably(root / LATEST, self.target.name.encode())
-        except OSError:  # the save has failed, so no load may find the checkpoint
-            self.target.rename(self.path)
+            replace_durably(root / LATEST, name.encode())
+        except BaseException as error:  # the save has failed, so no load may find the checkpoint
+            self._take_back(before, error)
             raise
+
+    def _take_back(self, before: bytes | None, error: BaseException) -> None:
+        """Make the checkpoint a draft again, after a failure to publish it."""
+        try:
+            if os.path.lexists(self.target):
+                self.target.rename(self.path)
+            if _pointer(self.target.parent) == self.target.name.encode():
+                if before is None:
+                    (self.target.parent / LATEST).unlink()
+                else:
+                    replace_durably(self.target.parent / LATEST, before)
+        except OSError as second:
+            if os.path.lexists(self.target):
+                raise CheckpointError(
+                    f"{LATEST} may name another checkpoint ({error_text(error)}; {error_text(second)}). Load "
+                    f"{self.target} by its own path, or remove it."
+                ) from error
+            logger.warning("%s may name %s, which is not there: %s", LATEST, self.target.name, second)
+
+    def finish(self, run: str, keep: int | None) -> None:
+        """After `publish`: remove earlier checkpoints of the run beyond the newest `keep`. Failures are warnings."""
         unlock(self._lock)
-        (self.target / WRITER).unlink(missing_ok=True)
+        remove_lock_file(self.path)
         if keep is not None:
-            _prune(self.target, manifest.run, keep)
+            try:
+                _prune(self.target, run, keep)
+            except OSError as error:
+                logger.warning("%s is saved, but checkpoints before it cannot be removed: %s", self.target, error)
 
     def discard(self) -> None:
         """Remove the draft and all files in it."""
         unlock(self._lock)
         shutil.rmtree(self.path, ignore_errors=True)
+        if os.path.lexists(self.path):
+            logger.warning("%s is not a checkpoint, but cannot be removed. The next save tries again.", self.path)
+        else:
+            remove_lock_file(self.path)
+
+
+def _pointer(root: Path) -> bytes | None:
+    """Return the content of `latest`, or None if it cannot be read."""
+    try:
+        return read_regular(root / LATEST, _MAX_POINTER_BYTES)
+    except OSError:
+        return None
 
 
 def open_draft(root: Path, step: int) -> Draft:
@@ -144,11 +191,12 @@ def _prune(newest: Path, run: str, keep: int) -> None:
     for path in sorted(of_run, key=places.__getitem__, reverse=True)[keep:]:
         removed = path.with_name(f"{_REMOVED}{path.name}")
         try:
+            shutil.rmtree(removed, ignore_errors=True)  # of an earlier removal that failed
             path.rename(removed)  # first, so that a kill during the removal leaves no partial checkpoint under its name
+            shutil.rmtree(removed)
         except OSError as error:  # the save itself has succeeded
-            logger.warning("%s is not among the newest %d, but cannot be removed: %s", path, keep, error)
-        else:
-            shutil.rmtree(removed, ignore_errors=True)
+            text = "%s is saved, but %s is not among the newest %d and cannot be removed: %s"
+            logger.warning(text, newest, path, keep, error)
 
 
 def _run(path: Path) -> str | None:
@@ -160,10 +208,26 @@ def _run(path: Path) -> str | None:
 
 
 def _remove_leftovers(root: Path) -> None:
-    """Remove the drafts of killed writers. Other files and folders stay, even if their names begin like those."""
-    for path in root.iterdir():
-        if path.is_dir():
-            if path.name.startswith(_REMOVED) or (path.name.startswith(_DRAFT) and has_writer(path) is False):
-                shutil.rmtree(path, ignore_errors=True)
-        elif path.name.startswith(f".{LATEST}-"):
+    """Remove the drafts of killed writers. Other files and folders stay, even if their names begin like those.
+
+    What cannot be removed stays, with a warning: the save does not need its place.
+    """
+    for path in list(root.iterdir()):
+        try:
+            _remove_leftover(path)
+        except OSError as error:
+            logger.warning("%s may be left of a killed save, but cannot be checked or removed: %s", path, error)
+
+
+def _remove_leftover(path: Path) -> None:
+    is_draft = path.name.startswith(_DRAFT)
+    if path.is_dir():
+        if path.name.startswith(_REMOVED) or (is_draft and has_writer(path) is False):
+            shutil.rmtree(path)
+            remove_lock_file(path)
+    elif is_draft and path.name.endswith(WRITER):
+        draft = path.with_name(path.name.removesuffix(WRITER))
+        if not draft.exists() and has_writer(draft) is False:
             path.unlink(missing_ok=True)
+    elif path.name.startswith(f".{LATEST}-"):
+        path.unlink(missing_ok=True)

@@ -10,23 +10,44 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zeroamp.checkpoint import format2
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint, is_checkpoint_name
-from zeroamp.checkpoint.manifest import VALUES, DamagedCheckpointError, Manifest, check_file, rank_file, read_manifest
+from zeroamp.checkpoint.half_loaded import marked, readable, refuse_other_parts, state_of
+from zeroamp.checkpoint.manifest import (
+    VALUES,
+    DamagedCheckpointError,
+    Manifest,
+    RemovedCheckpointError,
+    check_file,
+    rank_file,
+    read_manifest,
+)
 from zeroamp.checkpoint.model_state import check_model_fits, load_extra_states, model_tensors
-from zeroamp.checkpoint.optimizer_state import check_optimizer_fits, load_optimizer, optimizer_targets
+from zeroamp.checkpoint.optimizer_state import (
+    check_groups,
+    check_optimizer_fits,
+    class_name,
+    is_class_name,
+    load_optimizer,
+    optimizer_targets,
+)
 from zeroamp.checkpoint.save import run_of_root, wait_for_save
-from zeroamp.checkpoint.tensors import CheckpointReader
+from zeroamp.checkpoint.tensors import read_tensors, read_values
 from zeroamp.hooks.random_state import set_random_state
 from zeroamp.host_memory.storages import put_state_away
 from zeroamp.planning.mesh import device_of
-from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.policies.errors import CheckpointError, ZeroAmpError, describe, some_of
+from zeroamp.policies.numbers import is_integer
 from zeroamp.rank_group import RankGroup
 from zeroamp.training.refused_arguments import StatefulScheduler
-from zeroamp.training.step import TrainStep
-from zeroamp.wrapping.state import WrapState, reshard, wrap_state
+from zeroamp.training.step import TrainStep, driver_of
+from zeroamp.wrapping.state import WrapState, reshard
 
 logger = logging.getLogger("zeroamp")
 _PATH = "Check the path."
+_OTHER = "Load another checkpoint."
+_NUM_LISTINGS = 5
+"""How often a folder is listed again, because a save removed the checkpoint that was read."""
 
 
 def load_checkpoint(
@@ -63,19 +84,25 @@ def load_checkpoint(
     Raises:
         CheckpointError: on all ranks. Before anything is changed: there is no checkpoint, all are damaged,
             parameters, shapes, dtypes, optimizer or scheduler differ from the saved ones, or the last background save
-            failed. After some tensors were loaded: a file cannot be read to its end.
+            failed. After some tensors were loaded: a file cannot be read to its end. Then whatever reads or trains the
+            model raises, until a load succeeds.
         StepError: called inside an optimizer step, or the config has another kind of loss scale.
     """
-    state = wrap_state(model)
+    state = state_of(model)
     wait_for_save(model)
     if train is not None:
         train.state_dict()  # raises inside an optimizer step
-    ranks = RankGroup.for_saving(state.axes.whole)
+    ranks = RankGroup.for_saving(state.axes.whole, "load_checkpoint")
     arguments = {
         "folder": os.fspath(folder), "train": "a TrainStep" if train else None, "missing_ok": missing_ok,
         "load_optimizer_states": load_optimizer_states, "load_lr_scheduler_states": load_lr_scheduler_states,
     }  # fmt: skip
     ranks.refuse_different("load_checkpoint", lambda: arguments)
+    loaded = {"the model": True, "step counts": train is not None}
+    loaded["optimizers"] = load_optimizer_states and train is not None
+    loaded["schedulers"] = load_lr_scheduler_states and train is not None
+    parts = frozenset(name for name, is_loaded in loaded.items() if is_loaded)
+    ranks.run(lambda: refuse_other_parts(state, parts))
     found = _find(Path(folder), ranks)
     if found is None:
         if missing_ok:
@@ -83,12 +110,13 @@ def load_checkpoint(
         raise CheckpointError(f"{os.fspath(folder)} holds no checkpoint that save_checkpoint wrote. {_PATH}")
     path, manifest = found
     loading = _Load(path, manifest, state, train, ranks)
-    loading.has_optimizer = load_optimizer_states and train is not None
-    loading.has_scheduler = load_lr_scheduler_states and train is not None
-    ranks.run(lambda: loading.prepare(extra_rank))
-    ranks.run(loading.load_counts)
-    ranks.run(loading.read_tensors)
-    ranks.run(loading.finish)
+    loading.has_optimizer, loading.has_scheduler = loaded["optimizers"], loaded["schedulers"]
+    with readable(state):
+        ranks.run(lambda: loading.prepare(extra_rank))
+    with marked(state, parts, driver_of(train).recover if train is not None and loading.has_optimizer else None):
+        ranks.run(loading.load_counts)
+        ranks.run(loading.read_tensors)
+        ranks.run(loading.finish)
     if ranks.rank == 0:
         logger.info("Loaded %s.", path)
     return loading.extra
@@ -100,20 +128,23 @@ def _find(folder: Path, ranks: RankGroup) -> tuple[Path, Manifest] | None:
     Raises:
         DamagedCheckpointError: all checkpoints are damaged.
     """
-    candidates = ranks.on_first(lambda: _candidates(folder))
-    damages = []
-    for path in candidates:
-        try:
-            manifest = ranks.on_first(partial(read_manifest, path))
-            ranks.run(partial(_check_share, path, manifest, ranks))
-        except DamagedCheckpointError as error:
-            damages.append(str(error))
-            if ranks.rank == 0:
-                logger.warning("%s is not loaded: %s", path, error)
-        else:
-            return path, manifest
-    if damages:
-        raise DamagedCheckpointError("; ".join(damages))
+    for _ in range(_NUM_LISTINGS):
+        candidates, errors = ranks.on_first(lambda: _candidates(folder)), []
+        for path in candidates:
+            try:
+                manifest = ranks.on_first(partial(read_manifest, path))
+                ranks.run(partial(_check_share, path, manifest, ranks))
+            except DamagedCheckpointError as error:
+                errors.append(error)
+                if ranks.rank == 0:
+                    logger.warning("%s is not loaded: %s", path, error)
+            else:
+                return path, manifest
+        is_removed = any(isinstance(error, RemovedCheckpointError) for error in errors)
+        if not is_removed or candidates == [folder]:
+            break
+    if errors:
+        raise (errors[0] if len(errors) == 1 else DamagedCheckpointError("; ".join(map(str, errors))))
     return None
 
 
@@ -139,8 +170,8 @@ class _Load:
         self, path: Path, manifest: Manifest, state: WrapState, train: TrainStep | None, ranks: RankGroup
     ) -> None:
         self.path = path
-        self.reader = CheckpointReader(path, manifest.files)
         self.manifest = manifest
+        self.layouts = manifest.tensors or {}
         self.state = state
         self.train = train
         self.ranks = ranks
@@ -153,25 +184,46 @@ class _Load:
         self.own: dict[str, Any] = {}
 
     def prepare(self, extra_rank: int | None) -> None:
-        """Read everything but tensors, compare it with the model, and collect the tensors to load. Changes nothing."""
+        """Read everything but tensors, compare it with the model, and collect the tensors to load. Changes nothing.
+
+        Raises:
+            CheckpointError: the checkpoint does not fit, or holds other values than a save writes.
+        """
+        try:
+            self._prepare(extra_rank)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            if isinstance(error, ZeroAmpError):
+                raise
+            raise CheckpointError(
+                f"{self.path} must hold the values that save_checkpoint writes, but {VALUES} or a file of a rank holds "
+                f"others ({type(error).__name__}: {error}). Load another checkpoint."
+            ) from error
+
+    def _prepare(self, extra_rank: int | None) -> None:
         reshard(self.state.root.modules())
-        metadata = self.reader.read_metadata()
-        self.values = self.reader.read_values(VALUES)
-        self.own = self.reader.read_values(rank_file(self.ranks.rank if self.is_same_size else 0))
+        if self.manifest.tensors is None:
+            self.layouts = format2.read_layouts(self.path, self.manifest)
+        self.values = self._read(VALUES)
+        self.own = self._read(rank_file(self.ranks.rank if self.is_same_size else 0))
         if extra_rank is not None and not 0 <= extra_rank < self.manifest.world_size:
             raise CheckpointError(
                 f"extra_rank must be one of the {self.manifest.world_size} ranks that wrote {self.path}, from 0 on, "
                 f"but is {extra_rank}."
             )
         excluded = self.values["excluded"]
-        check_model_fits(self.state.root, metadata, self.own, str(self.path), excluded)
+        check_model_fits(self.state.root, self.layouts, self.own, str(self.path), excluded)
         self.tensors = model_tensors(self.state.root, excluded)
-        self.extra = (self.own if extra_rank is None else self.reader.read_values(rank_file(extra_rank)))["extra"]
+        self.extra = (self.own if extra_rank is None else self._read(rank_file(extra_rank)))["extra"]
         if self.train is not None:
             self._check_training(self.train)
         if self.has_optimizer:
             for description in self.values["optimizers"]:
-                self.tensors |= optimizer_targets(description, self.tensors, metadata)
+                self.tensors |= optimizer_targets(description, self.tensors, self.layouts)
+        if unread := [name for name in self.tensors if name not in self.layouts and not self._is_own(name)]:
+            raise CheckpointError(f"{self.path} has no values of {some_of(unread, 5)}. Load another checkpoint.")
+
+    def _read(self, name: str) -> Any:
+        return read_values(self.path, name, self.manifest.files)
 
     def load_counts(self) -> None:
         """Load step counts and loss scale. Raise StepError if the config has another kind of loss scale."""
@@ -179,7 +231,10 @@ class _Load:
             self.train.load_state_dict(self.values["train"])
 
     def _check_training(self, train: TrainStep) -> None:
-        where, descriptions = str(self.path), self.values["optimizers"]
+        where, descriptions, counts = str(self.path), self.values["optimizers"], self.values["train"]
+        for key in ("num_steps", "num_skipped"):
+            if not is_integer(counts[key], at_least=0):
+                raise CheckpointError(describe(f"{key} in {where}", repr(counts[key]), "an integer >= 0", _OTHER))
         if len(descriptions) != len(train.optimizers):
             count = f"{len(descriptions)} optimizer{'s' * (len(descriptions) > 1)}"
             raise CheckpointError(
@@ -190,10 +245,11 @@ class _Load:
             name = "the optimizer" if len(descriptions) == 1 else f"optimizer {index}"
             if self.has_optimizer:
                 check_optimizer_fits(optimizer, descriptions[index], self.state.root, where, name)
+                check_groups(optimizer, descriptions[index]["groups"], where, name)
             saved, scheduler = self.values["schedulers"][index], train.schedulers[index]
             was = "no scheduler" if saved is None else saved["class"]
-            ours = "no scheduler" if scheduler is None else type(scheduler).__name__
-            if self.has_scheduler and was != ours:
+            ours = "no scheduler" if scheduler is None else class_name(scheduler)
+            if self.has_scheduler and not is_class_name(was, ours):
                 raise CheckpointError(
                     f"{where} was saved with {was}, but {name} of TrainStep has {ours}. Build TrainStep with the saved "
                     "kind of scheduler, or leave its state out: load_checkpoint(..., load_lr_scheduler_states=False)."
@@ -201,7 +257,8 @@ class _Load:
 
     def read_tensors(self) -> None:
         """Read this rank's part of every tensor into `tensors`: the model's own, and new ones for the optimizers."""
-        self.reader.read_tensors({name: each for name, each in self.tensors.items() if not self._is_own(name)})
+        tensors = {name: each for name, each in self.tensors.items() if not self._is_own(name)}
+        read_tensors(tensors, self.layouts, self.path)
 
     def _is_own(self, name: str) -> bool:
         """Return whether a tensor is read from a rank's file: it is sharded neither here nor in the save."""

@@ -4,13 +4,13 @@ Names are `model.<fqn>`, without the parts that torch.compile and checkpoint_wra
 several modules share is saved once, under its first name.
 """
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from zeroamp.checkpoint.manifest import Layout
 from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.weights.model_weights import file_name, live_state
 
@@ -23,17 +23,27 @@ def state_by_name(root: nn.Module) -> dict[str, Any]:
     """Return parameters, persistent buffers and extra states by name, without copies. A shared tensor has one name."""
     named: dict[str, Any] = {}
     seen: set[int] = set()
+    live = _live(root)
     for key, value in live_state(root).items():
-        if _is_tensor(key, value) and id(value) in seen:
+        if id(value) in live and id(value) in seen:
             continue
         seen.add(id(value))
-        named[file_name(key)] = value
+        if (name := file_name(key)) in named:
+            raise CheckpointError(
+                f"Two parts of the model have the name {name} in a checkpoint, because {key} has a part that "
+                "torch.compile or checkpoint_wrapper inserts. Rename the module."
+            )
+        named[name] = value
     return named
 
 
-def _is_tensor(key: str, value: object) -> bool:
-    """Return whether an entry is a parameter or buffer, and not a tensor that `get_extra_state` returned."""
-    return isinstance(value, torch.Tensor) and key.rpartition(".")[2] != _EXTRA_STATE
+def _live(root: nn.Module) -> set[int]:
+    return {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
+
+
+def _is_tensor(key: str, value: object, live: Container[int]) -> bool:
+    """Return whether an entry is a tensor that `get_extra_state` did not return. A parameter may have its name too."""
+    return isinstance(value, torch.Tensor) and (key.rpartition(".")[2] != _EXTRA_STATE or id(value) in live)
 
 
 def frozen_names(root: nn.Module) -> list[str]:
@@ -48,8 +58,8 @@ def model_tensors(root: nn.Module, excluded: Container[str] = ()) -> dict[str, t
     Raises:
         CheckpointError: a tensor is neither a parameter nor a buffer, so it could not be loaded.
     """
-    live = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
-    tensors = {name: value for name, value in state_by_name(root).items() if _is_tensor(name, value)}
+    live = _live(root)
+    tensors = {name: value for name, value in state_by_name(root).items() if _is_tensor(name, value, live)}
     for name, value in tensors.items():
         if id(value) not in live:
             raise CheckpointError(
@@ -61,7 +71,8 @@ def model_tensors(root: nn.Module, excluded: Container[str] = ()) -> dict[str, t
 
 def extra_states(root: nn.Module) -> dict[str, Any]:
     """Return the results of the modules' `get_extra_state`, by name."""
-    return {name: value for name, value in state_by_name(root).items() if not _is_tensor(name, value)}
+    live = _live(root)
+    return {name: value for name, value in state_by_name(root).items() if not _is_tensor(name, value, live)}
 
 
 def load_extra_states(root: nn.Module, saved: dict[str, Any]) -> None:
@@ -71,7 +82,7 @@ def load_extra_states(root: nn.Module, saved: dict[str, Any]) -> None:
 
 
 def check_model_fits(
-    root: nn.Module, metadata: Metadata, own: dict[str, Any], where: str, excluded: Sequence[str]
+    root: nn.Module, layouts: Mapping[str, Layout], own: dict[str, Any], where: str, excluded: Sequence[str]
 ) -> None:
     """Raise CheckpointError unless the model has the saved tensors (names, shapes, dtypes) and extra states (names).
 
@@ -84,9 +95,7 @@ def check_model_fits(
             "model these are trainable or missing. Freeze them as in the save, or load a checkpoint that has them."
         )
     saved = {
-        name: _form(entry.size, entry.properties.dtype)
-        for name, entry in metadata.state_dict_metadata.items()
-        if name.startswith(MODEL) and isinstance(entry, TensorStorageMetadata)
+        name: _form(layout.shape, layout.torch_dtype) for name, layout in layouts.items() if name.startswith(MODEL)
     }
     ours = {name: _form(tensor.shape, tensor.dtype) for name, tensor in model_tensors(root, excluded).items()}
     saved |= {name: _form(tensor.shape, tensor.dtype) for name, tensor in own["tensors"].items()}

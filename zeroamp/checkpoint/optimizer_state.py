@@ -1,18 +1,20 @@
 """The state of an optimizer in a checkpoint: sharded tensors by parameter name, and everything else as values."""
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from zeroamp.checkpoint.half_loaded import state_of
+from zeroamp.checkpoint.manifest import Layout
 from zeroamp.checkpoint.model_state import MODEL, state_by_name
 from zeroamp.host_memory.storages import bring_state_back
 from zeroamp.planning.mesh import local_part, num_shards_of, sharded_like
 from zeroamp.policies.errors import CheckpointError, describe, some_of
-from zeroamp.wrapping.state import wrap_state
 
 OPTIMIZER = "optimizer."
 
@@ -27,7 +29,7 @@ def optimizer_state(
 
     The sharded tensors are DTensors like their parameter. The description is the same on all ranks:
 
-        "class"    name of the optimizer's class
+        "class"    `class_name` of the optimizer
         "groups"   its param groups, with names in place of parameters
         "sharded"  FQN -> keys of the sharded tensors of its state
         "layouts"  FQN -> how the parameter is sharded, if tensors of its own state belong to that (8-bit values in
@@ -62,8 +64,20 @@ def optimizer_state(
         {**group, "params": [_name_of(parameter, names) for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
-    description = {"class": type(optimizer).__name__, "groups": groups, "sharded": sharded, "layouts": layouts}
+    description = {"class": class_name(optimizer), "groups": groups, "sharded": sharded, "layouts": layouts}
     return tensors, description, own
+
+
+def class_name(owner: object) -> str:
+    """Return the qualified name of an object's class. torch.optim's own modules may be other ones in another torch."""
+    module, name = type(owner).__module__, type(owner).__qualname__
+    is_torch = module.startswith("torch.optim.") and not module.endswith(".lr_scheduler")
+    return f"{'torch.optim' if is_torch else module}.{name}"
+
+
+def is_class_name(saved: object, name: str) -> bool:
+    """Return whether a saved class has this `class_name`. Format 2 has names without their modules."""
+    return saved in (name, name.rpartition(".")[2])
 
 
 def _refuse_inner_state(optimizer: torch.optim.Optimizer) -> None:
@@ -110,7 +124,7 @@ def _layout(parameter: torch.Tensor, root: nn.Module) -> str:
         return "not sharded"
     mesh = parameter.device_mesh
     axes = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False))
-    return f"sharded {parameter.placements} over {axes} of {wrap_state(root).axes.whole.size()} ranks"
+    return f"sharded {parameter.placements} over {axes} of {state_of(root).axes.whole.size()} ranks"
 
 
 def _names(root: nn.Module) -> dict[int, str]:
@@ -134,14 +148,15 @@ def check_optimizer_fits(
 
     Errors call the checkpoint `where` and the optimizer `ours_name`.
     """
-    names, name = _names(root), type(optimizer).__name__
+    names, name = _names(root), class_name(optimizer)
     ours = _numbers([_name_of(parameter, names) for parameter in group["params"]] for group in optimizer.param_groups)
     saved = _numbers(group["params"] for group in description["groups"])
     differing = [fqn for fqn in sorted({**saved, **ours}) if saved.get(fqn) != ours.get(fqn)]
-    if name != description["class"] or differing:
+    is_same_class = is_class_name(description["class"], name)
+    if not is_same_class or differing:
         problem = (
             f"has the state of {description['class']}, but {ours_name} of TrainStep is {name}"
-            if name != description["class"]
+            if not is_same_class
             else f"has other param groups than {ours_name} of TrainStep. They differ in {some_of(differing, 5)}"
         )
         raise CheckpointError(
@@ -164,8 +179,31 @@ def _numbers(groups: Iterable[list[str]]) -> dict[str, int]:
     return {fqn: number for number, names in enumerate(groups) for fqn in names}
 
 
+def check_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]], where: str, ours_name: str) -> None:
+    """Raise CheckpointError for saved param groups that have a number that is not finite, or text for a number."""
+    for index, (ours, theirs) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
+        for key, value in theirs.items():
+            if key in ("params", "param_names"):
+                continue
+            is_number = isinstance(ours.get(key), Real | torch.Tensor) and not isinstance(ours[key], bool)
+            if _has_nonfinite(value) or (is_number and not isinstance(value, Real | torch.Tensor)):
+                raise CheckpointError(
+                    f"{where} has {value!r} as {key} of param group {index} of {ours_name}, where TrainStep has "
+                    f"{ours.get(key)!r}. Load another checkpoint, or load without optimizer state: "
+                    "load_checkpoint(..., load_optimizer_states=False)."
+                )
+
+
+def _has_nonfinite(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_nonfinite, value))
+    if isinstance(value, torch.Tensor):
+        return not bool(value.isfinite().all())
+    return isinstance(value, Real) and not math.isfinite(value)
+
+
 def optimizer_targets(
-    description: dict[str, Any], parameters: dict[str, torch.Tensor], metadata: Metadata
+    description: dict[str, Any], parameters: dict[str, torch.Tensor], layouts: Mapping[str, Layout]
 ) -> dict[str, torch.Tensor]:
     """Return uninitialised tensors, sharded like their parameter, into which the sharded state is read.
 
@@ -174,10 +212,10 @@ def optimizer_targets(
     targets = {}
     for fqn, keys in description["sharded"].items():
         for key in keys:
-            saved = metadata.state_dict_metadata[name := f"{OPTIMIZER}{fqn}.{key}"]
-            if not isinstance(saved, TensorStorageMetadata):
-                raise AssertionError(f"expected a tensor under {name}, got {saved}")
-            targets[name] = torch.empty_like(parameters[MODEL + fqn].detach(), dtype=saved.properties.dtype)
+            parameter, saved = parameters[MODEL + fqn].detach(), layouts[name := f"{OPTIMIZER}{fqn}.{key}"]
+            if saved.shape != tuple(parameter.shape):
+                raise ValueError(f"{name} has the shape {list(saved.shape)}, its parameter {list(parameter.shape)}")
+            targets[name] = torch.empty_like(parameter, dtype=saved.torch_dtype)
     return targets
 
 

@@ -2,8 +2,10 @@
 
     snapshot   plain values and random states as bytes, tensors by name (copied to CPU memory for a background save)
     draft      the first rank creates an empty folder
-    write      each rank writes its shards (see `tensors`) and its own file to the disk (fsync), and computes digests
-    publish    the first rank writes the manifest, renames the draft, writes `latest`, and removes old checkpoints
+    plan       each rank writes its own file to the disk (fsync). The first rank divides the tensors among the ranks
+    write      each rank writes its chunks of tensors to the disk (see `tensors`), and computes digests of its files
+    publish    the first rank writes the manifest, renames the draft and writes `latest`
+    finish     the first rank removes old checkpoints. The checkpoint is saved, whatever happens here
 
 Each line runs in a `RankGroup`: an error of one rank is raised on all ranks, and the draft is removed.
 """
@@ -28,11 +30,12 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from zeroamp.checkpoint.drafts import sync_to_disk, write_durably
-from zeroamp.checkpoint.folder import Draft, is_checkpoint_name, open_draft
-from zeroamp.checkpoint.manifest import VALUES, FileRecord, Manifest, rank_file, record_file
+from zeroamp.checkpoint.folder import MAX_STEP, Draft, is_checkpoint_name, open_draft
+from zeroamp.checkpoint.half_loaded import state_of
+from zeroamp.checkpoint.manifest import METADATA, VALUES, FileRecord, Manifest, rank_file, record_file
 from zeroamp.checkpoint.model_state import extra_states, frozen_names, model_tensors
-from zeroamp.checkpoint.optimizer_state import optimizer_state
-from zeroamp.checkpoint.tensors import save_tensors, unsafe_names
+from zeroamp.checkpoint.optimizer_state import class_name, optimizer_state
+from zeroamp.checkpoint.tensors import TensorWriter, unsafe_names
 from zeroamp.hooks.random_state import random_state
 from zeroamp.host_memory.storages import put_state_away
 from zeroamp.planning.mesh import device_of
@@ -49,6 +52,8 @@ logger = logging.getLogger("zeroamp")
 
 run_of_root: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
 """Name of a model's run over all its restarts. The first save or load sets it. Checkpoints have the first rank's."""
+_in_background: "WeakKeyDictionary[nn.Module, Future[None]]" = WeakKeyDictionary()
+"""Model -> its last background save, until its error was raised."""
 
 
 def save_checkpoint(
@@ -85,7 +90,8 @@ def save_checkpoint(
         The checkpoint's path. With `async_` it exists once the write has ended.
 
     Raises:
-        CheckpointError: on all ranks, if any rank could not write. All files of the checkpoint are then removed.
+        CheckpointError: on all ranks, if any rank could not write, or the ranks pass different arguments. The text
+            states whether the checkpoint is saved; if not, its files are removed.
         StepError: called inside an optimizer step, or after a backward or step raised, or a trainable parameter is
             not sharded.
 
@@ -103,12 +109,11 @@ def save_checkpoint(
     state = wrap_state(model)
     driver_of(train).micro_batches.refuse_after_failure("save_checkpoint")  # the state may be half updated
     wait_for_save(model)
-    ranks = RankGroup.for_saving(state.axes.whole)
+    ranks = RankGroup.for_saving(state.axes.whole, "save_checkpoint")
     step = train.num_steps if step is None else step
     excluded = frozen_names(state.root) if exclude_frozen_parameters else []
-    ranks.refuse_different(
-        "save_checkpoint", lambda: {**_arguments(Path(folder), step, keep, train), "frozen parameters": excluded}
-    )
+    arguments = {"async_": async_, "frozen parameters": excluded}
+    ranks.refuse_different("save_checkpoint", lambda: _arguments(Path(folder), step, keep, train) | arguments)
     run = run_of_root.setdefault(state.root, uuid.uuid4().hex)
     save = _Save(folder=Path(folder), step=step, ranks=ranks, state=state, run=run, keep=keep)
     return save.begin(train, extra, excluded, in_background=async_)
@@ -123,10 +128,13 @@ def wait_for_save(model: nn.Module) -> None:
         CheckpointError: the save failed.
         WrapError: the model is not wrapped.
     """
-    ranks = RankGroup.for_saving(wrap_state(model).axes.whole)
-    future, ranks.background = ranks.background, None
-    if future is not None:
-        future.result()
+    root = state_of(model).root
+    if (future := _in_background.get(root)) is not None:
+        try:
+            future.result()
+        finally:
+            if future.done():  # a KeyboardInterrupt may have ended the wait
+                _in_background.pop(root, None)
 
 
 def _arguments(folder: Path, step: int, keep: int | None, train: TrainStep) -> dict[str, Any]:
@@ -137,8 +145,8 @@ def _arguments(folder: Path, step: int, keep: int | None, train: TrainStep) -> d
             "Save into another folder."
         )
     for name, value, least in (("step", step, 0), ("keep", 1 if keep is None else keep, 1)):
-        if not is_integer(value, at_least=least):
-            valid = f"an integer >= {least}"
+        if not is_integer(value, at_least=least) or value > MAX_STEP:
+            valid = f"an integer >= {least}, of at most 20 digits"
             raise CheckpointError(describe(f"save_checkpoint({name}=)", repr(value), valid, "Pass such a number."))
     return {"folder": str(folder), "step": step, "keep": keep, "steps taken": train.num_steps}
 
@@ -150,7 +158,7 @@ def _scheduler_state(scheduler: Scheduler | None) -> dict[str, Any] | None:
             f"The scheduler, a {type(scheduler).__name__}, must have state_dict and load_state_dict, because a "
             "checkpoint saves its state, but lacks at least one of them. Add both."
         )
-    return None if scheduler is None else {"class": type(scheduler).__name__, "state": scheduler.state_dict()}
+    return None if scheduler is None else {"class": class_name(scheduler), "state": scheduler.state_dict()}
 
 
 def _to_bytes(content: dict[str, Any], where: str) -> bytes:
@@ -206,6 +214,8 @@ class _Save:
     """None except on the first rank."""
     path: Path = field(default_factory=Path)
     """Path of the draft."""
+    target: Path | None = None
+    """Path of the checkpoint, which does not exist before this save publishes it."""
 
     def begin(self, train: TrainStep, extra: Any, excluded: Sequence[str], *, in_background: bool) -> Path:
         """Take the snapshot, then write it, in this thread or in the background. Return the checkpoint's path."""
@@ -214,19 +224,20 @@ class _Save:
             if in_background:
                 self.ranks.run(self._stage)
             with self._removing_draft():
-                self.path, target = self.ranks.on_first(self._open_draft)
+                self.path, self.target = self.ranks.on_first(self._open_draft)
             if not in_background:
                 self._write()
-                return target
+                return self.target
         finally:
             for optimizer in train.optimizers:
                 put_state_away(optimizer)
         # torch's `async_save` does the same, but its thread ends before the checkpoint is published.
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zeroamp-checkpoint")
-        self.ranks.background = executor.submit(self._write)
-        self.ranks.background.add_done_callback(self._log_error)
+        future = executor.submit(self._write)
+        _in_background[self.state.root] = self.ranks.background = future
+        future.add_done_callback(self._log_error)
         executor.shutdown(wait=False)
-        return target
+        return self.target
 
     def _collect(self, train: TrainStep, extra: Any, excluded: Sequence[str]) -> None:
         """Take a snapshot of the present state. Tensors that torch.distributed.checkpoint saves are not copied."""
@@ -274,11 +285,13 @@ class _Save:
     def _write(self) -> None:
         """Write the draft and publish it."""
         with self._removing_draft():
-            self.ranks.run(self._write_files)
+            writer = TensorWriter(self.tensors, self.path, self.ranks)
+            plans = self.ranks.gather(lambda: self._plan(writer))
             self._refuse_destroyed()
-            shards = save_tensors(self.tensors, self.path, self.ranks)
-            records = self.ranks.run(lambda: self._records(shards))
-            self.ranks.on_first(lambda: self._publish(records))
+            plan = self.ranks.scatter(lambda: writer.divide(plans))
+            written = self.ranks.gather(lambda: self._write_tensors(writer, plan))
+            self.ranks.on_first(lambda: self._publish(writer, written))
+            self.ranks.on_first(self._finish)
 
     def _refuse_destroyed(self) -> None:
         """Raise CheckpointError if the program has destroyed the process group before the save ended."""
@@ -290,18 +303,23 @@ class _Save:
 
     @contextmanager
     def _removing_draft(self) -> Iterator[None]:
-        """If any rank fails, remove the draft, and name step and folder in the error."""
+        """If any rank fails, remove the draft, and state in the error whether the checkpoint is saved."""
         try:
             yield
         except BaseException as error:
             if self.draft is not None:
                 self.draft.discard()
-            self._refuse_destroyed()
+            if self.target is not None and os.path.isdir(self.target):
+                outcome = f"Step {self.step} is saved as {self.target}, but the save did not end as usual"
+            else:
+                outcome = f"Step {self.step} is not saved in {self.folder}"
+                self._refuse_destroyed()
             if isinstance(error, CheckpointError):  # an OSError of a full disk does not name the folder
-                raise type(error)(f"Step {self.step} is not saved in {self.folder}: {error}") from error
+                raise type(error)(f"{outcome}: {error}") from error
             raise
 
-    def _write_files(self) -> None:
+    def _plan(self, writer: TensorWriter) -> Any:
+        """Write this rank's own files, and return which tensors it could write."""
         if not self.path.is_dir():
             raise CheckpointError(
                 f"{self.path} was created by the first rank, but this rank does not see it. Save into a folder on a "
@@ -309,15 +327,22 @@ class _Save:
             )
         for name, content in self.files.items():
             write_durably(self.path / name, content)
+        return writer.plan()
 
-    def _records(self, shards: Sequence[str]) -> dict[str, FileRecord]:
-        """Return size and digest of each file that this rank wrote: the first rank's host might not see them yet."""
+    def _write_tensors(self, writer: TensorWriter, plan: Any) -> tuple[Any, dict[str, FileRecord]]:
+        """Write this rank's chunks. Return torch's description of them, and size and digest of all of its files.
+
+        The first rank's host might not see the files yet.
+        """
+        written, names = writer.write(plan)
         sync_to_disk(self.path)
-        return {name: record_file(self.path / name) for name in (*self.files, *shards)}
+        return written, {name: record_file(self.path / name) for name in (*self.files, *names)}
 
-    def _publish(self, records: list[dict[str, FileRecord]]) -> None:
+    def _publish(self, writer: TensorWriter, written: list[tuple[Any, dict[str, FileRecord]]]) -> None:
         if self.draft is None:
             raise AssertionError("expected the first rank to hold the draft")
+        layouts = writer.finish([of_rank for of_rank, _ in written])
+        files = {name: record for _, records in written for name, record in records.items()}
         manifest = Manifest(
             step=self.step,
             run=self.run,
@@ -325,6 +350,14 @@ class _Save:
             mesh=tuple(self.state.axes.whole.mesh.shape),
             config=self.state.plan.policy.to_config(),
             versions={"torch": str(torch.__version__), "zeroamp": __version__},
-            files={name: record for of_rank in records for name, record in of_rank.items()},
+            files=files | {METADATA: record_file(self.path / METADATA)},
+            tensors=layouts,
         )
-        self.draft.publish(manifest, self.keep)
+        if (problem := manifest.problem()) is not None:
+            raise AssertionError(f"expected a manifest that can be loaded, got {problem}")
+        self.draft.publish(manifest)
+
+    def _finish(self) -> None:
+        if self.draft is None:
+            raise AssertionError("expected the first rank to hold the draft")
+        self.draft.finish(self.run, self.keep)

@@ -1,180 +1,169 @@
-"""Writes and reads the files of a checkpoint, without running code from them.
+"""Writes and reads the tensors of a checkpoint, and its files of `torch.save`, without running code from them.
 
-Tensors are written and read by torch.distributed.checkpoint. Its `.metadata`, which it unpickles freely, is unpickled
-with torch's own metadata classes alone. Files of `torch.save` are read with `weights_only=True`.
+torch.distributed.checkpoint plans which rank writes which chunk, and writes them. The exchanges between ranks are those
+of `RankGroup`. A read follows the layout in the manifest. All files are read by `torch.load(weights_only=True)`.
 """
 
-import os
+import io
 import pickle
-from collections.abc import Collection
-from enum import EnumMeta
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
-from zeroamp.checkpoint.manifest import METADATA
-from zeroamp.policies.errors import CheckpointError, error_text
+from zeroamp.checkpoint.manifest import Chunk, Layout, removed
+from zeroamp.planning.mesh import local_part, local_slices
+from zeroamp.policies.errors import CheckpointError
 from zeroamp.rank_group import RankGroup
 from zeroamp.weights.files import MANIFEST
 from zeroamp.weights.untrusted_files import open_regular
 
-_OF_METADATA = "torch.distributed.checkpoint.metadata"
-_KNOWN = {
-    (_OF_METADATA, "ChunkStorageMetadata"),
-    (_OF_METADATA, "Metadata"),
-    (_OF_METADATA, "MetadataIndex"),
-    (_OF_METADATA, "StorageMeta"),
-    (_OF_METADATA, "TensorProperties"),
-    (_OF_METADATA, "TensorStorageMetadata"),
-    (_OF_METADATA, "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # its name from Python 3.13 on
-}
-"""Names in the `.metadata` of tensors. `BytesStorageMetadata` is left out: torch unpickles such entries freely."""
+Block = tuple[slice, ...]
+"""One slice per dimension."""
 
 
-def save_tensors(tensors: dict[str, torch.Tensor], path: Path, ranks: RankGroup) -> list[str]:
-    """Write tensors into the folder `path`, which must not contain any yet. Every rank of `ranks` calls this.
+class TensorWriter:
+    """Writes tensors into a folder, which must not contain any yet. Every rank calls the methods in their order.
 
-    Returns:
-        The names of the files that this rank wrote. They are on the disk.
-
-    Raises:
-        CheckpointError: on all ranks, if any rank could not write or is lost.
+    Each method is a part of one exchange between the ranks, whose result the next method needs.
     """
-    # By default torch copies ahead on a stream of the current GPU, also for staged tensors, which are on the CPU. In
-    # the thread of a background save, the current GPU is GPU 0 on every rank.
-    writer = FileSystemWriter(path, sync_files=True, per_thread_copy_ahead=0)
-    try:
-        ranks.communicate(lambda group: save(tensors, storage_writer=writer, process_group=group))
-    except CheckpointException as error:  # its own text has tracebacks
-        texts = {ranks.ranks[number]: error_text(failure) for number, (failure, _) in error.failures.items()}
-        raise CheckpointError("; ".join(f"rank {rank}: {text}" for rank, text in sorted(texts.items()))) from error
-    shards = [file.name for file in path.glob(f"__{ranks.rank}_*")]
-    return [METADATA, *shards] if ranks.rank == 0 else shards
 
-
-class CheckpointReader(FileSystemReader):
-    """torch's `FileSystemReader`, which reads only files that the manifest lists, and runs no code from them."""
-
-    def __init__(self, path: str | os.PathLike[str], files: Collection[str]) -> None:
-        """`files`: the file names in the manifest of the checkpoint at `path`."""
-        super().__init__(path)
-        self._folder = os.fspath(path)
-        self._files = files
+    def __init__(self, tensors: dict[str, torch.Tensor], path: Path, ranks: RankGroup) -> None:
+        self._path = path
+        self._ranks = ranks
+        self._is_first = ranks.rank == 0
+        self._planner = DefaultSavePlanner()
+        self._tensors = tensors
+        # By default torch copies ahead on a stream of the current GPU, also for staged tensors, which are on the CPU.
+        # In the thread of a background save, the current GPU is GPU 0 on every rank.
+        self._writer = FileSystemWriter(path, sync_files=True, per_thread_copy_ahead=0)
         self._metadata: Metadata | None = None
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        """Return torch's description of the tensors in the checkpoint.
+    def plan(self) -> Any:
+        """Return what this rank could write, for `divide`."""
+        self._planner.set_up_planner(self._tensors, self._writer.storage_meta(), self._is_first)
+        self._writer.set_up_storage_writer(self._is_first)
+        return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
-        Raises:
-            CheckpointError: the file cannot be read, or names anything but torch's metadata and files of the manifest.
-        """
+    def divide(self, plans: list[Any]) -> list[Any]:
+        """On the first rank: return what each rank writes."""
+        plans, self._metadata = self._planner.create_global_plan(plans)
+        return self._writer.prepare_global_plan(plans)
+
+    def write(self, plan: Any) -> tuple[Any, list[str]]:
+        """Write this rank's chunks. Return torch's description of them, and the names of the files, on the disk."""
+        written = self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
+        return written, [file.name for file in self._path.glob(f"__{self._ranks.rank}_*")]
+
+    def finish(self, written: list[Any]) -> dict[str, Layout]:
+        """On the first rank: write torch's own metadata, for other readers. Return the layouts by name."""
         if self._metadata is None:
-            path = os.path.join(self._folder, METADATA)
-            try:
-                with open_regular(path) as file:
-                    metadata = _MetadataUnpickler(file).load()
-                self._check(metadata)
-            except CheckpointError:
-                raise
-            except Exception as error:  # a damaged file may make the unpickler raise anything
-                raise CheckpointError(
-                    f"{path} must hold the metadata of torch.distributed.checkpoint, but cannot be read as such: "
-                    f"{type(error).__name__}: {error}. Load another checkpoint."
-                ) from error
-            self._metadata = metadata
-        return self._metadata
+            raise AssertionError("expected a plan")
+        self._writer.finish(self._metadata, written)
+        return {
+            name: _layout(name, entry, self._metadata) for name, entry in self._metadata.state_dict_metadata.items()
+        }
 
-    def _check(self, metadata: Any) -> None:
-        if not isinstance(metadata, Metadata):
-            raise TypeError(f"expected metadata, got {type(metadata).__name__}")
-        for entry in metadata.state_dict_metadata.values():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise TypeError(f"expected a description of a tensor, got {type(entry).__name__}")
-        for place in metadata.storage_data.values():
-            self._check_listed(place.relative_path)
 
-    def read_values(self, name: str) -> Any:
-        """Return the content of one of the checkpoint's own files of `torch.save`: tensors on the CPU, plain values.
-
-        Raises:
-            CheckpointError: the manifest does not list the file, it cannot be read, or it names classes or functions
-                other than those of tensors.
-        """
-        self._check_listed(name)
-        path = Path(self._folder) / name
-        try:
-            with open_regular(path) as file:
-                return torch.load(file, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:  # torch's text explains how to switch the check off
-            raise CheckpointError(
-                f"{path} is not read, because it refers to {', '.join(unsafe_names(path)) or 'more'} besides tensors "
-                "and plain values. Reading it could run any code. If you trust its author, allow these names around "
-                "the call with torch.serialization.safe_globals([...])."
-            ) from error
-        except Exception as error:  # a damaged file may make torch raise anything
-            raise CheckpointError(
-                f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {error}). Copy it again, or "
-                "load another checkpoint."
-            ) from error
-
-    def _check_listed(self, name: str) -> None:
-        if name not in self._files:
-            raise CheckpointError(
-                f"{os.path.join(self._folder, MANIFEST)} must list every file of the checkpoint, but has no record of "
-                f"{name}. Load another checkpoint."
+def _layout(name: str, entry: Any, metadata: Metadata) -> Layout:
+    if not isinstance(entry, TensorStorageMetadata) or metadata.storage_data is None:
+        raise AssertionError(f"expected a tensor that was written, got {name}: {entry}")
+    chunks = []
+    for chunk in entry.chunks:
+        if 0 not in chunk.sizes:
+            place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            chunks.append(
+                Chunk(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length)
             )
+    dtype = str(entry.properties.dtype).removeprefix("torch.")
+    return Layout(dtype=dtype, shape=tuple(entry.size), chunks=tuple(chunks))
 
-    def read_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Read this rank's part of every tensor, in place. Each rank plans its reads alone, without communication.
 
-        Raises:
-            CheckpointError: a file does not hold the parts that `.metadata` describes.
-        """
-        planner = DefaultLoadPlanner()
-        metadata = self.read_metadata()
+def read_values(folder: Path, name: str, files: Collection[str]) -> Any:
+    """Return the content of one of a checkpoint's own files of `torch.save`: tensors on the CPU, plain values.
+
+    Raises:
+        CheckpointError: `files`, those in the manifest, lacks the file, it cannot be read, or it names classes or
+            functions other than those of tensors.
+    """
+    path = folder / name
+    if name not in files:
+        raise CheckpointError(
+            f"{folder / MANIFEST} must list every file of the checkpoint, but has no record of {name}. Load another "
+            "checkpoint."
+        )
+    try:
+        with open_regular(path) as file:
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # torch's text explains how to switch the check off
+        raise CheckpointError(
+            f"{path} is not read, because it refers to {', '.join(unsafe_names(path)) or 'more'} besides tensors "
+            "and plain values. Reading it could run any code. If you trust its author, allow these names around "
+            "the call with torch.serialization.safe_globals([...])."
+        ) from error
+    except Exception as error:  # a damaged file may make torch raise anything
+        raise removed(folder) or CheckpointError(
+            f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {error}). Copy it again, or "
+            "load another checkpoint."
+        ) from error
+
+
+def read_tensors(tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout], folder: Path) -> None:
+    """Read this rank's part of every tensor, in place, from the chunks that have elements of it.
+
+    Raises:
+        CheckpointError: a chunk is not what its layout says.
+    """
+    by_file: dict[str, list[tuple[Chunk, torch.dtype, torch.Tensor, Block]]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        local, block = local_part(tensor.detach()), _block(tensor)
+        for chunk in layouts[name].chunks:
+            here, there = _common(block, chunk)
+            if all(part.start < part.stop for part in there):
+                by_file[chunk.file].append((chunk, layouts[name].torch_dtype, local[here], there))
+    for name, parts in by_file.items():
         try:
-            planner.set_up_planner(tensors, metadata, is_coordinator=False)
-            self.set_up_storage_reader(metadata, is_coordinator=False)
-            plan = self.prepare_local_plan(planner.create_local_plan())
-            self.read_data(planner.finish_plan(plan), planner).wait()
+            with open_regular(folder / name) as file:
+                for chunk, dtype, target, there in parts:
+                    target.copy_(_read_chunk(file, chunk, dtype)[there])
         except Exception as error:  # a damaged file may make torch raise anything
             # torch's text of an UnpicklingError begins with how to switch the check off.
             text = str(error).rpartition("WeightsUnpickler error: ")[2]
-            raise CheckpointError(
-                f"The tensors in {self._folder} cannot be read ({type(error).__name__}: {text}). Load another "
+            raise removed(folder) or CheckpointError(
+                f"The tensors in {folder / name} cannot be read ({type(error).__name__}: {text}). Load another "
                 "checkpoint."
             ) from error
 
 
-def _member(enum: Any, name: str) -> Any:
-    """Stand in for `getattr`, by which Python 3.11.0 to 3.11.3 pickle a member of an enum."""
-    if not isinstance(enum, EnumMeta):
-        raise TypeError(f"expected an enum, got {enum!r}")
-    return enum[name]
+def _block(tensor: torch.Tensor) -> Block:
+    """Return which block of the whole tensor this rank has."""
+    return local_slices(tensor) if isinstance(tensor, DTensor) else tuple(slice(0, length) for length in tensor.shape)
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in _KNOWN:
-            return super().find_class(module, name)
-        raise CheckpointError(
-            f"{METADATA} refers to {module}.{name}, which is not part of the metadata of torch.distributed.checkpoint. "
-            "Reading it could run any code. Load another checkpoint."
-        )
+def _common(block: Block, chunk: Chunk) -> tuple[Block, Block]:
+    """Return the common block of a rank's block and a chunk, as slices of the first and of the second."""
+    here, there = [], []
+    for own, start, length in zip(block, chunk.offsets, chunk.shape, strict=True):
+        first, last = max(own.start, start), min(own.stop, start + length)
+        here.append(slice(first - own.start, last - own.start))
+        there.append(slice(first - start, last - start))
+    return tuple(here), tuple(there)
+
+
+def _read_chunk(file: IO[bytes], chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of a chunk, on the CPU."""
+    file.seek(chunk.start)
+    values = torch.load(io.BytesIO(file.read(chunk.num_bytes)), map_location="cpu", weights_only=True)
+    if type(values) is not torch.Tensor or values.dtype != dtype or tuple(values.shape) != chunk.shape:
+        found = f"{values.dtype} {list(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__
+        raise ValueError(f"expected a tensor {dtype} {list(chunk.shape)} at byte {chunk.start}, found {found}")
+    return values
 
 
 def unsafe_names(file: Path | IO[bytes]) -> list[str]:

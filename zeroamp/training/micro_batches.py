@@ -11,7 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.hooks._torch.fsdp import discard_unsharded_gradients, set_accumulation_dtype
+from zeroamp.hooks._torch.fsdp import (
+    discard_unsharded_gradients,
+    end_failed_backward,
+    set_accumulation_dtype,
+)
 from zeroamp.hooks.collectives.collective_calls import peer_lost
 from zeroamp.hooks.group_gradients import refuse_lost_gradients
 from zeroamp.hooks.guards import BackwardGuard
@@ -200,6 +204,13 @@ class MicroBatches:
         self._set_flags(is_last=True)
         self.end()
 
+    def recover(self) -> None:
+        """Forget a failure: discard the optimizer step at whatever point it failed. Its state must be loaded again."""
+        self._step.failure, self._step.phase = None, Phase.OPEN
+        self._set_flags(is_last=True)
+        end_failed_backward(self._root)
+        self.discard()
+
     @contextmanager
     def noting(self, where: Where) -> Iterator[None]:
         """Record an exception that is raised inside the context, and re-raise it."""
@@ -214,7 +225,8 @@ class MicroBatches:
         """Raise StepError if a failure is recorded. The error names `method`."""
         if (failure := self._step.failure) is not None:
             raise StepError(
-                f"{method} was called after an earlier failure in {failure}. Restart from the last checkpoint."
+                f"{method} was called after an earlier failure in {failure}. Load the last checkpoint on every rank "
+                "(zeroamp.load_checkpoint with the TrainStep), or restart from it."
             )
 
     def refuse_unfinished(self, method: str) -> None:

@@ -362,6 +362,11 @@ class StepDriver:
         self.micro_batches.end()
         self.clipped = None
 
+    def recover(self) -> None:
+        """Make steps possible after a failed one, whose parameters and state have been loaded again."""
+        self.micro_batches.recover()
+        self.discard()
+
     def discard(self) -> None:
         """Discard the current optimizer step and all gradients of the model. See `TrainStep.zero_grad`."""
         self.micro_batches.refuse_after_failure("TrainStep.zero_grad")

@@ -3,8 +3,11 @@
 import hashlib
 import json
 
-from zeroamp.checkpoint.manifest import Manifest
+from zeroamp.checkpoint.manifest import FileRecord, Manifest
 from zeroamp.weights.files import MANIFEST
+
+RECORD = FileRecord(num_bytes=1, sha256="0" * 64)
+FILES = {"train.pt": RECORD, "rank_00000.pt": RECORD}
 
 
 def manifest(**fields):
@@ -16,7 +19,7 @@ def manifest(**fields):
         "config": {},
         "versions": {},
     }
-    return Manifest(**{**defaults, "files": {}, **fields})
+    return Manifest(**{**defaults, "files": FILES, "tensors": {}, **fields})
 
 
 def rewrite_manifest(checkpoint, change):

@@ -101,6 +101,31 @@ def test_an_error_of_one_rank_comes_out_of_the_next_call_on_all_and_training_goe
     assert ranks2.run(_fails_on_one_rank, tmp_path / "checkpoints") == [(6, [], "step_00000006")] * 2
 
 
+def _two_models(folder):
+    """The background save of one model fails, that of the other does not."""
+    one, other = Training(Case()), Training(Case())
+    write = save_module.write_durably
+
+    def fail(path, content):
+        if "one" in str(path):
+            raise OSError(28, "No space left on device")
+        write(path, content)
+
+    with mock.patch.object(save_module, "write_durably", fail):
+        one.save(folder / "one", async_=True)
+        path = other.save(folder / "other", async_=True)
+        zeroamp.wait_for_save(other.model)
+        assert other.save(folder / "other").exists()
+        with pytest.raises(zeroamp.CheckpointError, match="one: OSError: .*No space left"):
+            zeroamp.wait_for_save(one.model)
+        zeroamp.wait_for_save(one.model)
+    return path.exists(), (folder / "one" / "latest").exists()
+
+
+def test_each_of_two_models_raises_the_error_of_its_own_save(ranks2, tmp_path):
+    assert ranks2.run(_two_models, tmp_path) == [(True, False)] * 2
+
+
 class _Unusable(zeroamp.Callback):
     def before_update(self):
         raise OSError("no space")
@@ -111,7 +136,7 @@ def _saves_after_a_failure(folder):
     training.train.callbacks.append(_Unusable())
     with pytest.raises(OSError, match="no space"):
         training.run(0, 1)
-    with pytest.raises(zeroamp.StepError, match=r"failure in optimizer.step .OSError: no space.\. Restart"):
+    with pytest.raises(zeroamp.StepError, match=r"failure in optimizer.step .OSError: no space.\. Load"):
         training.save(folder)
     return Path(folder).exists()
 

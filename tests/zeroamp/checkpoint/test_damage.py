@@ -2,11 +2,13 @@
 
 import itertools
 import logging
+from unittest import mock
 
 import torch.distributed as dist
 
 from tests.measuring.logs import log_lines
 from tests.processes.checkpoint_training import Case, Training, error_of
+from zeroamp.checkpoint import load as load_module
 
 FILES = [
     "zeroamp.json", ".metadata", "train.pt", "rank_00000.pt", "rank_00001.pt", "__0_0.distcp", "__1_0.distcp",
@@ -79,3 +81,37 @@ def test_damage_to_every_file_is_found_and_the_checkpoint_before_is_loaded(ranks
             assert f"{tmp_path}/step_00000002/train.pt is damaged: " in error
         for error in errors[::2]:
             assert f"{tmp_path}/step_00000001/.metadata is damaged: [Errno 2] No such file" in error
+
+
+def _removed_while_reading(folder):
+    """Another job's save with keep= removes a checkpoint between its manifest and its files. Return what is loaded."""
+    training = Training(Case()).run(0, 1)
+    older = training.save(folder, extra=1)
+    newer = training.run(1, 2).save(folder, extra=2)
+    read, is_gone = load_module.read_manifest, []
+
+    def read_and_remove(path):
+        manifest = read(path)
+        if path == newer and not is_gone:
+            is_gone.append(True)
+            newer.rename(newer.with_name(".removed-step_00000002"))
+        return manifest
+
+    with mock.patch.object(load_module, "read_manifest", read_and_remove), log_lines(logging.WARNING) as texts:
+        extra = training.load(folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        newer.with_name(".removed-step_00000002").rename(newer)
+    dist.barrier()
+    is_gone.clear()
+    with mock.patch.object(load_module, "read_manifest", read_and_remove):
+        error = error_of(training.load, newer)
+    return extra, older.exists(), texts[:1], error
+
+
+def test_a_checkpoint_that_keep_removes_during_a_load_is_named_as_removed(ranks2, tmp_path):
+    for rank, (extra, exists, texts, error) in enumerate(ranks2.run(_removed_while_reading, str(tmp_path))):
+        assert (extra, exists) == (1, True)
+        is_named = [f"{tmp_path}/step_00000002 was removed while it was read, as a save with" in text for text in texts]
+        assert is_named == [True] * (rank == 0)
+        assert error.startswith(f"RemovedCheckpointError: {tmp_path}/step_00000002 was removed while it was read")

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import zeroamp
 from tests.processes.checkpoint_training import Case, Small, Training, WithoutFrozen, error_of, refused
 
 FP16 = {"dtype": "float16"}
@@ -41,11 +42,14 @@ MISFITS = {
         ],
     ),
     "deeper": (Case(build=Deeper), ["blocks.2.down.weight (", " and 5 more. "]),
-    "class": (Case(optimizer="momentum"), ["the state of AdamW, ", "is SGD. "]),
+    "class": (Case(optimizer="momentum"), ["the state of torch.optim.AdamW, ", "is torch.optim.SGD. "]),
     "number of groups": (Case(optimizer="two groups"), ["param groups", "They differ in blocks.0.down.weight, "]),
     "groups": (Case(optimizer="some only"), ["They differ in blocks.0.down.weight, ", " and 6 more. "]),
     "frozen left out": (Case(optimizer="trainable only"), ["They differ in frozen. "]),
-    "scheduler": (Case(scheduler="cosine"), ["saved with no scheduler, ", "has CosineAnnealingLR. "]),
+    "scheduler": (
+        Case(scheduler="cosine"),
+        ["with no scheduler, ", "has torch.optim.lr_scheduler.CosineAnnealingLR. "],
+    ),
     "loss scale": (Case(options=FP16), ["a switched-off scale at 1", "of a dynamic scale"]),
 }
 
@@ -131,3 +135,32 @@ def test_what_one_rank_refuses_changes_nothing_on_the_others(ranks2, tmp_path):
     for error, changed in ranks2.run(_one_rank_fails, str(tmp_path)):
         assert error.startswith(f"CheckpointError: rank 1: {tmp_path}")
         assert changed == []
+
+
+class AdamW(torch.optim.SGD):
+    """Another class of the same name."""
+
+
+class CosineAnnealingLR(torch.optim.lr_scheduler.LinearLR):
+    """Another class of the same name."""
+
+
+def _other_classes_of_the_same_name(folder):
+    saved = Training(Case(scheduler="cosine")).run(0, 1)
+    saved.save(folder)
+    other = Training(Case(optimizer=lambda parameters: AdamW(parameters, lr=0.1)))
+    errors = [error_of(other.load, folder)]
+    other = Training(Case())
+    other.train = zeroamp.TrainStep(other.model, other.optimizer, CosineAnnealingLR(other.optimizer))
+    errors.append(error_of(other.load, folder))
+    return errors
+
+
+def test_classes_of_the_same_name_from_other_modules_are_refused(ranks2, tmp_path):
+    for errors in ranks2.run(_other_classes_of_the_same_name, tmp_path):
+        assert (
+            "state of torch.optim.AdamW, but the optimizer of TrainStep is tests.zeroamp.checkpoint.test_fit.AdamW"
+            in errors[0]
+        )
+        assert "with torch.optim.lr_scheduler.CosineAnnealingLR, but " in errors[1]
+        assert "has tests.zeroamp.checkpoint.test_fit.CosineAnnealingLR" in errors[1]

@@ -5,10 +5,12 @@ import fcntl
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+import zeroamp
 from tests.zeroamp.checkpoint.checkpoint_files import manifest
 from zeroamp import latest_checkpoint
 from zeroamp.checkpoint import folder as folder_module
@@ -22,7 +24,8 @@ class Killed(BaseException):
 
 def publish(root, step, keep=None, run="a"):
     draft = open_draft(root, step)
-    draft.publish(manifest(step=step, run=run), keep)
+    draft.publish(manifest(step=step, run=run))
+    draft.finish(run, keep)
     return draft.target
 
 
@@ -86,8 +89,9 @@ def test_a_writer_that_is_killed_while_it_publishes_leaves_the_checkpoint_before
 
     with monkeypatch.context() as patch:
         patch.setattr(*((Path, call) if call == "rename" else (folder_module, call)), killed)
+        patch.setattr(folder_module.Draft, "_take_back", killed)  # a killed process does nothing any more
         with pytest.raises(Killed):
-            draft.publish(manifest(step=2), None)
+            draft.publish(manifest(step=2))
     assert order(tmp_path) == [name(1), *[name(2)] * is_published]
     os.close(draft._lock)  # as the end of the process does
     publish(tmp_path, 3)
@@ -120,6 +124,9 @@ def test_a_draft_stays_while_its_writer_lives_and_goes_after_its_death(tmp_path)
 def test_leftovers_of_every_kind_go_and_nothing_else(tmp_path):
     (tmp_path / ".draft-step_00000001").mkdir()
     (tmp_path / ".draft-step_00000001" / ".writer").touch()
+    (tmp_path / ".draft-step_00000002").mkdir()
+    (tmp_path / ".draft-step_00000002.writer").touch()
+    (tmp_path / ".draft-step_00000003.writer").touch()  # of a draft that was published
     (tmp_path / ".removed-step_00000001").mkdir()
     (tmp_path / ".removed-step_00000001" / "file").write_text("x")
     (tmp_path / ".latest-0").write_text("x")
@@ -144,7 +151,7 @@ def test_a_draft_that_is_discarded_or_cannot_be_opened_leaves_nothing(tmp_path, 
     real = os.open
 
     def open_or_fail(path, *args):
-        if Path(path).name == ".writer":
+        if Path(path).name.endswith(".writer"):
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(path, *args)
 
@@ -178,7 +185,9 @@ def test_a_checkpoint_that_cannot_be_removed_does_not_fail_the_save(tmp_path, ca
     monkeypatch.setattr(Path, "rename", refuse)
     publish(tmp_path, 2, keep=1)
     assert order(tmp_path) == [name(2), name(1)]
-    assert f"{name(1)} is not among the newest 1, but cannot be removed" in caplog.text
+    assert (
+        f"{name(2)} is saved, but {tmp_path / name(1)} is not among the newest 1 and cannot be removed" in caplog.text
+    )
 
 
 def test_without_locks_drafts_stay_and_all_is_published(tmp_path, monkeypatch):
@@ -187,8 +196,9 @@ def test_without_locks_drafts_stay_and_all_is_published(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     first, second = open_draft(tmp_path, 1), open_draft(tmp_path, 1)
-    first.publish(manifest(step=1), 1)
-    second.publish(manifest(step=1), 1)
+    for draft in (first, second):
+        draft.publish(manifest(step=1))
+        draft.finish("a", 1)
     assert names(tmp_path) == {f"{name(1)}_2", "latest"}
 
 
@@ -200,3 +210,15 @@ def test_a_checkpoint_is_known_by_name_or_manifest(tmp_path):
     run.mkdir()
     publish(run, 1)
     assert [is_checkpoint(p) for p in (renamed, empty, run, tmp_path)] == [True, True, False, False]
+
+
+def test_steps_of_up_to_20_digits_are_found(tmp_path):
+    for step in (time.time_ns(), 10**20 - 1):
+        path = publish(tmp_path, step)
+        assert latest_checkpoint(tmp_path) == path
+
+
+def test_a_folder_that_cannot_be_read_is_a_checkpoint_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_module, "find_checkpoints", lambda _: (_ for _ in ()).throw(PermissionError("denied")))
+    with pytest.raises(zeroamp.CheckpointError, match="cannot be read: denied. Check the path"):
+        latest_checkpoint(tmp_path)

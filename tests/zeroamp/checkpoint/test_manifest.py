@@ -1,13 +1,27 @@
 """The manifest: what is refused in one whose digest fits, and how damage is named."""
 
 import errno
+import itertools
+import random
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.zeroamp.checkpoint.checkpoint_files import manifest, rewrite_manifest
-from zeroamp.checkpoint.manifest import DamagedCheckpointError, FileRecord, check_file, read_manifest, record_file
+from tests.zeroamp.checkpoint.checkpoint_files import FILES, manifest, rewrite_manifest
+from zeroamp.checkpoint.manifest import (
+    Chunk,
+    DamagedCheckpointError,
+    FileRecord,
+    Layout,
+    RemovedCheckpointError,
+    check_file,
+    layout_problem,
+    rank_file,
+    read_manifest,
+    record_file,
+)
 from zeroamp.policies.errors import CheckpointError
 from zeroamp.weights.files import MANIFEST
 
@@ -16,13 +30,22 @@ RECORD = {"num_bytes": 1, "sha256": "0" * 64}
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    content = manifest(mesh=(2, 2), world_size=4, config={"b": [1, 2.5, None], "a": {"é": True}}, versions={"t": "1"})
+    files = FILES | {rank_file(rank): FILES["train.pt"] for rank in range(4)}
+    content = manifest(
+        mesh=(2, 2), world_size=4, files=files, config={"b": [1, 2.5, None], "a": {"é": True}}, versions={"t": "1"}
+    )
     (tmp_path / MANIFEST).write_text(content.to_json())
     return tmp_path
 
 
 def test_a_manifest_reads_back_as_it_was_written(tmp_path):
-    written = manifest(files={"x.pt": FileRecord(num_bytes=3, sha256="f" * 64)}, mesh=(2, 2), config={"a": {"b": 1e-5}})
+    chunks = (Chunk((0, 0), (1, 3), "x.pt", 0, 3), Chunk((1, 0), (1, 3), "x.pt", 0, 1))
+    written = manifest(
+        files=FILES | {"x.pt": FileRecord(num_bytes=3, sha256="f" * 64)}, mesh=(1, 1), config={"a": {"b": 1e-5}},
+        tensors={"t": Layout(dtype="bfloat16", shape=(2, 3), chunks=chunks), "scalar": Layout(
+            dtype="int64", shape=(), chunks=(Chunk((), (), "x.pt", 1, 2),)), "empty": Layout(
+            dtype="bool", shape=(0, 2), chunks=())},
+    )  # fmt: skip
     (tmp_path / MANIFEST).write_text(written.to_json())
     assert read_manifest(tmp_path) == written
 
@@ -106,6 +129,58 @@ def test_a_manifest_that_is_no_regular_file_is_damage(tmp_path):
 
 def test_another_format_is_no_damage(checkpoint):
     rewrite_manifest(checkpoint, lambda content: content.update(format=1))
-    with pytest.raises(CheckpointError, match=r"must have format 2.*version of zeroamp") as raised:
+    with pytest.raises(CheckpointError, match=r"must have format 3 or 2, .*version of zeroamp") as raised:
         read_manifest(checkpoint)
     assert type(raised.value) is CheckpointError
+
+
+def _grid(shape, cuts):
+    """Return the chunks of a tensor that is cut at places of each dimension."""
+    intervals = [
+        list(itertools.pairwise(sorted({0, length, *places}))) for length, places in zip(shape, cuts, strict=True)
+    ]
+    return [
+        Chunk(tuple(a for a, _ in block), tuple(b - a for a, b in block), "train.pt", 0, 1)
+        for block in itertools.product(*intervals)
+    ]
+
+
+def test_chunks_fill_a_tensor_exactly_once_or_are_refused():
+    """Against a count of every element, on random grids with a chunk moved, resized, removed or added."""
+    generator, num_refused = random.Random(0), 0
+    for _ in range(400):
+        shape = tuple(generator.randint(1, 6) for _ in range(generator.randint(1, 3)))
+        chunks = _grid(shape, [generator.sample(range(length), generator.randint(0, length)) for length in shape])
+        for _ in range(generator.randint(0, 2)):
+            index, kind = generator.randrange(len(chunks)), generator.choice(["move", "resize", "remove", "add"])
+            values = [generator.randint(0, 6) for _ in shape]
+            if kind in ("move", "resize"):
+                chunks[index] = chunks[index]._replace(**{"offsets" if kind == "move" else "shape": tuple(values)})
+            elif kind == "remove" and len(chunks) > 1:
+                del chunks[index]
+            elif kind == "add":
+                chunks.append(chunks[index])
+        counts, is_inside = Counter(), True
+        for chunk in chunks:
+            cells = list(itertools.product(*(range(a, a + n) for a, n in zip(chunk.offsets, chunk.shape, strict=True))))
+            is_inside &= bool(cells) and all(
+                cell < whole for place in cells for cell, whole in zip(place, shape, strict=True)
+            )
+            counts.update(cells)
+        is_filled = is_inside and counts == dict.fromkeys(itertools.product(*map(range, shape)), 1)
+        generator.shuffle(chunks)
+        found = layout_problem({"t": Layout(dtype="float32", shape=shape, chunks=tuple(chunks))}, FILES)
+        assert (found is None) == is_filled, (shape, chunks)
+        num_refused += not is_filled
+    assert 100 < num_refused < 300
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_named_as_removed(checkpoint):
+    found = read_manifest(checkpoint)
+    checkpoint.rename(checkpoint.with_name("moved"))
+    for read in (
+        lambda: read_manifest(checkpoint),
+        lambda: check_file(checkpoint / "train.pt", found.files["train.pt"]),
+    ):
+        with pytest.raises(RemovedCheckpointError, match="was removed while it was read, .*keep=.*Load again"):
+            read()

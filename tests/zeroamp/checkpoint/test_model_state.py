@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 import zeroamp
 from tests.measuring.logs import log_lines
 from tests.processes.checkpoint_training import Case, Small, Training, error_of, full
+from tests.processes.training import full_parameters, same_bits
 
 NAMES = Small().state_dict().keys() - {"head.weight"}  # which is embed.weight
 
@@ -125,3 +126,54 @@ def _extra_states(folder):
 
 def test_extra_states_of_modules_go_on_each_rank_with_its_own(ranks2, tmp_path):
     ranks2.run(_extra_states, str(tmp_path))
+
+
+class _Named(nn.Module):
+    """A parameter and a buffer with the name that torch gives to extra states."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Module()
+        self.one.register_parameter("_extra_state", nn.Parameter(torch.randn(4)))
+        self.other.register_buffer("_extra_state", torch.randn(3))
+
+    def forward(self, x):
+        return (self.one(x) * self.one._extra_state).square().mean() + 0 * self.other._extra_state.sum()
+
+
+class _Merged(nn.Module):
+    """Two weights whose names are one name without the parts that torch.compile inserts."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+        self.one._orig_mod = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.one._orig_mod(self.one(x)).square().mean()
+
+
+def _named(folder):
+    trains = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = zeroamp.wrap_model(_Named(), zeroamp.policy_from_config({"zero_optimization": {"stage": 3}}))
+        trains.append(zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters())))
+        trains[-1].backward(model(torch.ones(2, 4)))
+        trains[-1].step()
+    zeroamp.save_checkpoint(folder, trains[0].model, trains[0])
+    zeroamp.load_checkpoint(folder, trains[1].model, trains[1])
+    ours, theirs = (_tensors_of(train.model) for train in trains)
+    merged = zeroamp.wrap_model(_Merged(), zeroamp.policy_from_config({"zero_optimization": {"stage": 3}}))
+    train = zeroamp.TrainStep(merged, torch.optim.AdamW(merged.parameters()))
+    return same_bits(ours, theirs), error_of(zeroamp.save_checkpoint, folder, merged, train)
+
+
+def _tensors_of(model):
+    return full_parameters(model) | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def test_a_parameter_named_extra_state_is_loaded_and_merged_names_are_refused(ranks2, tmp_path):
+    for differing, error in ranks2.run(_named, str(tmp_path)):
+        assert differing == []
+        assert "Two parts of the model have the name one.weight in a checkpoint, because one._orig_mod.weight" in error

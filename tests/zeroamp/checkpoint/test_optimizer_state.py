@@ -185,7 +185,7 @@ def _several(kinds, schedule):
 TWO = (torch.optim.SGD, torch.optim.AdamW)
 OTHERS = {
     "one": (TWO[:1], None, "2 optimizers, but .*has 1"),
-    "order": (TWO[::-1], LinearLR, "state of SGD, but optimizer 0 .*is AdamW"),
+    "order": (TWO[::-1], LinearLR, "state of torch.optim.SGD, but optimizer 0 .*is torch.optim.AdamW"),
     "scheduler": (TWO, functools.partial(ExponentialLR, gamma=0.5), "LinearLR, but optimizer 0 .*ExponentialLR"),
     "no scheduler": (TWO, None, "LinearLR, but optimizer 0 .*no scheduler"),
 }

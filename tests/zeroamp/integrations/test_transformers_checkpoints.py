@@ -1,5 +1,6 @@
 """Checkpoints of `ZeroampTrainer`: `from_pretrained` reads them, and a training goes on from each bit for bit."""
 
+import logging
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
+from tests.measuring.logs import log_lines
 from tests.processes.trainer import DDP, examples, outcome, parameters_of, trainer_of
 from tests.selection import slow_but
 
@@ -71,14 +73,14 @@ class _KilledError(Exception):
     """Ends a training where its process would have been killed."""
 
 
-def _killed_at(name):
-    """Return a patch that ends the training inside of its save at step 4, in a method of the Trainer."""
+def _killed_at(name, step=4):
+    """Return a patch that ends the training inside of its save at a step, in a method of the Trainer."""
     from transformers import Trainer
 
     real = getattr(Trainer, name)
 
     def save(self, *args):
-        if self.state.global_step != 4 or (name == "_save_rng_state" and dist.get_rank() == 0):
+        if self.state.global_step != step or (name == "_save_rng_state" and dist.get_rank() == 0):
             return real(self, *args)
         if name == "_save_checkpoint":  # the last file is the Trainer's state
             real(self, *args)
@@ -114,6 +116,27 @@ def test_a_trainer_that_was_killed_inside_a_save_resumes_from_the_checkpoint_bef
     found = ranks2.run(_killed_inside_a_save, tmp_path, *case)
     assert found[0] == found[1]
     assert found[0] == ([], 4)
+
+
+def _killed_inside_the_first_save(folder):
+    expected, run = _trainer(3, folder / "whole"), folder / "killed"
+    expected.train()
+    with _killed_at("_save_rng_state", step=2), suppress(_KilledError, zeroamp.CheckpointError):
+        _trainer(3, run).train()
+    dist.barrier()
+    names = sorted(path.name for path in run.glob("checkpoint-*"))
+    restarted = _trainer(3, run)
+    with log_lines(logging.WARNING) as texts:
+        restarted.train(resume_from_checkpoint=True)
+    return names, texts, outcome(restarted).differences(outcome(expected))
+
+
+def test_a_trainer_that_was_killed_inside_its_first_save_starts_anew(ranks2, tmp_path):
+    for rank, (names, texts, found) in enumerate(ranks2.run(_killed_inside_the_first_save, tmp_path)):
+        assert names == ["checkpoint-2"]
+        text = f"The training starts anew: the saves of {tmp_path}/killed/checkpoint-2 did not end."
+        assert (text in texts) == (rank == 0), (rank, texts)
+        assert found == []
 
 
 def _saved(folder):

@@ -255,7 +255,10 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
     # ---- loading
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train. `resume_from_checkpoint=True` resumes from the newest complete checkpoint of `output_dir`."""
+        """Train. `resume_from_checkpoint=True` resumes from the newest complete checkpoint of `output_dir`.
+
+        If saves have begun there, but none has ended, the training starts anew, with a warning.
+        """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _newest_complete(self.args.output_dir)
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -345,15 +348,22 @@ class ZeroampTrainer(ZeroampMixin, Trainer):  # type: ignore[misc]
     """transformers' `Trainer` on zeroamp."""
 
 
-def _newest_complete(output_dir: str) -> str | bool:
-    """Return the newest complete checkpoint, and warn of newer ones that are not. True if there is none."""
-    start = f"{PREFIX_CHECKPOINT_DIR}-"
+def _newest_complete(output_dir: str) -> str | bool | None:
+    """Return the newest complete checkpoint, and warn of newer ones that are not.
+
+    None if all are incomplete: the training then starts anew. True if there is none: the Trainer's own error is right.
+    """
+    start, incomplete = f"{PREFIX_CHECKPOINT_DIR}-", []
     names = (path.name.removeprefix(start) for path in Path(output_dir).glob(f"{start}*"))
     for step in sorted((int(name) for name in names if name.isdecimal()), reverse=True):
         if _is_complete(path := Path(output_dir, f"{start}{step}")):
             return str(path)
+        incomplete.append(path)
         logger.warning("%s is not loaded: the process that saved it ended inside of the save. Remove it.", path)
-    return True
+    if not incomplete:
+        return True
+    logger.warning("The training starts anew: the saves of %s did not end.", ", ".join(map(str, incomplete)))
+    return None
 
 
 def _is_complete(folder: Path) -> bool:

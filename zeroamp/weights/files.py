@@ -186,7 +186,7 @@ def tensors_of_file(path: Path, stack: ExitStack) -> dict[str, Stored]:
     try:
         open_regular(path).close()
         file = stack.enter_context(safe_open(path, framework="pt"))
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch's, if an export has just removed the file
         raise CheckpointError(
             f"{path} cannot be read as a safetensors file ({type(error).__name__}: {error}). Get the file again."
         ) from error

@@ -108,15 +108,16 @@ def _guarded(
             refuse()
 
     callback = _BeforeUpdate(refuse)
-    handles = [register_optimizer_step_pre_hook(refuse_step), root.register_load_state_dict_pre_hook(refuse)]
+    on_step = register_optimizer_step_pre_hook(refuse_step)
+    on_load = root.register_load_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
     state.callbacks.append(callback)
     hide_state(root, why)
     try:
         yield from items
     finally:
         state.callbacks.remove(callback)
-        for handle in handles:
-            handle.remove()
+        on_step.remove()
+        on_load.remove()
         record_state(root, state)
 
 
@@ -218,6 +219,8 @@ def _start(weight: Weight, mesh: DeviceMesh, dtype: torch.dtype) -> torch.Tensor
 
     The shard is cast first, which moves fewer bytes. Rounding is per element, so the bits are the same.
     """
+    if weight.local.numel() and weight.local.untyped_storage().size() == 0:
+        raise StepError(f"{weight.names[0]} has no memory: the model went to sleep. Call zeroamp.wake(model) first.")
     local = weight.local.to(device_of(mesh), dtype)
     if not isinstance(weight.tensor, DTensor):
         return local

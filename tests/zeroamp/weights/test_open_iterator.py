@@ -189,6 +189,27 @@ def test_merged_weights_are_guarded_too(ranks2):
     ranks2.run(_merged)
 
 
+def _asleep_in_part():
+    """The optimizer is asleep already, and wakes between two items."""
+    model, optimizer, _ = _trained(3)
+    loss_of(model, batch("llama_untied", 0)).backward()
+    optimizer.step()
+    zeroamp.sleep(model, optimizer, what=["optimizer"])
+    iterator = zeroamp.iter_weights(model, bucket_bytes=4000)
+    next(iterator)
+    with pytest.raises(ERRORS, match="iter_weights|went to sleep"):
+        _sleep_and_go_on(model, iterator)
+
+
+def _sleep_and_go_on(model, iterator):
+    zeroamp.sleep(model, what=["params"])
+    list(iterator)
+
+
+def test_freed_weights_are_an_error_not_a_crash(ranks2):
+    ranks2.run(_asleep_in_part)
+
+
 def _lost():
     group = dist.new_group(timeout=timedelta(seconds=2))
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))

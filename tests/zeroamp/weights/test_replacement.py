@@ -7,7 +7,7 @@ import io
 import json
 import os
 import signal
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from unittest import mock
 
@@ -201,3 +201,28 @@ def test_a_kill_at_any_file_operation_loses_no_weights(tmp_path, case):
         assert _is_exported(folder, max_shard_bytes, 3.0), (number, os.listdir(folder))
     print(number - 1, "points")
     assert number > 20
+
+
+def test_a_reader_beside_exports_never_mixes_them(tmp_path):
+    """It gets the weights of one export, or an error because a file has been removed."""
+    writer = os.fork()
+    if writer == 0:
+        with suppress(BaseException):
+            for value in range(1, 10_000):
+                export(tmp_path, value, (SMALL, SMALL, LARGE)[value % 3])
+        os._exit(0)
+    found = []
+    try:
+        while len(set(found)) < 60:
+            for read in (by_load_hf, by_rules_of_transformers):
+                with suppress(
+                    zeroamp.CheckpointError, *([OSError, RuntimeError] if read is by_rules_of_transformers else [])
+                ):
+                    tensors = read(tmp_path) or {}
+                    values = {float(each) for tensor in tensors.values() for each in tensor.flatten()}
+                    assert len(values) <= 1
+                    found += values
+    finally:
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+    assert found == sorted(found)  # nor does an older export come back

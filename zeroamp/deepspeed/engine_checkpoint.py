@@ -78,7 +78,8 @@ def whole_weights(module: nn.Module, dtype: torch.dtype, *, without_frozen: bool
         for weight in find_weights(module)
         if not (without_frozen and weight.is_parameter and not weight.tensor.requires_grad)
     ]
-    whole = gather_weights({weight.names[0]: weight for weight in weights}, wrap_state(module).axes.whole, dtype)
+    by_name, mesh = {weight.names[0]: weight for weight in weights}, wrap_state(module).axes.whole
+    whole = gather_weights("The engine's call for whole weights", by_name, mesh, dtype)
     # A tied parameter has several names, and one copy. Other ranks get nothing.
     return {name: whole[weight.names[0]] for weight in weights for name in weight.names if whole}
 

@@ -20,12 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.rank_group import RankGroup
 from zeroamp.weights.export import gather_weights
-from zeroamp.weights.files import ADAPTER_STEM, tensors_of_file, write_weights
+from zeroamp.weights.files import ADAPTER_STEM, exports_of, tensors_of_file, write_weights
 from zeroamp.weights.layouts import joins_tensors, outline_of_model, publish
 from zeroamp.weights.load import Found, fill_weights
 from zeroamp.weights.model_weights import find_weights
-from zeroamp.weights.stream import one_by_one, refuse_open_step, whole_weights
-from zeroamp.wrapping.state import wrap_state
+from zeroamp.weights.stream import one_by_one, reading, whole_weights
+from zeroamp.wrapping.state import WrapState, wrap_state
 
 
 def export_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: str | None = None) -> Path:
@@ -58,7 +58,7 @@ def export_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: st
     # One rank decides for all, since peft may look up the base model's config in a hub.
     names = ranks.on_first(lambda: _adapter_names(root, name))
     by_name = {each: weight for weight in find_weights(root) for each in weight.names}
-    tensors = gather_weights({written: by_name[own] for written, own in names.items()}, mesh)
+    tensors = gather_weights("export_adapter", {written: by_name[own] for written, own in names.items()}, mesh)
     write_config = partial(_save_adapter_config, root, name)
     writer = write_weights(tensors, path, write_config, sys.maxsize, ADAPTER_STEM)  # peft reads a single file
     while ranks.on_first(lambda: next(writer, False)):
@@ -81,7 +81,11 @@ def iter_merged_weights(
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
-    refuse_open_step(state, "iter_merged_weights")
+    call = "iter_merged_weights"
+    return reading(state, call, _merged(call, state, dtype, bucket_bytes))
+
+
+def _merged(call: str, state: WrapState, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
     root: Any = state.root
     _adapter_of(root, None)
     mesh, prefix = state.axes.whole, "base_model.model."
@@ -99,7 +103,9 @@ def iter_merged_weights(
     if any(".modules_to_save." in name for name in by_name):
         raise CheckpointError("The model has modules_to_save, which are not merged. Write it by export_adapter.")
     whole = {
-        name: each for part in whole_weights(factors.items(), mesh, None, bucket_bytes) for name, each in part.items()
+        name: each
+        for part in whole_weights(call, factors.items(), mesh, None, bucket_bytes)
+        for name, each in part.items()
     }
 
     def merged(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -122,7 +128,7 @@ def iter_merged_weights(
     for weight in weights:
         names = [name for name in weight.names if name not in factors]
         own += [(name, weight) for name in names if name.removeprefix(prefix) not in tied][:1]
-    for tensors in whole_weights(own, mesh, None, bucket_bytes, by_layer=joins_tensors(outline)):
+    for tensors in whole_weights(call, own, mesh, None, bucket_bytes, by_layer=joins_tensors(outline)):
         made = {}
         for name, tensor in one_by_one(tensors):
             made[name.removeprefix(prefix).replace(".base_layer.", ".")] = merged(name, tensor)
@@ -151,7 +157,8 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: str 
     def find(stack: ExitStack) -> Found:
         names = _adapter_names(state.root, _adapter_of(state.root, adapter))
         by_name = {each: weight for weight in find_weights(state.root) for each in weight.names}
-        return {name: by_name[own] for name, own in names.items()}, tensors_of_file(path, stack)
+        stored = tensors_of_file(path, stack)
+        return {name: by_name[own] for name, own in names.items()}, stored, exports_of(stored)
 
     fill_weights(find, state.mesh, path)
 

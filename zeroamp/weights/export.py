@@ -77,7 +77,7 @@ def export_hf(
         return {"folder": os.fspath(folder), "dtype": written_dtype()}
 
     ranks.refuse_different("export_hf", check)
-    tensors = gather_weights(weights, mesh, written_dtype())
+    tensors = gather_weights("export_hf", weights, mesh, written_dtype())
     ranks.on_first(lambda: publish(outline_of_model(root), tensors))
     write_config = partial(_save_config, root, dtype=written_dtype())
     writer = write_weights(tensors, Path(folder), write_config, max_shard_bytes)
@@ -114,14 +114,14 @@ def _refuse_overflow(name: str, weight: Weight, dtype: torch.dtype) -> None:
 
 
 def gather_weights(
-    weights: Mapping[str, Weight], mesh: DeviceMesh, dtype: torch.dtype | None = None
+    call: str, weights: Mapping[str, Weight], mesh: DeviceMesh, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
     """Return whole weights by name, in CPU memory of the first rank. All ranks of `mesh` call it; others get {}.
 
-    Parameters are cast to `dtype`, unless it is None.
+    Parameters are cast to `dtype`, unless it is None. Raises as `whole_weights`.
     """
     found: dict[str, torch.Tensor] = {}
-    for bucket in whole_weights(weights.items(), mesh, dtype, _BUCKET_BYTES):
+    for bucket in whole_weights(call, weights.items(), mesh, dtype, _BUCKET_BYTES):
         if is_first_rank(mesh):
             for name, whole in bucket.items():
                 found[name] = whole.to("cpu", copy=True, memory_format=torch.contiguous_format)

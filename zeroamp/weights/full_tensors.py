@@ -14,13 +14,14 @@ from torch.distributed.tensor import DTensor
 from zeroamp.hooks._torch.fsdp import parameter_pairs
 from zeroamp.planning.mesh import axis_groups, device_of, local_part, local_slices
 from zeroamp.policies.errors import StepError, describe
+from zeroamp.weights.stream import naming_lost_ranks
 from zeroamp.wrapping.state import WrapState, reshard, wrap_state, wrapped_models
 from zeroamp.wrapping.step_state import Phase
 
 
 def _owner_of(parameter: nn.Parameter) -> tuple[WrapState, nn.Parameter]:
     """Return the state of the wrapped model that has a sharded or unsharded parameter, and the sharded parameter."""
-    for root in wrapped_models():
+    for root in wrapped_models(with_hidden=True):  # `wrap_state` says why a model is hidden
         not_sharded = ((each, None) for each in root.parameters())  # 0-D, or without elements
         for sharded, unsharded in (*parameter_pairs(root), *not_sharded):
             if parameter is sharded or parameter is unsharded:
@@ -34,7 +35,7 @@ def _owner_of(parameter: nn.Parameter) -> tuple[WrapState, nn.Parameter]:
 def full_parameter(parameter: nn.Parameter) -> torch.Tensor:
     """Return a copy of the whole parameter, without requiring a gradient: in fp32 if it is trainable."""
     state, sharded = _owner_of(parameter)
-    return _whole(sharded, state)
+    return _whole(sharded, state, "full_parameter")
 
 
 @torch.no_grad()
@@ -46,8 +47,9 @@ def set_full_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
         found, valid = f"of shape {tuple(value.shape)}", f"of the whole shape, {tuple(sharded.shape)}"
         raise StepError(describe("The value to set", found, valid, "Pass the whole tensor, on every rank."))
     whole = value.detach().to(device_of(state.mesh), sharded.dtype).contiguous()
-    for group in axis_groups(state.axes.whole):
-        dist.broadcast(whole, group=group, group_src=0)
+    with naming_lost_ranks("set_full_parameter"):
+        for group in axis_groups(state.axes.whole):
+            dist.broadcast(whole, group=group, group_src=0)
     local_part(sharded).copy_(whole[local_slices(sharded)] if isinstance(sharded, DTensor) else whole)
     reshard(state.root.modules())  # unsharded copies hold the old value
 
@@ -66,7 +68,9 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     _refuse_open_step(state, "full_gradient")
     if state.step.shard_accumulator is not None:
         state.step.shard_accumulator.flush()
-    return None if sharded.grad is None else _whole(sharded.grad, state).div_(state.step.gradient_scale)
+    return (
+        None if sharded.grad is None else _whole(sharded.grad, state, "full_gradient").div_(state.step.gradient_scale)
+    )
 
 
 def _refuse_open_step(state: WrapState, method: str) -> None:
@@ -78,7 +82,8 @@ def _refuse_open_step(state: WrapState, method: str) -> None:
 
 
 @torch.no_grad()
-def _whole(tensor: torch.Tensor, state: WrapState) -> torch.Tensor:
+def _whole(tensor: torch.Tensor, state: WrapState, call: str) -> torch.Tensor:
     """Return a copy of the whole tensor, on the device of the mesh."""
     on_device = tensor.detach().to(device_of(state.mesh))  # an offloaded shard is on the CPU
-    return (on_device.full_tensor() if isinstance(on_device, DTensor) else on_device).clone()
+    with naming_lost_ranks(call):
+        return (on_device.full_tensor() if isinstance(on_device, DTensor) else on_device).clone()

@@ -28,6 +28,7 @@ class Converted:
     """Its name in the model."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
+    dtype: torch.dtype
     convert: Callable[[Callable[[Stored], torch.Tensor]], Mapping[str, torch.Tensor]]
     """Runs the operations on what the given function returns for each source."""
 
@@ -68,8 +69,8 @@ def parts_of_model(root: nn.Module, stored: Mapping[str, Stored], names: Iterabl
             sources[new].append((pattern, stored[name]))
     for target, parts in sources.items():
         convert = partial(_convert, outline, target, by_pattern[parts[0][0]], parts)
-        shapes = convert(lambda source: torch.empty(source.shape, device="meta"))
-        found |= {name: Converted(name, tuple(made.shape), convert) for name, made in shapes.items()}
+        shapes = convert(lambda source: torch.empty(source.shape, dtype=source.dtype, device="meta"))
+        found |= {name: Converted(name, tuple(made.shape), made.dtype, convert) for name, made in shapes.items()}
     return found
 
 

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from zeroamp.planning.mesh import local_slices
 from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.rank_group import RankGroup
-from zeroamp.weights.files import stored_tensors
+from zeroamp.weights.files import OF_SEVERAL, exports_of, stored_tensors
 from zeroamp.weights.layouts import Part, parts_of_model
 from zeroamp.weights.model_weights import Weight, file_name, find_weights
 from zeroamp.wrapping.state import wrap_state
 
-Found = tuple[Mapping[str, Weight], Mapping[str, Part]]
-"""Weights of a model, and tensors of files, by names that should be the same."""
+Found = tuple[Mapping[str, Weight], Mapping[str, Part], set[str | None]]
+"""Weights of a model, and tensors of files, by names that should be the same; and `exports_of` the files."""
 
 
 def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -61,7 +61,8 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         # Non-persistent buffers: the model computes them itself.
         buffers = {name for name, _ in state.root.named_buffers(remove_duplicate=False)}
         computed = {name.rpartition(".")[2] for name in map(file_name, buffers) if name not in shapes}
-        return wanted, {name: each for name, each in parts.items() if name.rpartition(".")[2] not in computed}
+        parts = {name: each for name, each in parts.items() if name.rpartition(".")[2] not in computed}
+        return wanted, parts, exports_of(stored)
 
     fill_weights(find, state.axes.whole, folder)
 
@@ -72,10 +73,10 @@ def fill_weights(find: Callable[[ExitStack], Found], mesh: DeviceMesh, path: str
     `find` opens the files in the given `ExitStack`, and returns the weights and the tensors that fill them. If it
     raises, or names or shapes differ, all ranks raise a CheckpointError that names `path`.
     """
-    found: list[Found] = []
+    found: list[tuple[Mapping[str, Weight], Mapping[str, Part]]] = []
 
-    def check() -> None:
-        weights, parts = find(stack)
+    def check() -> set[str | None]:
+        weights, parts, exports = find(stack)
         problems = {
             "are missing": [name for name in weights if name not in parts],
             "are not in the model": [name for name in parts if name not in weights],
@@ -83,6 +84,12 @@ def fill_weights(find: Callable[[ExitStack], Found], mesh: DeviceMesh, path: str
                 f"{name} is {parts[name].shape} instead of {tuple(weight.tensor.shape)}"
                 for name, weight in weights.items()
                 if name in parts and parts[name].shape != tuple(weight.tensor.shape)
+            ],
+            "have a dtype that the model's cannot hold": [
+                f"{name} is {parts[name].dtype} instead of "
+                f"{'floating-point' if weight.tensor.is_floating_point() else weight.tensor.dtype}"
+                for name, weight in weights.items()
+                if name in parts and not _fits(parts[name].dtype, weight.tensor.dtype)
             ],
         }
         texts = [f"{len(names)} {what} ({some_of(names, 5)})" for what, names in problems.items() if names]
@@ -92,6 +99,7 @@ def fill_weights(find: Callable[[ExitStack], Found], mesh: DeviceMesh, path: str
                 "have another layout than the model, load it with transformers' from_pretrained before wrap_model."
             )
         found.append((weights, parts))
+        return exports
 
     def copy_values() -> None:
         weights, parts = found[0]
@@ -101,5 +109,14 @@ def fill_weights(find: Callable[[ExitStack], Found], mesh: DeviceMesh, path: str
 
     with torch.no_grad(), ExitStack() as stack:
         ranks = RankGroup.for_saving(mesh)
-        ranks.run(check)
+        if len(set().union(*ranks.run(check))) > 1:
+            raise CheckpointError(f"{path} {OF_SEVERAL}")
         ranks.run(copy_values)
+
+
+def _fits(stored: torch.dtype | None, own: torch.dtype) -> bool:
+    """Return whether a tensor of a file may fill a weight: floats fill floats, integers those that can hold them."""
+    if stored is None or own.is_floating_point:
+        return stored is not None and stored.is_floating_point
+    is_wider = not stored.is_floating_point and not own.is_complex and torch.promote_types(stored, own) == own
+    return stored == own or is_wider

@@ -10,8 +10,8 @@ from zeroamp.planning.mesh import local_part
 from zeroamp.policies.errors import CheckpointError
 from zeroamp.wrapping.state import reshard
 
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
-"""Parts of FQNs that torch.compile and torch's checkpoint_wrapper insert."""
+_WRAPPERS = {"_orig_mod": "torch._dynamo.", "_checkpoint_wrapped_module": "torch.distributed.algorithms."}
+"""Parts of FQNs that torch.compile and torch's checkpoint_wrapper insert -> where the classes of these wrappers are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,10 +80,26 @@ def live_state(model: nn.Module) -> dict[str, Any]:
     """Return `model.state_dict(keep_vars=True)`: the parameters and buffers themselves.
 
     Entries that bitsandbytes adds for packed weights that are not sharded ("weight.absmax", for example) are left out.
+
+    Raises:
+        CheckpointError: two entries could have the same name in files.
     """
+    _refuse_names(model)
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     packed = {name for name, value in state.items() if hasattr(value, "quant_state")}
     if not packed:
         return state
     around = {name: (name.rpartition(".")[0], name.rpartition(".quant_state.")[0]) for name in state}
     return {name: value for name, value in state.items() if packed.isdisjoint(around[name])}
+
+
+def _refuse_names(model: nn.Module) -> None:
+    """Raise CheckpointError for names that `file_name` would leave out, although no wrapper has inserted them."""
+    for fqn, module in model.named_modules():
+        for name, home in _WRAPPERS.items():
+            is_own = any(cls.__module__.startswith(home) for cls in type(module).__mro__)
+            if not is_own and name in (*module._modules, *module._parameters, *module._buffers):
+                raise CheckpointError(
+                    f"{f'{fqn}.{name}' if fqn else name} cannot be saved or loaded: wrappers of torch insert {name!r}, "
+                    "which is left out of names in files. Give the module another name."
+                )

@@ -7,20 +7,25 @@ model, all of one layer: then the weights of a layer are in one bucket.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from zeroamp.hooks.collectives.collective_calls import peer_lost
 from zeroamp.planning.mesh import device_of, is_first_rank, sharded_like
-from zeroamp.policies.errors import CheckpointError, StepError
+from zeroamp.policies.errors import CheckpointError, PeerError, StepError
 from zeroamp.policies.numbers import is_integer
+from zeroamp.training.callbacks import Callback, Phase
 from zeroamp.weights.layouts import joins_tensors, outline_of_model, publish
 from zeroamp.weights.model_weights import Weight, find_weights
-from zeroamp.wrapping.state import WrapState, wrap_state
+from zeroamp.wrapping.state import WrapState, hide_state, record_state, wrap_state
 
 Named = tuple[str, Weight]
 _LAYER = re.compile(r"(.*?\.\d+)\.")
@@ -36,9 +41,10 @@ def iter_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) of a wrapped model's parameters and persistent buffers, on the mesh's device.
 
-    Every rank iterates to the end, between two optimizer steps: each bucket is all-gathered by all ranks. Beside the
-    shards at most two buckets, and the cast shards of one, exist if the caller retains no tensor. A tied parameter is
-    yielded once. Of a model with adapters, `zeroamp.integrations.peft.iter_merged_weights` yields the merged weights.
+    Every rank iterates to the end, between two optimizer steps: each bucket is all-gathered by all ranks. Between the
+    first item and the end, or `close()`, an optimizer step, a load, a save, `sleep` and a second iterator are errors.
+    Beside the shards at most two buckets, and the cast shards of one, exist if the caller retains no tensor. A tied
+    parameter is yielded once. `zeroamp.integrations.peft.iter_merged_weights` merges adapters.
 
     Args:
         model: that `wrap_model` returned, at any stage.
@@ -52,6 +58,7 @@ def iter_weights(
     Raises:
         CheckpointError: an argument is not valid.
         StepError: inside an optimizer step.
+        PeerError: another rank ended, or does not iterate.
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
@@ -60,14 +67,70 @@ def iter_weights(
             raise CheckpointError(f"iter_weights({argument}=) must be one of {valid}, but is {value!r}.")
     if not is_integer(bucket_bytes, at_least=1):
         raise CheckpointError(f"iter_weights(bucket_bytes=) must be an integer from 1 on, but is {bucket_bytes!r}.")
-    refuse_open_step(state, "iter_weights")
-    return _yielded(state.root, state.axes.whole, dtype, bucket_bytes, is_published=names == "hf", to_all=to == "all")
+    items = _yielded(state.root, state.axes.whole, dtype, bucket_bytes, is_published=names == "hf", to_all=to == "all")
+    return reading(state, "iter_weights", items)
 
 
-def refuse_open_step(state: WrapState, method: str) -> None:
-    """Raise StepError inside an optimizer step, where some weights may be updated and others not."""
+def reading(
+    state: WrapState, method: str, items: Iterator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return an iterator over `items` that reads the weights of a wrapped model.
+
+    From its first item until it is exhausted, closed or collected, the model's other functions of zeroamp, optimizer
+    steps and `load_state_dict` raise an error that names `method`.
+
+    Raises:
+        StepError: inside an optimizer step, where some weights may be updated and others not.
+    """
+    _refuse_open_step(state, method)
+    return _guarded(state, method, items)
+
+
+def _refuse_open_step(state: WrapState, method: str) -> None:
     if state.step.is_open:
         raise StepError(f"{method} was called {state.step.phase.value}. Call it between two optimizer steps.")
+
+
+def _guarded(
+    state: WrapState, method: str, items: Iterator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    root = state.root
+    wrap_state(root)  # it may have gone to sleep, or another iterator may be open, since the call of `method`
+    _refuse_open_step(state, method)
+    why = f"is being read by {method}. Iterate to its end, or call close() on the iterator, before anything else."
+    read = set(root.parameters())
+
+    def refuse(*_args: object) -> None:
+        raise StepError(f"The model (a {type(root).__name__}) {why}")
+
+    def refuse_step(optimizer: torch.optim.Optimizer, *_args: object) -> None:
+        if any(parameter in read for group in optimizer.param_groups for parameter in group["params"]):
+            refuse()
+
+    callback = _BeforeUpdate(refuse)
+    on_step = register_optimizer_step_pre_hook(refuse_step)
+    on_load = root.register_load_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+    state.callbacks.append(callback)
+    hide_state(root, why)
+    try:
+        yield from items
+    finally:
+        state.callbacks.remove(callback)
+        on_step.remove()
+        on_load.remove()
+        record_state(root, state)
+
+
+class _BeforeUpdate(Callback):
+    """Raises before `TrainStep` changes anything, so that `step` can be called again: its optimizer would be late."""
+
+    def __init__(self, refuse: Callable[[], None]) -> None:
+        self._refuse = refuse
+
+    def on_phase_begin(self, phase: Phase, /) -> None:
+        """Refuse the end of an optimizer step. A backward reads weights only."""
+        if phase == "optimizer":
+            self._refuse()
 
 
 def _yielded(
@@ -79,7 +142,7 @@ def _yielded(
         for name in (weight.written_names if is_published else weight.names[:1])
     ]
     outline = outline_of_model(root) if is_published else None
-    for tensors in whole_weights(named, mesh, dtype, bucket_bytes, by_layer=joins_tensors(outline)):
+    for tensors in whole_weights("iter_weights", named, mesh, dtype, bucket_bytes, by_layer=joins_tensors(outline)):
         if not to_all and not is_first_rank(mesh):
             tensors.clear()
         publish(outline, tensors)
@@ -95,19 +158,44 @@ def one_by_one(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Te
 
 @torch.no_grad()
 def whole_weights(
-    named: Iterable[Named], mesh: DeviceMesh, dtype: torch.dtype | None, bucket_bytes: int, *, by_layer: bool = False
+    call: str,
+    named: Iterable[Named],
+    mesh: DeviceMesh,
+    dtype: torch.dtype | None,
+    bucket_bytes: int,
+    *,
+    by_layer: bool = False,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield buckets of whole weights by name: see [Note: Buckets]. All ranks of `mesh` iterate to the end.
 
     Clear a bucket when it is used: the next but one is started when the generator resumes.
+
+    Raises:
+        PeerError: another rank does not take part. It names `call`.
     """
     started: dict[str, torch.Tensor] = {}
-    for bucket in _buckets(named, dtype, bucket_bytes, by_layer):
-        whole = {name: _wait(started.pop(name)) for name in list(started)}
-        started = {name: _start(weight, mesh, weight.dtype_in(dtype)) for name, weight in bucket}
-        if whole:
-            yield whole
-    yield {name: _wait(started.pop(name)) for name in list(started)}
+    with naming_lost_ranks(call):
+        for bucket in _buckets(named, dtype, bucket_bytes, by_layer):
+            whole = {name: _wait(started.pop(name)) for name in list(started)}
+            started = {name: _start(weight, mesh, weight.dtype_in(dtype)) for name, weight in bucket}
+            if whole:
+                yield whole
+        yield {name: _wait(started.pop(name)) for name in list(started)}
+
+
+@contextmanager
+def naming_lost_ranks(call: str) -> Iterator[None]:
+    """Turn an error of the backend, by which a collective ended, into a PeerError that names `call`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, PeerError) or not isinstance(peer_lost(error, None), PeerError):
+            raise
+        raise PeerError(
+            f"{call} failed on rank {dist.get_rank()}: {str(error).strip()}. Another rank has ended, or did not call "
+            f"{call}, which all ranks must call. Read the output of the other ranks, and restart from the last "
+            "checkpoint."
+        ) from error
 
 
 def _buckets(
@@ -131,6 +219,8 @@ def _start(weight: Weight, mesh: DeviceMesh, dtype: torch.dtype) -> torch.Tensor
 
     The shard is cast first, which moves fewer bytes. Rounding is per element, so the bits are the same.
     """
+    if weight.local.numel() and weight.local.untyped_storage().size() == 0:
+        raise StepError(f"{weight.names[0]} has no memory: the model went to sleep. Call zeroamp.wake(model) first.")
     local = weight.local.to(device_of(mesh), dtype)
     if not isinstance(weight.tensor, DTensor):
         return local

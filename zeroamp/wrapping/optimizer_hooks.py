@@ -94,9 +94,9 @@ class OwnedOptimizers:
 class _Held:
     """What an optimizer holds of wrapped models. Valid until the optimizer, or the set of wrapped models, changes."""
 
-    num_params: int
-    num_changes: int
-    """`_Replaced.num_changes` when it was found."""
+    found_at: tuple[int, int, int]
+    """When it was found: how many parameters the optimizer had, `_Replaced.num_changes`, and how many wrapped models
+    there were, without those that are asleep."""
     groups: "list[tuple[ref[nn.Module], tuple[int, ...]]]"
     """(root, positions of the parameter groups in the `WrapState.gradients` of the root). A strong reference to a
     group would keep its model as long as the optimizer."""
@@ -190,12 +190,12 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
 def _held(optimizer: torch.optim.Optimizer) -> _Held:
     """Return what an optimizer holds, from the last time if nothing changed since."""
     num_params = sum(len(group["params"]) for group in optimizer.param_groups)
-    held = _held_by.get(optimizer)
-    if held is None or held.num_params != num_params or held.num_changes != _Replaced.num_changes:
+    held, found_at = _held_by.get(optimizer), (num_params, _Replaced.num_changes, len(wrapped_models()))
+    if held is None or held.found_at != found_at:
         groups = _find_groups(optimizer)
         if groups and type(optimizer) not in ELEMENTWISE:
             load("optimizer.step.prepare_other")(optimizer, [root for root, _ in groups])
-        held = _held_by[optimizer] = _Held(num_params=num_params, num_changes=_Replaced.num_changes, groups=groups)
+        held = _held_by[optimizer] = _Held(found_at=found_at, groups=groups)
     return held
 
 

@@ -112,12 +112,11 @@ def wrap_state(model: nn.Module) -> WrapState:
 def hide_state(model: nn.Module, why: str) -> None:
     """Let `wrap_state` raise WrapError with the end of a sentence about the model, until `record_state`."""
     setattr(model, _ATTRIBUTE, why)
-    _roots.pop(model, None)
 
 
-def wrapped_models() -> list[nn.Module]:
-    """Return the wrapped models of this process, in the order of their wraps."""
-    return list(_roots)
+def wrapped_models(*, with_hidden: bool = False) -> list[nn.Module]:
+    """Return the wrapped models of this process, in the order of their wraps, with those of `hide_state` if asked."""
+    return [root for root in _roots if with_hidden or is_wrapped(root)]
 
 
 def is_wrapped(model: nn.Module) -> bool:

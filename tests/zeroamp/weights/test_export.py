@@ -122,6 +122,61 @@ def test_names_are_those_of_the_model_without_its_wrappers(ranks2, tmp_path):
     assert same_bits(found, dict(build("llama_untied").state_dict())) == []
 
 
+class _Holder(nn.Module):
+    """Has a child, a parameter or a buffer with the name that a wrapper of torch gives to its module."""
+
+    def __init__(self, name, kind):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        if kind == "module":
+            self.add_module(name, nn.Linear(4, 4))
+        elif kind == "parameter":
+            self.register_parameter(name, nn.Parameter(torch.ones(4)))
+        else:
+            self.register_buffer(name, torch.ones(4))
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def _names_of_wrappers(folder):
+    for name in ("_orig_mod", "_checkpoint_wrapped_module"):
+        for kind in ("module", "parameter", "buffer"):
+            model = nn.Sequential(_Holder(name, kind), nn.Linear(4, 4))
+            model = zeroamp.wrap_model(model, policy(config(3)), auto_wrap_policy={"Linear"})
+            train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for call, *arguments in (
+                (zeroamp.export_hf, model, folder),
+                (zeroamp.load_hf, model, folder),
+                (_streamed, model),
+                (zeroamp.save_checkpoint, folder, model, train),
+            ):
+                with pytest.raises(zeroamp.CheckpointError, match=rf"0\.{name} cannot be saved or .* another name"):
+                    call(*arguments)
+
+
+def _streamed(model):
+    return list(zeroamp.iter_weights(model))
+
+
+def test_names_of_wrappers_in_the_users_model_are_refused(ranks2, tmp_path):
+    """They are left out of names in files, so two weights could have the same name."""
+    ranks2.run(_names_of_wrappers, tmp_path)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def _both_wrappers(folder):
+    model = build("llama_untied")
+    model.blocks[0] = checkpoint_wrapper(torch.compile(model.blocks[0]))
+    model.blocks[1] = torch.compile(checkpoint_wrapper(model.blocks[1]))
+    zeroamp.export_hf(zeroamp.wrap_model(model, policy(config(3)), auto_wrap_policy={"Block"}), folder)
+
+
+def test_wrappers_in_each_other_are_left_out_of_names(ranks2, tmp_path):
+    ranks2.run(_both_wrappers, tmp_path)
+    assert same_bits(load_file(tmp_path / "model.safetensors"), dict(build("llama_untied").state_dict())) == []
+
+
 def _export_by_config(folder):
     model = zeroamp.wrap_model(hf_llama(True), policy({**config(), **AUTOCAST_16}))
     before = model.config.to_dict()
@@ -187,7 +242,8 @@ def _full_disk(tensors, path, **options):
 def test_a_failed_export_is_an_error_on_all_ranks_and_leaves_the_folder_as_it_was(ranks2, tmp_path):
     (tmp_path / "model.safetensors").write_text("of before")
     texts = ranks2.run(_on_a_full_disk, tmp_path)
-    assert texts == ["rank 0: OSError: [Errno 28] No space left on device"] * 2
+    text = f"The weights are not exported: OSError: [Errno 28] No space left on device. Weights that {tmp_path} had"
+    assert texts == [f"rank 0: {text} before are unchanged."] * 2
     assert [path.read_text() for path in tmp_path.rglob("*")] == ["of before"]
 
 

@@ -75,6 +75,9 @@ class _Counts:
     def keys(self):
         return self._file.keys()
 
+    def metadata(self):
+        return self._file.metadata()
+
     def get_tensor(self, name):
         self._read[name] = self._file.get_tensor(name).nbytes
         return self._file.get_tensor(name)
@@ -212,6 +215,29 @@ def _link_out(folder, tensors):
     (folder / "model.safetensors").symlink_to(folder.parent / "ffff")
 
 
+def _of_other_dtypes(tensors):
+    tensors["model.norm.weight"] = torch.ones(32, dtype=torch.int32)
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"] > 0
+    tensors["model.layers.1.input_layernorm.weight"] = torch.ones(32, dtype=torch.complex64)
+
+
+def _several_exports(change):
+    """What writes two files of an index, whose ids of exports are those that `change` returns."""
+
+    def write(folder, tensors):
+        _two_files(folder, tensors)
+        of_index, *of_files = change
+        for name, id in zip("ab", of_files, strict=True):
+            path = folder / f"{name}.safetensors"
+            save_file(load_file(path), path, metadata={"format": "pt"} | ({"zeroamp_export": id} if id else {}))
+        index = json.loads((folder / INDEX).read_text())
+        metadata = {"zeroamp_export": of_index} if of_index else {}
+        (folder / INDEX).write_text(json.dumps({**index, "metadata": metadata}))
+
+    return write
+
+
+OF_SEVERAL = ["must list files of one export, but they are of several.*Load again"]
 AGAIN = [r"^\S+/in/b\.safetensors .* Get the files? again"]
 REFUSED = {
     "other names": (
@@ -230,6 +256,18 @@ REFUSED = {
             r"norm.weight is \(33,\)",
         ],
     ),
+    "other dtypes": (
+        _one_file(_of_other_dtypes),
+        [
+            "3 have a dtype that the model's cannot hold",
+            "model.norm.weight is torch.int32 instead of floating-point",
+            "up_proj.weight is torch.bool instead of",
+            "input_layernorm.weight is torch.complex64 instead of",
+        ],
+    ),
+    "files of two exports": (_several_exports((None, "a", "b")), OF_SEVERAL),
+    "an older index": (_several_exports(("a", "b", "b")), OF_SEVERAL),
+    "a file of no export": (_several_exports(("a", "a", None)), OF_SEVERAL),
     "a pickle": (
         lambda folder, tensors: torch.save(tensors, folder / "pytorch_model.bin"),
         [rf"^\S+/in .*model.safetensors.*{INDEX}.*has pytorch_model.bin", "from_pretrained and save_pretrained"],

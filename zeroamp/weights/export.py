@@ -60,7 +60,7 @@ def export_hf(
     """
     state = wrap_state(model)
     root, mesh = state.root, state.axes.whole
-    ranks = RankGroup.for_saving(mesh)
+    ranks = RankGroup.for_saving(mesh, "export_hf")
     written_dtype = partial(_export_dtype, dtype, state.plan.policy.export_dtype)
     weights: dict[str, Weight] = {}
 

@@ -108,7 +108,7 @@ def fill_weights(find: Callable[[ExitStack], Found], mesh: DeviceMesh, path: str
             weight.local.copy_(parts[name].read(own))
 
     with torch.no_grad(), ExitStack() as stack:
-        ranks = RankGroup.for_saving(mesh)
+        ranks = RankGroup.for_saving(mesh, "load_hf")
         if len(set().union(*ranks.run(check))) > 1:
             raise CheckpointError(f"{path} {OF_SEVERAL}")
         ranks.run(copy_values)

@@ -210,9 +210,12 @@ def _with_params(block, types):
         needed = {"total_num_steps": 10} if "total_num_steps" in params.model_fields else {}
         for key in params.model_fields:
             path = f"{block}.params.{key}"
-            yield path, lambda number, path=path, name=name, needed=needed: nest(
-                {f"{block}.type": name, **{f"{block}.params.{each}": value for each, value in needed.items()}}
-                | {path: number}
+            yield (
+                path,
+                lambda number, path=path, name=name, needed=needed: nest(
+                    {f"{block}.type": name, **{f"{block}.params.{each}": value for each, value in needed.items()}}
+                    | {path: number}
+                ),
             )
 
 

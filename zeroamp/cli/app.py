@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _write(text: str) -> None:
-    """Write `text` to stdout. If its reader has gone, exit without a word, as other tools do when SIGPIPE kills them."""
+    """Write `text` to stdout. If its reader has gone, exit without a message, as other tools do."""
     try:
         if sys.stdout is not None:  # None: it was closed from the start
             sys.stdout.write(text)

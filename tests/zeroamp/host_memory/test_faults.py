@@ -117,7 +117,10 @@ def _slept(what):
     return counts, same_bits(training.parameters(), undisturbed.parameters())
 
 
-@pytest.mark.parametrize("what", [["params"], ["grads"], ["optimizer"], PARTS])
+ONE_BY_ONE = [pytest.param([part], marks=pytest.mark.slow) for part in PARTS]
+
+
+@pytest.mark.parametrize("what", [PARTS, *ONE_BY_ONE])
 def test_sleep_and_wake_lose_nothing_at_any_fault(ranks2, what):
     for counts, differing in ranks2.run(_slept, what):
         assert differing == []

@@ -112,7 +112,7 @@ def test_every_read_of_offloaded_state_is_right(ranks2, more):
 
 
 def _views():
-    """Views that a caller retains: their bits while asleep, and whether they have the memory of the parameters after."""
+    """Views from before: are they right while asleep, and in the memory of the parameters after a step?"""
     training, messages = _trained(PLAIN), []
     model = training.model
     views = [parameter.detach().to_local() for parameter in model.parameters()]

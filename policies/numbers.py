@@ -27,7 +27,10 @@ def is_finite(value: object, *, above: float = -math.inf) -> TypeGuard[float]:
     """Return whether `value` is a finite number greater than `above`. NumPy's numbers count, a bool does not."""
     if type(value) is bool or not isinstance(value, Real):
         return False
-    return math.isfinite(value) and float(value) > above
+    try:
+        return math.isfinite(value) and float(value) > above
+    except OverflowError:  # an integer that no float is near to
+        return False
 
 
 def decimals_of(largest: float) -> int:

@@ -66,6 +66,11 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._base is not None
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor of which autograd tracks `tensor` as a view, None for other tensors."""
+    return tensor._base
+
+
 def without_base(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view as a tensor with the same memory and autograd history that is not a view.
 

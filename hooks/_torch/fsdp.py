@@ -100,6 +100,12 @@ def parameter_pairs(root: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Paramete
                 yield parameter.sharded_param, getattr(parameter, "unsharded_param", None)
 
 
+def flat_shards(root: nn.Module) -> list[torch.Tensor]:
+    """Return the tensors from which FSDP2 all-gathers: the memory of the sharded parameters, with padding."""
+    groups = (group for unit in units_of(root) for group in groups_of(unit._get_fsdp_state()))
+    return [parameter._sharded_param_data for group in groups for parameter in group.fsdp_params]
+
+
 def can_be_sharded(parameter: nn.Parameter) -> bool:
     """Return whether FSDP2 can shard a parameter: it has at least one dimension and at least one element."""
     return parameter.dim() > 0 and parameter.numel() > 0

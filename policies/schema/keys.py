@@ -171,16 +171,18 @@ def _dtype(value: object) -> object:
 Number = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=False)]
 """A finite number. A boolean is not a number."""
 
-Count = Annotated[int, Field(ge=0)]
-"""A JSON integer from 0 on."""
+_INT64 = Field(le=2**63 - 1)
 
-PositiveInt = Annotated[int, Field(ge=1)]
-"""A JSON integer from 1 on."""
+Count = Annotated[int, Field(ge=0), _INT64]
+"""A JSON integer from 0 on, of 64 bits."""
 
-Elements = Annotated[int, BeforeValidator(_whole), BeforeValidator(_refuse_bool), Field(ge=0, le=2**63 - 1)]
+PositiveInt = Annotated[int, Field(ge=1), _INT64]
+"""A JSON integer from 1 on, of 64 bits."""
+
+Elements = Annotated[int, BeforeValidator(_whole), BeforeValidator(_refuse_bool), Field(ge=0), _INT64]
 """A number of elements: a whole number from 0 on, of 64 bits. May be written as 5e8, as in DeepSpeed's examples."""
 
-Steps = Annotated[int, BeforeValidator(_or_never), BeforeValidator(_whole), BeforeValidator(_refuse_bool), Field(ge=0)]
+Steps = Annotated[Elements, BeforeValidator(_or_never)]
 """A number of steps between two events: a whole number from 0 on, also as 2e3. 0 and infinity stand for never."""
 
 Dtype = Annotated[torch.dtype, PlainValidator(_dtype), PlainSerializer(short_name)]

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import shown
 from zeroamp.policies.schema.foreign import with_foreign_keys
-from zeroamp.policies.schema.keys import Block, Dtype, Honoured, Names, Number, refused
+from zeroamp.policies.schema.keys import Block, Dtype, Honoured, Names, Number, PositiveInt, refused
 
 
 class TorchAutocastBlock(Block):
@@ -56,8 +56,8 @@ class Fp16Block(Block):
         Field(ge=0, le=127),  # the scale itself is fp32
         Honoured("the first dynamic scale is 2 to the power of this"),
     ] = 16
-    loss_scale_window: Annotated[int, Field(gt=0), Honoured("steps without overflow before the scale doubles")] = 1000
-    hysteresis: Annotated[int, Field(ge=1), Honoured("overflows before the scale halves")] = 2
+    loss_scale_window: Annotated[PositiveInt, Honoured("steps without overflow before the scale doubles")] = 1000
+    hysteresis: Annotated[PositiveInt, Honoured("overflows before the scale halves")] = 2
     consecutive_hysteresis: Annotated[bool, Honoured("any step without overflow resets the count of overflows")] = False
     min_loss_scale: Annotated[Number, Field(gt=0), Honoured("an overflow at this scale is an error")] = 1.0
 

@@ -8,7 +8,11 @@ import logging
 import pytest
 
 from zeroamp import CheckpointError, ConfigError, policy_from_config
+from zeroamp.optimizers.optimizer_params import OPTIMIZER_PARAMS
+from zeroamp.optimizers.scheduler_params import SCHEDULER_PARAMS
 from zeroamp.policies.json_values import nest
+from zeroamp.policies.schema.config import Config
+from zeroamp.policies.schema.keys import Honoured, iter_keys
 
 ADAM = {"optimizer.type": "Adam"}
 AUTOCAST = {"torch_autocast.enabled": True, "torch_autocast.dtype": "bf16"}
@@ -199,6 +203,41 @@ def test_every_bad_key_has_a_line():
     keys = [line.split()[0] for line in str(caught.value).splitlines()]
     of_params = [f"optimizer.params.{key}" for key in ("lr", "max_grad_norm", "betas.1", "lrr")]
     assert keys == ["gradient_clipping", *of_params, "scheduler.params.total_num_steps"]
+
+
+def _with_params(block, types):
+    for name, params in types.items():
+        needed = {"total_num_steps": 10} if "total_num_steps" in params.model_fields else {}
+        for key in params.model_fields:
+            path = f"{block}.params.{key}"
+            yield (
+                path,
+                lambda number, path=path, name=name, needed=needed: nest(
+                    {f"{block}.type": name, **{f"{block}.params.{each}": value for each, value in needed.items()}}
+                    | {path: number}
+                ),
+            )
+
+
+CONFIGS = [
+    *((key.path, lambda number, path=key.path: nest({path: number})) for key in iter_keys(Config)
+      if isinstance(key.key_class, Honoured)),
+    *_with_params("scheduler", SCHEDULER_PARAMS),
+    *_with_params("optimizer", OPTIMIZER_PARAMS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**400), [10**400], [10**400, 10**400]], ids=["+", "-", "list", "pair"])
+def test_a_number_too_large_for_any_machine_is_refused(number):
+    accepted = []
+    for path, make in CONFIGS:
+        try:
+            policy_from_config(make(number))
+        except ConfigError:
+            continue
+        accepted.append(path)
+    assert accepted == []
+    assert len(CONFIGS) > 60
 
 
 @pytest.mark.parametrize("block", ["zero_optimization", "fp16", None])

@@ -5,7 +5,9 @@ arguments.
 """
 
 import json
+import os
 import runpy
+import signal
 import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
@@ -26,7 +28,7 @@ from zeroamp.ledger.explain import Ledger
 from zeroamp.module_dtypes.extension import overridden
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan, build_plan
-from zeroamp.policies.errors import ConfigError, ZeroAmpError, some_of
+from zeroamp.policies.errors import ConfigError, ZeroAmpError, printable, some_of
 from zeroamp.policies.policy import Policy
 from zeroamp.reporting import saved_runs
 from zeroamp.reporting.page import PageKind, check_page, html_page
@@ -43,7 +45,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: the arguments. None: those of the process.
     """
-    options = parsers()[0].parse_args(argv)
+    try:
+        options = parsers()[0].parse_args(argv)
+    except SystemExit:  # also after --help, whose text may be in the buffer of stdout
+        _write("")
+        raise
     if options.command is profile:  # the script logs, prints and fails by itself
         profile(options)
         return
@@ -53,7 +59,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ZeroAmpError as error:
         sys.stderr.write(f"Error: {error}\n")
         sys.exit(1)
-    sys.stdout.write(f"{text}\n")
+    _write(printable(f"{text}\n"))
+
+
+def _write(text: str) -> None:
+    """Write `text` to stdout. If its reader has gone, exit without a message, as other tools do."""
+    try:
+        if sys.stdout is not None:  # None: it was closed from the start
+            sys.stdout.write(text)
+            sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
+        if not isinstance(error, BrokenPipeError):
+            sys.stderr.write(f"Error: stdout cannot be written: {error.strerror}.\n")
+            sys.exit(1)
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def check(options: Namespace) -> str:
@@ -151,7 +171,7 @@ def profile(options: Namespace) -> None:
             if ended.code not in (None, 0):
                 raise
     if recording.rank == 0:
-        sys.stdout.write(f"{recording}\n\n{recording.path}\n")
+        _write(f"{recording}\n\n{recording.path}\n")
 
 
 def parsers() -> list[ArgumentParser]:

@@ -5,8 +5,10 @@ have sessions of their own, so /proc finds the processes of a run, by a variable
 """
 
 import json
+import math
 import os
 import re
+import select
 import shlex
 import signal
 import subprocess
@@ -14,6 +16,7 @@ import sys
 import threading
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -27,6 +30,9 @@ from zeroamp.cli import observed
 from zeroamp.cli.arguments import positive
 from zeroamp.policies.errors import ConfigError, StepError
 from zeroamp.reporting.tables import Row, render
+
+LONGEST_LINE = 2**16
+"""Bytes of a line of output. Of a longer one the last bytes are read."""
 
 _NUMBER = r"""['"]?\s*[:=]?\s*['"]?(?:tensor\()?([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf))"""
 _LOSS = rf"(?i)\bloss{_NUMBER}"
@@ -124,15 +130,15 @@ def _observe(name: str, command: str, options: Namespace) -> dict[str, float]:
 
 def _run(name: str, command: str, options: Namespace, folder: str = "") -> Run:
     """Run a command in a shell up to its last loss, and kill all of its processes."""
-    run, output, begin_s = Run(), list[str](), time.perf_counter()
+    run, output, begin_s = Run(), deque[str](maxlen=20), time.perf_counter()
     folder = folder or f"run {time.time_ns()}"  # marks the processes
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", observed.FOLDER: folder}
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, shell=True, env=environment, text=True, errors="replace", **pipes) as process:
+    with subprocess.Popen(command, shell=True, env=environment, **pipes) as process:
         ender = threading.Thread(target=_end, args=(process, folder, options.timeout))
         try:
             ender.start()
-            for line in process.stdout or ():
+            for line in _lines(process, ender):
                 output.append(line)
                 run.grad_norms += [float(text) for text in re.findall(options.grad_norm, line)]
                 if found := re.search(options.loss, line):
@@ -153,11 +159,34 @@ def _run(name: str, command: str, options: Namespace, folder: str = "") -> Run:
     )
     raise StepError(
         f"{name} {end}, after {len(run.losses)} of {options.steps} losses (--steps) that match --loss. The last lines "
-        f"of its output:\n{''.join(output[-20:])}"
+        f"of its output:\n{chr(10).join(output)}"
     )
 
 
-def _end(process: subprocess.Popen[str], folder: str, timeout_s: float) -> None:
+def _lines(process: subprocess.Popen[bytes], ender: threading.Thread) -> Iterator[str]:
+    """Yield the lines of a run's output, up to its end, or to 1 s after `ender` has killed the run.
+
+    A process that does not have the mark in its environment is not killed, and may hold the output open.
+    """
+    line, end_s = b"", math.inf
+    if process.stdout is None:
+        raise AssertionError("expected a pipe")
+    output = process.stdout.fileno()
+    while time.perf_counter() < end_s:
+        if not ender.is_alive():
+            end_s = min(end_s, time.perf_counter() + 1)
+        if not select.select([output], [], [], 0.1)[0]:
+            continue
+        if not (read := os.read(output, LONGEST_LINE)):
+            break
+        *lines, line = re.split(rb"[\r\n]", line + read)
+        yield from (each.decode(errors="replace") for each in lines if each)
+        line = line[-LONGEST_LINE:]
+    if line:
+        yield line.decode(errors="replace")
+
+
+def _end(process: subprocess.Popen[bytes], folder: str, timeout_s: float) -> None:
     """Kill all processes of a run when its first one has ended, or after the timeout. Others may hold its output."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout_s)

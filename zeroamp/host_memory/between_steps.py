@@ -13,7 +13,7 @@ from weakref import WeakMethod
 import torch
 
 from zeroamp.hooks.tensors import tensors_in
-from zeroamp.host_memory.storages import HostCopies, offloaders
+from zeroamp.host_memory.storages import HostCopies, offloaders, restore
 from zeroamp.optimizers.bf16_states import Bf16StatesAdamW
 from zeroamp.planning.mesh import device_of, local_part
 from zeroamp.policies.errors import ConfigError
@@ -59,7 +59,7 @@ class _OffloadedState:
         self._parts: list[Part] = []
         """Those whose state is in host memory."""
         self._copies: list[HostCopies] = []
-        """The state of each of them."""
+        """The state of each of them. One that was restored is empty, until the next `_copied`."""
         self._optimizer.register_state_dict_pre_hook(self._restore)
         self._optimizer.register_load_state_dict_pre_hook(self._restore)
         offloaders[self._optimizer] = WeakMethod(self.offload)
@@ -82,18 +82,19 @@ class _OffloadedState:
 
     def offload(self) -> None:
         """Move the state that is on the device to host memory."""
-        if not self._copies:
-            self._parts = parts_of(self._optimizer)
-            self._copies = [self._copied(part) for part in self._parts]
+        for part in parts_of(self._optimizer)[len(self._parts) :]:
+            self._copies.append(self._copied(part))
+            self._parts.append(part)
 
     def _copied(self, part: Part) -> HostCopies:
         ids = set(map(id, part))
         state = [value for key, value in self._optimizer.state.items() if id(key) in ids]
-        return HostCopies(tensors_in(state), self._device)
+        copies = HostCopies(tensors_in(state), self._device)
+        copies.free()
+        return copies
 
     def _restore(self, *_hook_arguments: object) -> None:
-        for copies in self._copies:
-            copies.restore()
+        restore(self._copies)
         self._copies, self._parts = [], []
 
 

@@ -1,5 +1,6 @@
 """`sleep` and `wake`: move the state of a training to host memory and back, between two optimizer steps."""
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,11 +11,14 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from zeroamp.hooks._torch.fsdp import flat_shards
 from zeroamp.hooks.tensors import tensors_in
-from zeroamp.host_memory.storages import HostCopies
+from zeroamp.host_memory.storages import HostCopies, restore
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import StepError
 from zeroamp.wrapping.state import WrapState, hide_state, record_state, reshard, wrap_state
+
+logger = logging.getLogger("zeroamp")
 
 Part = Literal["params", "grads", "optimizer"]
 PARTS: tuple[Part, ...] = ("params", "grads", "optimizer")
@@ -38,8 +42,8 @@ def sleep(model: nn.Module, optimizers: Optimizers = (), what: Sequence[Part] = 
 
     Call it on every rank, between two optimizer steps. Communicates nothing. The model's buffers stay on the device.
     The receive buffers of the reductions are released until the next backward. Until `wake`, a forward, an optimizer
-    step, a save and an export are errors. Shards that the config offloads stay where they are.
-    While gradients sleep, do not call `zero_grad(set_to_none=False)`: torch has no hook there, and memory is freed.
+    step, a save and an export are errors. Other reads and writes use host memory. Shards that the config offloads stay
+    where they are. If host memory is full, nothing sleeps.
 
     Args:
         model: that `wrap_model` returned.
@@ -59,16 +63,26 @@ def sleep(model: nn.Module, optimizers: Optimizers = (), what: Sequence[Part] = 
     reshard(state.units.values())  # an evaluation may have left units unsharded
     parameters = list(model.parameters())
     tensors: dict[Part, list[torch.Tensor]] = {
-        "params": [parameter.detach() for parameter in parameters],
+        "params": [*parameters, *flat_shards(state.root)],
         "grads": [parameter.grad for parameter in parameters if parameter.grad is not None],
         "optimizer": list(tensors_in([optimizer.state for optimizer in given])),
     }
-    _sleeps[model] = asleep  # before the copies: if host memory is full at a later part, `wake` restores the others
+    copies = {part: HostCopies(tensors[part], device_of(state.mesh)) for part in what}  # all, or the model stays awake
+    del tensors, parameters
     for part in what:
-        asleep.copies[part] = HostCopies(tensors[part], device_of(state.mesh))
         asleep.handles[part] = list(_guards(part, state, given))
         if part != "optimizer":
             hide_state(model, f"is asleep: its {part} are in host memory. Call zeroamp.wake(model) first.")
+    asleep.copies.update(copies)
+    _sleeps[model] = asleep
+    for part, each in copies.items():
+        each.free()
+        if each.is_on_device():
+            logger.warning(
+                "zeroamp.sleep: device memory of %s is not freed, because views of it exist, such as a state_dict() or "
+                "the result of to_local(). Delete them before.",
+                part,
+            )
     state.buffers.discard()
     if state.mesh.device_type != "cpu":
         torch.get_device_module(state.mesh.device_type).empty_cache()  # other processes and libraries need the memory
@@ -76,6 +90,8 @@ def sleep(model: nn.Module, optimizers: Optimizers = (), what: Sequence[Part] = 
 
 def wake(model: nn.Module, what: Sequence[Part] | None = None) -> None:
     """Move what `sleep` moved back to the device. The bits are those before. Call it on every rank.
+
+    If it raises, because the device's memory is full, nothing has moved: free memory, and call it again.
 
     Args:
         model: that was given to `sleep`.
@@ -88,8 +104,9 @@ def wake(model: nn.Module, what: Sequence[Part] | None = None) -> None:
     copies = {} if asleep is None else asleep.copies
     parts = tuple(copies) if what is None else what
     _refuse_parts("wake", parts, lambda part: part not in copies, "awake already")
+    restore([copies[part] for part in parts])
     for part in parts:
-        copies.pop(part).restore()
+        del copies[part]
         for handle in [] if asleep is None else asleep.handles.pop(part):
             handle.remove()
     if asleep is not None and not {"params", "grads"} & copies.keys():
@@ -121,8 +138,9 @@ def _guards(part: Part, state: WrapState, optimizers: Iterable[torch.optim.Optim
     if part == "optimizer":
         for optimizer in optimizers:
             yield optimizer.register_step_pre_hook(refuse)
-            yield optimizer.register_state_dict_pre_hook(refuse)
-            yield optimizer.register_load_state_dict_pre_hook(refuse)
+            # Before the hook that brings offloaded state to the device.
+            yield optimizer.register_state_dict_pre_hook(refuse, prepend=True)
+            yield optimizer.register_load_state_dict_pre_hook(refuse, prepend=True)
         return
     for unit in state.units.values():
         yield unit.register_forward_pre_hook(refuse, prepend=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from zeroamp.policies.errors import CheckpointError, printable
+from zeroamp.policies.errors import CheckpointError
 from zeroamp.reporting.step_record import PARTS, StepRecord
 from zeroamp.reporting.tables import Row, render
 from zeroamp.weights.untrusted_files import open_regular
@@ -90,7 +90,7 @@ def _is_lost(last: StepRecord, new: StepRecord) -> bool:
 
 def table(runs: Sequence[SavedRun]) -> str:
     """Return a table as text, with a column per run. Medians leave out the first step."""
-    return printable(render(_rows(runs)))
+    return render(_rows(runs))
 
 
 def _rows(runs: Sequence[SavedRun]) -> list[Row]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from zeroamp.policies.errors import printable
 from zeroamp.policies.numbers import decimals_of, float_text
 
 Row = dict[str, Any]
@@ -28,9 +29,9 @@ def terminal_width() -> int:
 
 
 def paragraph(text: str) -> str:
-    """Return each line of `text` wrapped at spaces to the terminal's width."""
+    """Return each line of `text` wrapped at spaces to the terminal's width. All of it is printable."""
     width = terminal_width()
-    return "\n".join(textwrap.fill(line, width, break_long_words=False) for line in text.split("\n"))
+    return "\n".join(textwrap.fill(line, width, break_long_words=False) for line in printable(text).split("\n"))
 
 
 def in_one_unit(rows: Sequence[Row], keys: Collection[str]) -> list[Row]:
@@ -61,10 +62,11 @@ def render(rows: Sequence[Row]) -> str:
     Integers have commas. The floats of a column have the same number of decimals. A float that would show as 0.00 is
     "<0.01", 0.0 is "0", and None is "-". In a table that is wider than the terminal, headers and the widest columns of
     text are wrapped. If that is not enough, the table is split into several, which all begin with the first column.
+    Characters that are not printable, of the names of a model or of a file, are escaped.
     """
     if not rows:
         return ""
-    first, *others = ((key, *_texts([row[key] for row in rows])) for key in rows[0])
+    first, *others = ((printable(key), *_texts([row[key] for row in rows])) for key in rows[0])
     parts = [[first]]
     for column in others:
         if len(parts[-1]) > 1 and _width(_limits([*parts[-1], column])) > terminal_width():
@@ -115,7 +117,7 @@ def _texts(values: Sequence[Any]) -> list[str]:
     def text(value: Any) -> str:
         if isinstance(value, float) and math.isfinite(value):
             return float_text(value, decimals)
-        return f"{value:,}" if type(value) is int else "-" if value is None else str(value)
+        return f"{value:,}" if type(value) is int else "-" if value is None else printable(str(value))
 
     return [text(value) for value in values]
 

@@ -1,7 +1,9 @@
 """`zeroamp compare`: what it reads from two scripts, what it counts, and that it leaves no process behind."""
 
 import json
+import os
 import re
+import resource
 import shlex
 import signal
 import subprocess
@@ -146,6 +148,29 @@ def test_a_run_without_its_losses_is_an_error_with_the_end_of_its_output(script,
     assert f"Error: {sentence}" in err
     assert "no data here" in err
     assert_nothing_runs(2)
+
+
+def test_a_process_that_holds_the_output_does_not_delay_the_end():
+    """A process without the mark in its environment is not found, as one of another container."""
+    holder = "env -i sleep 600"
+    script = f"import subprocess; p = subprocess.Popen({holder.split()}); open('children', 'a').write(f'{{p.pid}} ')"
+    code, _, err = run("compare", f"{PYTHON} -c {shlex.quote(script)}", "unused", "--timeout", 60)
+    for pid in Path("children").read_text().split():
+        os.kill(int(pid), signal.SIGKILL)
+    assert code == 1
+    assert "A ended with exit code 0, after 0 of 10 losses" in err
+
+
+def test_output_without_a_line_break_is_not_retained():
+    """A run prints 400 MB in one line; then its losses, after carriage returns, are found."""
+    script = "import sys; [sys.stdout.write('x' * 10**6) for _ in range(400)]; print('no loss here')"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    code, _, err = run("compare", f"{PYTHON} -c {shlex.quote(script)}", "unused", "--timeout", 60)
+    assert code == 1
+    assert "x no loss here" not in err
+    assert "xno loss here" in err
+    assert len(err) < 100_000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 2**10, "KiB"
 
 
 def test_no_process_is_left_even_one_with_a_session_of_its_own():

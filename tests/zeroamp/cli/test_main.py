@@ -1,9 +1,13 @@
 """`zeroamp` and `python -m zeroamp` as processes."""
 
 import pkgutil
+import subprocess
+import sys
 import tomllib
 
-from tests.processes.launch import ROOT, completed
+import pytest
+
+from tests.processes.launch import ROOT, completed, environment
 from zeroamp.__main__ import main
 
 
@@ -17,3 +21,41 @@ def test_python_m_exits_with_1_for_a_mistake(tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("Error: config")
     assert "Traceback" not in done.stderr
+
+
+NAMES = """
+from torch import nn
+
+def make():
+    inner = nn.ModuleDict({"\\x1b[31m\\u202e": nn.Linear(8, 8), "\\x9b2J": nn.LayerNorm(8)})
+    return nn.Sequential(inner, nn.Linear(8, 8))
+"""
+COMMANDS = {
+    "check": ["check", "cfg.json", "--model", "names:make"],
+    "explain": ["explain", "cfg.json", "--model", "names:make", "--per-parameter"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_no_name_of_a_module_reaches_the_terminal_as_an_escape(tmp_path, command):
+    (tmp_path / "names.py").write_text(NAMES)
+    (tmp_path / "cfg.json").write_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}')
+    done = completed("-m", "zeroamp", *command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.replace("\n", "").isprintable()
+
+
+OUTPUTS = {
+    "reader has gone": ("| true", 141, ""),
+    "closed": (">&-", 0, ""),
+    "full": ("> /dev/full", 1, "Error: stdout cannot be written: No space left on device.\n"),
+}
+
+
+@pytest.mark.parametrize(("redirected", "code", "message"), OUTPUTS.values(), ids=OUTPUTS)
+def test_a_stdout_that_cannot_be_written_is_no_traceback(redirected, code, message):
+    line = f"set -o pipefail; {{ sleep 0.2; PYTHONUNBUFFERED= {sys.executable} -m zeroamp check --all; }} {redirected}"
+    done = subprocess.run(
+        ["bash", "-c", line], check=False, capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment()
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (code, message, "")

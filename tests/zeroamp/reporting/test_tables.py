@@ -3,7 +3,7 @@
 import pytest
 
 from zeroamp.policies.numbers import gib_text
-from zeroamp.reporting.tables import in_one_unit, paragraph, render, terminal_width
+from zeroamp.reporting.tables import headed, in_one_unit, paragraph, render, terminal_width
 
 
 def test_numbers_have_commas_and_the_decimals_of_their_column():
@@ -55,3 +55,11 @@ def test_a_long_name_and_a_long_text_are_wrapped(monkeypatch):
     names = "".join(line[:column].strip() for line in lines[2:])
     assert names == rows[0]["name"] * 20
     assert " ".join(line[lines[0].index("why") :].strip() for line in lines[2:]).count("safe module") == 80
+
+
+def test_tables_and_paragraphs_have_no_control_characters():
+    name = "a\x1b[31mb\x07\u202e"
+    texts = [render([{name: 1, "name": name}] * 2), headed(name, [{name: name}]), paragraph(f"{name}\n{name}")]
+    for text in texts:
+        assert text.replace("\n", "").isprintable()
+        assert "a\\x1b[31mb\\x07\\u202e" in text

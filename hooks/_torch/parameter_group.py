@@ -9,6 +9,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0; `tests/hooks/_torch/test_private_nam
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
+from weakref import ref
 
 import torch
 from torch import nn
@@ -82,42 +83,42 @@ class ParameterGroup:
     """One parameter group. The modules of a unit that has several share it."""
 
     def __init__(self, group: Any) -> None:
-        self._group = group
+        self.fsdp_group = group
         self.places: list[Place] = []
         """Where the model has each parameter. Set it before the first forward."""
         self.parameters = [GroupParameter(each) for each in group.fsdp_params]
-        self._first_data: tuple[torch.Tensor, StorageWeakRef] | None = None
+        self._first_data: tuple[ref[torch.Tensor], StorageWeakRef] | None = None
         self._trains = [each.sharded.requires_grad for each in self.parameters]
         self.ignored_data()
 
     @property
     def reduces(self) -> bool:
         """Whether the next `post_backward` reduces the gradients."""
-        return bool(self._group.reduce_grads)
+        return bool(self.fsdp_group.reduce_grads)
 
     @property
     def num_shards(self) -> int:
         """The number of ranks that share the parameters."""
-        return int(self._group.mesh_info.shard_mesh_size)
+        return int(self.fsdp_group.mesh_info.shard_mesh_size)
 
     @property
     def sums_replicas(self) -> bool:
         """Whether the next reduction is also summed over replicas: the flag of `set_requires_all_reduce`."""
-        return bool(self._group.all_reduce_grads)
+        return bool(self.fsdp_group.all_reduce_grads)
 
     @property
     def has_replica_sums(self) -> bool:
         """Whether FSDP2 has sums that are not summed over replicas yet."""
-        return self._group._partial_reduce_output is not None
+        return self.fsdp_group._partial_reduce_output is not None
 
     def discard_replica_sums(self) -> None:
         """Discard FSDP2's sums that are not summed over replicas yet."""
-        self._group._partial_reduce_output = None
+        self.fsdp_group._partial_reduce_output = None
 
     def replace(self, method: Method, function: Callable[..., Any]) -> Callable[..., Any]:
         """Make FSDP2 call `function` instead of a method of this group, and return what it called before."""
-        before: Callable[..., Any] = getattr(self._group, method)
-        setattr(self._group, method, function)
+        before: Callable[..., Any] = getattr(self.fsdp_group, method)
+        setattr(self.fsdp_group, method, function)
         return before
 
     def end_backward_if(self, ends_backward: Callable[[], bool]) -> None:
@@ -125,25 +126,25 @@ class ParameterGroup:
 
         By default each forward of the group does so. FSDP2 asks at the beginning of each forward with gradients.
         """
-        register = self._group._register_post_backward_hook
+        register = self.fsdp_group._register_post_backward_hook
 
         def register_if(args: Any, kwargs: Any) -> Any:
             return register(args, kwargs) if ends_backward() else (args, kwargs)
 
-        self._group._register_post_backward_hook = register_if
+        self.fsdp_group._register_post_backward_hook = register_if
 
     def end_backward(self) -> None:
         """End the group's backward, and reduce its gradients, as FSDP2 does at the end of the whole backward."""
-        self._group.post_backward()
+        self.fsdp_group.post_backward()
 
     def reshard_in_backward(self) -> None:
         """Reshard the group after the backward of one of several runs, unless it stays unsharded after backwards.
 
         The next run unshards it again. If there is none, FSDP2 calls `post_backward` at the end of the whole backward.
         """
-        if self._group.reshard_after_backward:
-            self._group.reshard()
-        self._group._training_state = type(self._group._training_state).IDLE
+        if self.fsdp_group.reshard_after_backward:
+            self.fsdp_group.reshard()
+        self.fsdp_group._training_state = type(self.fsdp_group._training_state).IDLE
 
     def lacks_new_gradient(self, *, has_sums: bool) -> bool:
         """Return whether a trainable parameter has no gradient of this micro-batch yet, or may have none.
@@ -168,7 +169,7 @@ class ParameterGroup:
         Between micro-batches at stages 0 to 2, `model.parameters()` yields unsharded parameters. FSDP2 copies the flag
         of the sharded one only.
         """
-        for index, parameter in enumerate(self._group.fsdp_params):  # for each forward of each unit
+        for index, parameter in enumerate(self.fsdp_group.fsdp_params):  # for each forward of each unit
             sharded, trained = parameter.sharded_param, self._trains[index]
             unsharded = getattr(parameter, "unsharded_param", sharded)
             owned, name, fqn = self.places[index]
@@ -186,7 +187,7 @@ class ParameterGroup:
         Until its first forward, FSDP2 accepts another sharded `nn.Parameter`, as `load_state_dict(assign=True)` sets
         it. FSDP2 would also accept the sharded tensor that `torch.func.functional_call` sets for one call.
         """
-        for parameter, (owned, name, fqn) in zip(self._group.fsdp_params, self.places, strict=True):
+        for parameter, (owned, name, fqn) in zip(self.fsdp_group.fsdp_params, self.places, strict=True):
             value: Any = owned.get(name)
             if value is not parameter.sharded_param and value is not getattr(parameter, "unsharded_param", parameter):
                 is_usable = isinstance(value, nn.Parameter) and isinstance(value, DTensor)
@@ -202,11 +203,11 @@ class ParameterGroup:
         the local tensor, and is not reported.
         """
         index = self._trains.index(True) if True in self._trains else 0
-        sharded = self._group.fsdp_params[index].sharded_param
+        sharded = self.fsdp_group.fsdp_params[index].sharded_param
         with torch._C.DisableTorchFunction():  # a mode of the caller may show another tensor
             local, storage = sharded._local_tensor, StorageWeakRef(sharded.untyped_storage())  # type: ignore[no-untyped-call]
-        known, self._first_data = self._first_data, (local, storage)
-        if known is None or known[0] is not local or known[1].cdata == storage.cdata:
+        known, self._first_data = self._first_data, (ref(local), storage)
+        if known is None or known[0]() is not local or known[1].cdata == storage.cdata:
             return ""
         return self.places[index][2]
 
@@ -217,7 +218,9 @@ class ParameterGroup:
         dtype. The second is whether a trainable parameter has none. None if the group was never unsharded.
         """
         used, has_sums, lacks_gradient = [], False, False
-        for index, parameter in enumerate(self._group.fsdp_params):  # one loop: it runs for each unit of each backward
+        for index, parameter in enumerate(
+            self.fsdp_group.fsdp_params
+        ):  # one loop: it runs for each unit of each backward
             unsharded = getattr(parameter, "unsharded_param", None)
             if unsharded is None:
                 return None
@@ -233,7 +236,7 @@ class ParameterGroup:
 
 def in_backward(groups: Sequence[ParameterGroup]) -> list[int]:
     """Return the positions of the groups whose part of the running backward FSDP2 has not ended."""
-    states = [each._group._training_state for each in groups]
+    states = [each.fsdp_group._training_state for each in groups]
     return [index for index, state in enumerate(states) if state is not type(state).POST_BACKWARD]
 
 

@@ -55,7 +55,10 @@ def sleep(model: nn.Module, optimizers: Optimizers = (), what: Sequence[Part] = 
         StepError: inside an optimizer step, or a part of `what` is unknown or sleeps already.
         WrapError: the model is not wrapped.
     """
-    asleep = _sleeps.get(model) or _Sleep(wrap_state(model))
+    asleep = _sleeps.get(model)
+    if asleep is None or not {"params", "grads"} & asleep.copies.keys():
+        state = wrap_state(model)  # raises while the weights are read
+        asleep = asleep or _Sleep(state)
     state, given = asleep.state, _listed(optimizers)
     _refuse_parts("sleep", what, lambda part: part in asleep.copies, "asleep already. Call wake first")
     if state.step.is_open:
@@ -109,7 +112,7 @@ def wake(model: nn.Module, what: Sequence[Part] | None = None) -> None:
         del copies[part]
         for handle in [] if asleep is None else asleep.handles.pop(part):
             handle.remove()
-    if asleep is not None and not {"params", "grads"} & copies.keys():
+    if asleep is not None and {"params", "grads"} & set(parts) and not {"params", "grads"} & copies.keys():
         record_state(model, asleep.state)
     if not copies:
         _sleeps.pop(model, None)

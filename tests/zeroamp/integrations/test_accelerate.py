@@ -166,7 +166,7 @@ PARITY = {
 
 
 def _compared(kind_of_stage, arguments):
-    oracles = {kind: run(kind, **arguments) for kind in set(kind_of_stage.values())}
+    oracles = {kind: run(kind, **arguments) for kind in dict.fromkeys(kind_of_stage.values())}
     found = {}
     for stage, kind in kind_of_stage.items():
         script = run(stage, **arguments)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import zeroamp
 from tests.measuring.logs import log_lines
@@ -105,7 +106,8 @@ def _variants(case, factor, piece):
         ahead = set(seen)
         seen.clear()
         if factor is not None:
-            model.set_gradient_divide_factor(factor)
+            for unit in (each for each in model.modules() if isinstance(each, FSDPModule)):
+                unit.set_gradient_divide_factor(factor)
         for index in range(2):
             loss(index).backward()
             for parameter in parameters():

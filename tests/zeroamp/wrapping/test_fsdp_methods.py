@@ -140,7 +140,7 @@ METHODS = {
     "set_separate_reduce_scatter_group": Method(_value("set_separate_reduce_scatter_group", True), is_new=True),
     "set_post_optim_event": Method(_value("set_post_optim_event", None)),
     "set_custom_all_gather": Method(
-        _value("set_custom_all_gather", None), WRAP_ERROR, WRAP_ERROR, "zeroamp's all-gather, whose dtypes"
+        _value("set_custom_all_gather", None), WRAP_ERROR, WRAP_ERROR, "zeroamp's all-gather. Remove the call"
     ),
     "set_custom_reduce_scatter": Method(
         _value("set_custom_reduce_scatter", None), WRAP_ERROR, WRAP_ERROR, "communication_data_type"

@@ -101,8 +101,7 @@ def _refused(folder):
 
 REFUSED = {
     **dict.fromkeys(("forward", "block", "step", "state_dict", "optimizer.state_dict"), r"zeroamp.wake\(model\)"),
-    **dict.fromkeys(("save", "export", "explain"), r"zeroamp.wake\(model\)"),
-    "whole": "is not one of a wrapped model",
+    **dict.fromkeys(("save", "export", "explain", "whole"), r"zeroamp.wake\(model\)"),
     "nested": "params, which is asleep already. Call wake first",
     "again": "grads, which is awake already",
     "wrong": r"must be a list of params, grads, optimizer, but is \['buffers'\]",

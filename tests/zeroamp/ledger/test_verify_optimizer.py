@@ -52,7 +52,8 @@ MAKERS = {
 def _as_it_is(optimizer, model):
     """All that an optimizer has, copied, and the bits of the model."""
     parameters = {id(parameter): parameter for parameter in model.parameters()}
-    attributes = copy.deepcopy({**vars(optimizer)}, dict(parameters))
+    own = {name: value for name, value in vars(optimizer).items() if name != "mng"}  # of the process, in bitsandbytes
+    attributes = copy.deepcopy(own, dict(parameters))
     state = attributes.pop("state"), attributes.pop("param_groups")
     plain = {name: value for name, value in attributes.items() if isinstance(value, int | float | str | dict | list)}
     return str(plain), [tensor.detach().clone() for tensor in tensors_in(state)], str(state[1])

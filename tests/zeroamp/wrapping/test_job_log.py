@@ -27,7 +27,7 @@ cfg = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "steps_per_prin
 model = zeroamp.wrap_model(torch.nn.Sequential(torch.nn.Linear(4, 8)), zeroamp.policy_from_config(cfg))
 train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
 for _ in range(4):
-    train.backward(model(torch.ones(3, 4)).mean())  # in bf16: a warning
+    train.backward(model(torch.ones(3, 4)).mean().bfloat16())  # a warning
     train.step()
 deepspeed.utils.log_dist("of each rank")
 unchanged = before == [(log.level, log.handlers) for log in (root, LOGGER)]

@@ -11,19 +11,12 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from zeroamp.weights.replacement import sync_to_disk
+
 logger = logging.getLogger("zeroamp")
 
 WRITER = ".writer"
 """The end of a lock file's name. Earlier versions gave this name to a file inside of the draft."""
-
-
-def sync_to_disk(path: Path) -> None:
-    """Write the content of a file, or the entries of a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_durably(path: Path, content: bytes) -> None:

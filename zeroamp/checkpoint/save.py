@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
-from zeroamp.checkpoint.drafts import sync_to_disk, write_durably
+from zeroamp.checkpoint.drafts import write_durably
 from zeroamp.checkpoint.folder import MAX_STEP, Draft, is_checkpoint_name, open_draft
 from zeroamp.checkpoint.half_loaded import state_of
 from zeroamp.checkpoint.manifest import METADATA, VALUES, FileRecord, Manifest, rank_file, record_file
@@ -46,6 +46,7 @@ from zeroamp.training.refused_arguments import Scheduler, StatefulScheduler, ref
 from zeroamp.training.step import TrainStep, driver_of
 from zeroamp.version import __version__
 from zeroamp.weights.files import MANIFEST
+from zeroamp.weights.replacement import sync_to_disk
 from zeroamp.wrapping.state import WrapState, reshard, wrap_state
 
 logger = logging.getLogger("zeroamp")
@@ -135,6 +136,11 @@ def wait_for_save(model: nn.Module) -> None:
         finally:
             if future.done():  # a KeyboardInterrupt may have ended the wait
                 _in_background.pop(root, None)
+
+
+def _log_error(future: Future[None]) -> None:
+    if (error := future.exception()) is not None:
+        logger.error("The save in the background failed: %s", error)
 
 
 def _arguments(folder: Path, step: int, keep: int | None, train: TrainStep) -> dict[str, Any]:
@@ -235,7 +241,8 @@ class _Save:
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zeroamp-checkpoint")
         future = executor.submit(self._write)
         _in_background[self.state.root] = self.ranks.background = future
-        future.add_done_callback(self._log_error)
+        if self.ranks.rank == 0:
+            future.add_done_callback(_log_error)  # not a method: the future would retain the model
         executor.shutdown(wait=False)
         return self.target
 
@@ -273,10 +280,6 @@ class _Save:
         if isinstance(staged, Future):
             raise AssertionError("expected a stager that waits, got a future")
         self.tensors = staged
-
-    def _log_error(self, future: Future[None]) -> None:
-        if (error := future.exception()) is not None and self.ranks.rank == 0:
-            logger.error("The save in the background failed: %s", error)
 
     def _open_draft(self) -> tuple[Path, Path]:
         self.draft = open_draft(self.folder, self.step)

@@ -24,13 +24,13 @@ from zeroamp.checkpoint.drafts import (
     make_folder,
     remove_lock_file,
     replace_durably,
-    sync_to_disk,
     unlock,
     write_durably,
 )
 from zeroamp.checkpoint.manifest import Manifest, read_manifest
 from zeroamp.policies.errors import CheckpointError, error_text
 from zeroamp.weights.files import MANIFEST
+from zeroamp.weights.replacement import sync_to_disk
 from zeroamp.weights.untrusted_files import read_regular
 
 logger = logging.getLogger("zeroamp")

@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from weakref import ref
 
-import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from zeroamp.policies.errors import CheckpointError, StepError
+from zeroamp.wrapping.optimizer_hooks import refuse_steps
 from zeroamp.wrapping.state import WrapState, hide_state, record_state, wrap_state
 
 _ATTRIBUTE = "_zeroamp_half_loaded"
@@ -110,13 +109,7 @@ def _guards(mark: _HalfLoaded) -> Iterator[RemovableHandle]:
         if mark is not None and not mark.is_loading:
             raise StepError(f"The model was loaded in part: its last load_checkpoint did not end. {_AGAIN}")
 
-    def refuse_step(optimizer: torch.optim.Optimizer, *_args: object) -> None:
-        mark = to_mark()
-        parameters = set() if mark is None else set(mark.state.root.parameters())
-        if any(parameter in parameters for group in optimizer.param_groups for parameter in group["params"]):
-            refuse()
-
     for unit in mark.state.units.values():
         yield unit.register_forward_pre_hook(refuse, prepend=True)
-    yield register_optimizer_step_pre_hook(refuse_step)
+    yield refuse_steps(mark.state.root, refuse)
     yield mark.state.root.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]

@@ -4,11 +4,9 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.fsdp import flat_shards
@@ -16,6 +14,7 @@ from zeroamp.hooks.tensors import tensors_in
 from zeroamp.host_memory.storages import HostCopies, restore
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import StepError
+from zeroamp.wrapping.optimizer_hooks import refuse_steps
 from zeroamp.wrapping.state import WrapState, hide_state, record_state, reshard, wrap_state
 
 logger = logging.getLogger("zeroamp")
@@ -34,7 +33,8 @@ class _Sleep:
     handles: dict[Part, list[RemovableHandle]] = field(default_factory=dict)
 
 
-_sleeps: "WeakKeyDictionary[nn.Module, _Sleep]" = WeakKeyDictionary()
+_ATTRIBUTE = "_zeroamp_sleep"
+"""The attribute of a model that holds its `_Sleep`, which refers to the model: nothing else may."""
 
 
 def sleep(model: nn.Module, optimizers: Optimizers = (), what: Sequence[Part] = PARTS) -> None:
@@ -55,7 +55,7 @@ def sleep(model: nn.Module, optimizers: Optimizers = (), what: Sequence[Part] = 
         StepError: inside an optimizer step, or a part of `what` is unknown or sleeps already.
         WrapError: the model is not wrapped.
     """
-    asleep = _sleeps.get(model)
+    asleep: _Sleep | None = getattr(model, _ATTRIBUTE, None)
     if asleep is None or not {"params", "grads"} & asleep.copies.keys():
         state = wrap_state(model)  # raises while the weights are read
         asleep = asleep or _Sleep(state)
@@ -77,7 +77,7 @@ def sleep(model: nn.Module, optimizers: Optimizers = (), what: Sequence[Part] = 
         if part != "optimizer":
             hide_state(model, f"is asleep: its {part} are in host memory. Call zeroamp.wake(model) first.")
     asleep.copies.update(copies)
-    _sleeps[model] = asleep
+    setattr(model, _ATTRIBUTE, asleep)
     for part, each in copies.items():
         each.free()
         if each.is_on_device():
@@ -103,7 +103,7 @@ def wake(model: nn.Module, what: Sequence[Part] | None = None) -> None:
     Raises:
         StepError: a part of `what` is unknown or does not sleep.
     """
-    asleep = _sleeps.get(model)
+    asleep: _Sleep | None = getattr(model, _ATTRIBUTE, None)
     copies = {} if asleep is None else asleep.copies
     parts = tuple(copies) if what is None else what
     _refuse_parts("wake", parts, lambda part: part not in copies, "awake already")
@@ -114,8 +114,8 @@ def wake(model: nn.Module, what: Sequence[Part] | None = None) -> None:
             handle.remove()
     if asleep is not None and {"params", "grads"} & set(parts) and not {"params", "grads"} & copies.keys():
         record_state(model, asleep.state)
-    if not copies:
-        _sleeps.pop(model, None)
+    if asleep is not None and not copies:
+        delattr(model, _ATTRIBUTE)
 
 
 def _listed(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
@@ -147,12 +147,6 @@ def _guards(part: Part, state: WrapState, optimizers: Iterable[torch.optim.Optim
         return
     for unit in state.units.values():
         yield unit.register_forward_pre_hook(refuse, prepend=True)
-    sleeping = set(state.root.parameters())
-
-    def refuse_step(optimizer: torch.optim.Optimizer, *_args: object) -> None:
-        if any(parameter in sleeping for group in optimizer.param_groups for parameter in group["params"]):
-            refuse()
-
-    yield register_optimizer_step_pre_hook(refuse_step)  # of all optimizers: the caller need not have named them
+    yield refuse_steps(state.root, refuse)  # of all optimizers: the caller need not have named them
     if part == "params":
         yield state.root.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]

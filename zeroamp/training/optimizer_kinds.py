@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroamp.policies.errors import StepError
 from zeroamp.policies.extensions import load
-from zeroamp.wrapping.optimizer_hooks import ELEMENTWISE, is_own_hook
+from zeroamp.wrapping.optimizer_hooks import ELEMENTWISE, concerns
 
 Kind = Literal["shards", "muon", "DTensors"]
 """`shards`: the optimizer gets this rank's shards as plain tensors. `muon`: `torch.optim.Muon`, whose matrices are
@@ -96,7 +96,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
         of_all = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
         references = _hooks_of[optimizer] = tuple(map(_dict_of, (*own, *of_all)))
         dicts = [reference() for reference in references]
-    return not all(is_own_hook(hook) for hooks in dicts for hook in hooks.values())
+    return any(concerns(hook, optimizer) for hooks in dicts for hook in hooks.values())
 
 
 def _dict_of(register: Callable[..., RemovableHandle]) -> Callable[[], Any]:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zeroamp.hooks.collectives.collective_calls import peer_lost
 from zeroamp.planning.mesh import device_of, is_first_rank, sharded_like
@@ -25,6 +24,7 @@ from zeroamp.policies.numbers import is_integer
 from zeroamp.training.callbacks import Callback, Phase
 from zeroamp.weights.layouts import joins_tensors, outline_of_model, publish
 from zeroamp.weights.model_weights import Weight, find_weights
+from zeroamp.wrapping.optimizer_hooks import refuse_steps
 from zeroamp.wrapping.state import WrapState, hide_state, record_state, wrap_state
 
 Named = tuple[str, Weight]
@@ -98,17 +98,13 @@ def _guarded(
     wrap_state(root)  # it may have gone to sleep, or another iterator may be open, since the call of `method`
     _refuse_open_step(state, method)
     why = f"is being read by {method}. Iterate to its end, or call close() on the iterator, before anything else."
-    read = set(root.parameters())
+    name = type(root).__name__
 
     def refuse(*_args: object) -> None:
-        raise StepError(f"The model (a {type(root).__name__}) {why}")
-
-    def refuse_step(optimizer: torch.optim.Optimizer, *_args: object) -> None:
-        if any(parameter in read for group in optimizer.param_groups for parameter in group["params"]):
-            refuse()
+        raise StepError(f"The model (a {name}) {why}")
 
     callback = _BeforeUpdate(refuse)
-    on_step = register_optimizer_step_pre_hook(refuse_step)
+    on_step = refuse_steps(root, refuse)
     on_load = root.register_load_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
     state.callbacks.append(callback)
     hide_state(root, why)

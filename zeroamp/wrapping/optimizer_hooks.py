@@ -22,7 +22,7 @@ The seventh row needs one all-reduce of a byte per parameter, and the eighth 16 
 it only on a rank that did not use a parameter of a unit that ran. Gradients that a closure computes are not looked at.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroamp.hooks._torch.dispatch import is_in_backward
@@ -141,9 +142,39 @@ def watch_optimizers(model: nn.Module, before: WeakTensorKeyDictionary) -> None:
     _Replaced.num_changes += 1
 
 
-def is_own_hook(hook: object) -> bool:
-    """Return whether a global optimizer-step hook is one of this module."""
-    return hook is _before_step or hook is _after_step
+class _RefusedSteps:
+    """A hook of all optimizers: refuses the step of one that holds parameters of a model. Does not retain the model."""
+
+    def __init__(self, model: nn.Module, refuse: Callable[[], None]) -> None:
+        self._model = ref(model)
+        self._refuse = refuse
+
+    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        model = self._model()
+        parameters = set() if model is None else set(model.parameters())
+        return any(parameter in parameters for group in optimizer.param_groups for parameter in group["params"])
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_args: Any) -> None:
+        if self.holds(optimizer):
+            self._refuse()
+
+
+def refuse_steps(model: nn.Module, refuse: Callable[[], None]) -> RemovableHandle:
+    """Call `refuse`, which raises, before any optimizer that holds parameters of `model` steps. `remove` ends it.
+
+    `refuse` must not refer to the model: the hook stays if the program drops the model, and does nothing then.
+    """
+    return register_optimizer_step_pre_hook(_RefusedSteps(model, refuse))
+
+
+def concerns(hook: object, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step hook must see the parameters of this optimizer: any hook but those of this module.
+
+    A hook of `refuse_steps` concerns the optimizers of its model.
+    """
+    if isinstance(hook, _RefusedSteps):
+        return hook.holds(optimizer)
+    return hook is not _before_step and hook is not _after_step
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -6,6 +6,7 @@ import gc
 import sys
 import types
 import weakref
+from contextlib import suppress
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import SmallTraining, config, full_parameters, same_bits, wrapped
 from tests.selection import slow_but
+from zeroamp.checkpoint import load as load_module
 from zeroamp.training.step import driver_of
 from zeroamp.training.update import OptimizerUpdate, works_on_shards
 
@@ -217,6 +219,36 @@ def test_step_hooks_are_seen_without_registering_one_in_each_step():
     optimizer.register_step_post_hook(_hook)
     assert not works_on_shards(optimizer)
     assert works_on_shards(torch.optim.AdamW(_parameters()))
+
+
+def _not_steppable(how, folder):
+    """Return (whether its optimizer gets shards, whether another model's does, whether the model is freed)."""
+    training, other = SmallTraining(config(3)), SmallTraining(config(3))
+    training.step()
+    other.step()
+    if how == "asleep":
+        zeroamp.sleep(training.model, training.optimizer)
+    elif how == "read":
+        read = zeroamp.iter_weights(training.model)
+        next(read)
+    else:
+        path = zeroamp.save_checkpoint(folder, training.model, training.train)
+        with (
+            mock.patch.object(load_module, "read_tensors", mock.Mock(side_effect=InterruptedError)),
+            suppress(zeroamp.CheckpointError),
+        ):
+            zeroamp.load_checkpoint(path, training.model, training.train)
+    model = weakref.ref(training.model)
+    shards = works_on_shards(training.optimizer), works_on_shards(other.optimizer)
+    read = training = None
+    gc.collect()
+    other.step()
+    return (*shards, model() is None)
+
+
+@pytest.mark.parametrize("how", ["asleep", "read", "half loaded"])
+def test_a_model_that_must_not_step_leaves_other_models_alone(ranks2, tmp_path, how):
+    assert ranks2.run(_not_steppable, how, tmp_path) == [(False, True, True)] * 2
 
 
 def _with_other_values():

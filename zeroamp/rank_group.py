@@ -77,8 +77,8 @@ class RankGroup:
         """The name of the present call. None: that of the function whose action is exchanged."""
         self._begins_call = True
         self._num_calls = self._num_exchanges = 0
-        self.background: Future[Any] | None = None
-        """The last background save, whose thread uses the group. None if there is none."""
+        self._background: Future[Any] | None = None
+        """The background save whose thread uses the group. None if there is none."""
 
     @classmethod
     def shared(cls, mesh: DeviceMesh, use: Use) -> "RankGroup":
@@ -100,10 +100,19 @@ class RankGroup:
         public function, for errors. None: that of the function whose action runs first.
         """
         ranks = cls.shared(mesh, "saving")
-        if ranks.background is not None:
-            wait([ranks.background])
+        if (background := ranks._background) is not None:
+            wait([background])
         ranks._call, ranks._begins_call = call, True
         return ranks
+
+    def begin_background(self, future: "Future[Any]") -> None:
+        """Let the next call wait for a background save. The group does not hold the future when it is done."""
+        self._background = future
+        future.add_done_callback(self._end_background)
+
+    def _end_background(self, future: "Future[Any]") -> None:
+        if self._background is future:
+            self._background = None
 
     def run(self, action: Callable[[], T]) -> list[T]:
         """Call `action` on every rank and return the results of all, in rank order.

@@ -53,8 +53,9 @@ logger = logging.getLogger("zeroamp")
 
 run_of_root: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
 """Name of a model's run over all its restarts. The first save or load sets it. Checkpoints have the first rank's."""
-_in_background: "WeakKeyDictionary[nn.Module, Future[None]]" = WeakKeyDictionary()
-"""Model -> its last background save, until its error was raised."""
+_ATTRIBUTE = "_zeroamp_save"
+"""The attribute of a model that holds the future of its last background save, until the error of that was raised. An
+error refers to the model, so nothing else may hold the future when it is done."""
 
 
 def save_checkpoint(
@@ -130,12 +131,13 @@ def wait_for_save(model: nn.Module) -> None:
         WrapError: the model is not wrapped.
     """
     root = state_of(model).root
-    if (future := _in_background.get(root)) is not None:
+    future: Future[None] | None = getattr(root, _ATTRIBUTE, None)
+    if future is not None:
         try:
             future.result()
         finally:
             if future.done():  # a KeyboardInterrupt may have ended the wait
-                _in_background.pop(root, None)
+                delattr(root, _ATTRIBUTE)
 
 
 def _log_error(future: Future[None]) -> None:
@@ -240,7 +242,8 @@ class _Save:
         # torch's `async_save` does the same, but its thread ends before the checkpoint is published.
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zeroamp-checkpoint")
         future = executor.submit(self._write)
-        _in_background[self.state.root] = self.ranks.background = future
+        setattr(self.state.root, _ATTRIBUTE, future)
+        self.ranks.begin_background(future)
         if self.ranks.rank == 0:
             future.add_done_callback(_log_error)  # not a method: the future would retain the model
         executor.shutdown(wait=False)

@@ -1,6 +1,8 @@
 """`async_=True`: the save is written while training goes on, and its error comes out of the next save or wait."""
 
+import gc
 import threading
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -13,6 +15,8 @@ from torch.distributed.checkpoint.staging import StagingOptions
 import zeroamp
 from tests.processes.checkpoint_training import Case, Training, differences
 from zeroamp.checkpoint import save as save_module
+from zeroamp.rank_group import RankGroup
+from zeroamp.wrapping.state import wrap_state
 
 
 @contextmanager
@@ -124,6 +128,29 @@ def _two_models(folder):
 
 def test_each_of_two_models_raises_the_error_of_its_own_save(ranks2, tmp_path):
     assert ranks2.run(_two_models, tmp_path) == [(True, False)] * 2
+
+
+def _fails_and_is_dropped(folder, waits):
+    training = Training(Case())
+    with mock.patch.object(save_module, "write_durably", side_effect=OSError(28, "No space left on device")):
+        training.save(folder, async_=True)
+        if waits:
+            with pytest.raises(zeroamp.CheckpointError, match="No space"):
+                zeroamp.wait_for_save(training.model)
+        else:
+            RankGroup.for_saving(wrap_state(training.model).axes.whole)
+    model = weakref.ref(training.model)
+    for thread in threading.enumerate():
+        if thread.name.startswith("zeroamp-checkpoint"):
+            thread.join()  # it logs the error
+    del training
+    gc.collect()
+    return model() is None
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_failed_save_does_not_retain_a_model_that_is_dropped(ranks2, tmp_path, waits):
+    assert ranks2.run(_fails_and_is_dropped, tmp_path, waits) == [True, True]
 
 
 class _Unusable(zeroamp.Callback):

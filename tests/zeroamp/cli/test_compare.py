@@ -169,7 +169,7 @@ def test_output_without_a_line_break_is_not_retained():
     assert code == 1
     assert "x no loss here" not in err
     assert "xno loss here" in err
-    assert len(err) < 100_000
+    assert len(err) < 200_000  # the end of a line, of at most twice 64 KiB
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 2**10, "KiB"
 
 

@@ -20,7 +20,8 @@ expected = functools.cache(expected_of)
 
 
 @pytest.mark.parametrize("name", slow_but(WITH_AUTO, "Llama"))
-def test_a_family_with_auto_at_stage_3_has_the_bits_of_one_process(ranks2, name):
+def test_a_family_with_auto_has_the_bits_of_one_process(ranks2, name):
+    """A family with auto at stage 3 has the bits of one process."""
     result = run_case(ranks2, name, "auto", 3, expected(name))
     assert result.is_exact, result.difference
 

@@ -43,7 +43,8 @@ def test_a_tree_without_links_is_not_built(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["tree", "sdist"])
-def test_a_wheel_from_the_tree_or_from_the_sdist_has_every_module_and_data_file(tmp_path, source):
+def test_a_wheel_has_every_module_and_data_file(tmp_path, source):
+    """A wheel from the tree or from the sdist has every module and data file."""
     _copy(tmp_path, with_links=True)
     sdist = "from setuptools.build_meta import build_sdist; print(build_sdist('dist'))"
     built = "." if source == "tree" else f"./dist/{_run(tmp_path, '-c', sdist).stdout.splitlines()[-1]}"

@@ -49,7 +49,8 @@ def test_the_split_is_deterministic_and_keeps_equal_keys_together():
     assert held_out != _data.split_documents(items, held_out_fraction=0.1, seed=2)[1]
 
 
-def test_a_pass_deals_each_row_once_and_the_next_one_in_another_order():
+def test_a_pass_deals_each_row_once():
+    """A pass deals each row once and the next one in another order."""
     rows = torch.arange(19)[:, None]
     deal = partial(_data.training_batches, rows, micro_batch_size=1, world_size=2, seed=0)
     first, second = (list(itertools.islice(deal(indices=range(rank, rank + 1)), 19)) for rank in range(2))

@@ -46,7 +46,8 @@ def finetuned(tmp_path_factory, common):
 
 
 @pytest.mark.slow
-def test_the_loss_falls_on_two_ranks_and_rank_0_prints_the_ledger_and_plots(finetuned):
+def test_the_loss_falls_and_rank_0_prints_the_ledger(finetuned):
+    """The loss falls on two ranks and rank 0 prints the ledger and plots."""
     out, printed, record = finetuned
     assert record["world_size"] == 2
     assert len(record["losses"]) == len(record["grad_norms"]) == NUM_STEPS

@@ -115,7 +115,8 @@ def test_killed_ranks_do_not_change_the_run(data, uninterrupted, tmp_path):
 
 
 @pytest.mark.slow
-def test_sigterm_saves_at_the_end_of_the_step_and_ends_and_the_run_goes_on(data, uninterrupted, tmp_path):
+def test_sigterm_saves_ends_and_the_run_goes_on(data, uninterrupted, tmp_path):
+    """SIGTERM saves at the end of the step and ends and the run goes on."""
     with Run(tmp_path, data, "--resume", "auto") as run:
         assert run.wait_for("step 3/"), "".join(run.lines)
         os.kill(random.Random(0).choice(run.ranks()), signal.SIGTERM)  # to one rank
@@ -132,7 +133,8 @@ def test_sigterm_saves_at_the_end_of_the_step_and_ends_and_the_run_goes_on(data,
 
 
 @pytest.mark.slow
-def test_a_reproducible_run_on_4_2_and_1_ranks_ends_with_the_files_of_a_run_on_1(data, tmp_path):
+def test_a_reproducible_run_ends_with_the_files_of_one_rank(data, tmp_path):
+    """A reproducible run on 4 2 and 1 ranks ends with the files of a run on 1."""
     config = ["--config", ROOT / "examples" / "configs" / "reproducible_autocast_bf16.json"]
     whole, parts, changes = tmp_path / "whole", tmp_path / "parts", []
     with Run(whole, data, *config, num_ranks=1) as run:

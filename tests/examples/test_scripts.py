@@ -22,7 +22,8 @@ def _losses(output, before="loss"):
 
 
 @pytest.mark.slow
-def test_the_quick_start_of_the_readme_trains_on_two_ranks_and_prints_the_ledger():
+def test_the_quick_start_of_the_readme_trains():
+    """The quick start of the README trains on two ranks and prints the ledger."""
     assert f"```python\n{(ROOT / 'examples' / 'minimal.py').read_text()}```" in (ROOT / "README.md").read_text()
     output = torchrun("examples/minimal.py")
     losses = _losses(output)
@@ -39,7 +40,8 @@ def test_the_tour_runs_twice_in_the_same_folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_accelerates_loop_at_stage_1_has_the_losses_of_its_ddp_and_its_launcher_starts_it(tmp_path):
+def test_accelerates_loop_has_the_losses_of_its_ddp(tmp_path):
+    """Accelerate's loop at stage 1 has the losses of its DDP and its launcher starts it."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: it has the model")
     config = {
@@ -121,7 +123,8 @@ def test_dpo_raises_the_margin_of_rewards(tmp_path):
 
 
 @pytest.mark.slow
-def test_grpo_raises_the_reward_and_an_fp32_head_narrows_the_gap_to_an_engine(tmp_path):
+def test_grpo_raises_the_reward(tmp_path):
+    """GRPO raises the reward and an fp32 head narrows the gap to an engine."""
     _needs_trl()
     output = torchrun("examples/grpo.py", "--steps", 15, "--out", tmp_path)
     first, last = _first_and_last(output)

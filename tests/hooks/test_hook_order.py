@@ -6,7 +6,8 @@ from torch import nn
 from zeroamp.hooks.unit_hooks import BEFORE_RESHARD, RESHARDED, SHARDED, UNSHARDED, UnitHooks
 
 
-def test_hooks_run_in_the_order_of_the_table_and_not_of_their_registration():
+def test_hooks_run_in_the_order_of_the_table():
+    """Hooks run in the order of the table and not of their registration."""
     module, hooks, log = nn.Linear(2, 2), UnitHooks(), []
     module.register_forward_pre_hook(lambda *_: log.append("(FSDP2)"))
     module.register_forward_hook(lambda *_: log.append("(FSDP2)"))

@@ -102,7 +102,8 @@ def test_what_was_entered_is_left_when_a_later_one_refuses():
     assert forward.depth == 0
 
 
-def test_a_context_sees_the_exception_of_the_forward_and_not_one_that_was_being_handled_before():
+def test_a_context_sees_the_exception_of_the_forward():
+    """A context sees the exception of the forward and not one that was being handled before."""
     seen = []
 
     @contextmanager

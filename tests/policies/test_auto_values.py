@@ -7,7 +7,8 @@ from zeroamp import ConfigError, policy_from_config
 ZERO = "zero_optimization"
 
 
-def test_an_argument_is_named_by_the_last_part_by_the_path_or_by_the_block():
+def test_an_argument_is_named_by_part_path_or_block():
+    """An argument is named by the last part by the path or by the block."""
     cfg = {"bf16": {"enabled": "auto"}, "gradient_clipping": "auto", ZERO: {"stage": "auto"}}
     policy = policy_from_config(cfg, bf16=True, gradient_clipping=0.5, zero_optimization__stage=2)
     assert (policy.mode, policy.gradient_clipping, policy.stage) == ("bf16", 0.5, 2)
@@ -30,7 +31,8 @@ def test_every_auto_that_is_left_is_named():
     assert [line.split()[0] for line in lines] == ["bf16.enabled", "gradient_clipping"]
 
 
-def test_an_argument_that_agrees_with_the_config_is_welcome_and_one_that_does_not_is_an_error():
+def test_an_argument_agrees_with_the_config_or_is_an_error():
+    """An argument that agrees with the config is welcome and one that does not is an error."""
     assert policy_from_config({"gradient_clipping": 2.0}, gradient_clipping=2.0).gradient_clipping == 2.0
     with pytest.raises(ConfigError, match="gradient_clipping is 2.0 .*argument gradient_clipping is 1.0. Remove one"):
         policy_from_config({"gradient_clipping": 2.0}, gradient_clipping=1.0)

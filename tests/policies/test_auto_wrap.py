@@ -36,7 +36,8 @@ def test_subclasses_match_by_class_and_by_name():
     assert find_units(nested, Block) == find_units(nested, "Block") == ["block"]
 
 
-def test_the_default_is_what_transformers_must_not_split_or_repeated_blocks_in_module_lists():
+def test_the_default_is_what_transformers_must_not_split():
+    """The default is what transformers must not split or repeated blocks in module lists."""
     assert sorted(find_units(HfLlama())) == ["model.layers.0", "model.layers.1"]
     assert sorted(find_units(ConvNet())) == ["stages.0", "stages.1"]
 
@@ -88,7 +89,8 @@ def test_no_unit_is_inside_a_leaf_module():
     assert find_units(model(), leaf_modules=LeafModules(classes=("Llama",))) == []
 
 
-def test_a_suffix_ends_at_a_dot_and_a_shared_module_matches_by_any_of_its_names():
+def test_a_suffix_ends_at_a_dot():
+    """A suffix ends at a dot and a shared module matches by any of its names."""
     assert sorted(find_units(model(), leaf_modules=LeafModules(name_suffixes=("norm",)))) == [*BLOCKS, "norm"]
     shared = model()
     shared.alias = shared.blocks[0].norm1
@@ -105,7 +107,8 @@ def test_a_suffix_ends_at_a_dot_and_a_shared_module_matches_by_any_of_its_names(
     ],
     ids=str,
 )
-def test_a_leaf_module_that_is_not_in_the_model_is_refused_by_its_key(leaf, text):
+def test_a_missing_leaf_module_is_refused_by_its_key(leaf, text):
+    """A leaf module that is not in the model is refused by its key."""
     with pytest.raises(ConfigError, match=f"zero_optimization.{text}"):
         find_units(model(), leaf_modules=leaf)
 
@@ -117,7 +120,8 @@ def _layer():
 @pytest.mark.parametrize(
     ("keys", "units"), [(["0", "1"], ["layers.0", "layers.1"]), (["left", "right"], []), (["0", "last"], [])]
 )
-def test_a_module_dict_is_a_list_of_blocks_if_its_keys_are_numbers(keys, units):
+def test_a_numbered_module_dict_is_a_list_of_blocks(keys, units):
+    """A module dict is a list of blocks if its keys are numbers."""
     model = nn.Module()
     model.layers = nn.ModuleDict({key: _layer() for key in keys})
     assert find_units(model) == units

@@ -89,7 +89,8 @@ def test_what_is_read_is_the_policys_own():
     assert dict(policy.given)["torch_autocast.dtype"] == "bfloat16"
 
 
-def test_offload_of_parameters_is_that_of_all_and_offload_of_the_optimizer_alone_is_that_of_its_state():
+def test_offload_of_parameters_includes_that_of_the_optimizer():
+    """Offload of parameters is that of all and offload of the optimizer alone is that of its state."""
     block = {"device": "cpu", "pin_memory": False}
     both = policy_from_config({"zero_optimization": {"stage": 2, "offload_param": block, "offload_optimizer": block}})
     assert both == policy_from_config({"zero_optimization": {"stage": 2, "offload_param": block}})

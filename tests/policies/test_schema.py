@@ -12,7 +12,8 @@ KEYS = {key.path: key for key in iter_keys(Config)}
 
 
 @pytest.mark.parametrize("path", [path for path, key in KEYS.items() if isinstance(key.key_class, Unsupported)])
-def test_an_unsupported_key_is_refused_with_what_to_do_and_accepted_where_it_asks_for_nothing(path):
+def test_an_unsupported_key_is_refused_with_a_remedy(path):
+    """An unsupported key is refused with what to do and accepted where it asks for nothing."""
     key = KEYS[path]
     for value in (True, "auto_", 2, {"enabled": True}):
         if value not in key.key_class.off:
@@ -46,7 +47,8 @@ def test_a_native_key_is_accepted_and_reported(path):
     assert policy == policy_from_config(required)
 
 
-def test_the_report_says_which_key_has_no_effect_and_which_block_is_empty():
+def test_the_report_names_keys_without_effect():
+    """The report says which key has no effect and which block is empty."""
     policy = policy_from_config({"bf16": {}, "zero_optimization": {"stage": 1, "stage3_max_live_parameters": 5}})
     notes = {row["key"]: (row["status"], row["note"]) for row in report_rows(policy)}
     assert notes["bf16"] == ("default", "an empty block")

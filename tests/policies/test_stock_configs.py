@@ -102,7 +102,8 @@ def test_an_infinite_number_of_steps_between_prints_is_never():
     assert policy_from_config({"steps_per_print": 2e3}).steps_per_print == 2000
 
 
-def test_open_auto_keys_lists_what_fills_each_and_not_what_is_auto_by_itself():
+def test_open_auto_keys_lists_what_fills_each():
+    """Open auto keys lists what fills each and not what is auto by itself."""
     cfg = {
         "bf16": {"enabled": "auto"},
         "gradient_clipping": 1.0,

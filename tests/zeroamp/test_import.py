@@ -119,7 +119,8 @@ def test_no_public_name_imports_an_optional_package_or_the_compiler(loaded):
     assert set(loaded["all"]) - set(loaded["quick start"]) <= {"tabulate", "torch.distributed.checkpoint"}
 
 
-def test_the_core_trains_and_verifies_its_dtypes_where_nothing_else_can_be_imported():
+def test_the_core_trains_where_nothing_else_can_be_imported():
+    """The core trains and verifies its dtypes where nothing else can be imported."""
     found = _run(REFUSE + TRAIN)
     assert found["losses"][-1] < found["losses"][0]
     assert [name for name in found["modules"] if name.startswith(OFF)] == []

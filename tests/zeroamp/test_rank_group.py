@@ -69,7 +69,8 @@ def test_shared_groups_do_not_keep_the_process_groups_that_the_program_destroys(
     assert ranks4.run(_destroyed_groups_that_are_left) == [[False]] * 4
 
 
-def test_errors_of_one_rank_are_raised_on_all_and_results_are_of_all(ranks2):
+def test_errors_of_one_rank_are_raised_on_all(ranks2):
+    """Errors of one rank are raised on all and results are of all."""
     for rank, (found, ranks, first) in enumerate(ranks2.run(_on_all)):
         assert (ranks, first) == ([0, 1], [0])
         causes = {name: cause for name, (_, _, cause) in found.items()}
@@ -110,7 +111,8 @@ def _lost(folder):
 
 
 @pytest.mark.slow
-def test_all_ranks_learn_of_a_lost_one_at_once_and_what_the_exchange_was_for(tmp_path, monkeypatch):
+def test_all_ranks_learn_of_a_lost_one_at_once(tmp_path, monkeypatch):
+    """All ranks learn of a lost one at once and what the exchange was for."""
     monkeypatch.setattr(rank_processes, "GRACE_S", GRACE_S)
     ranks = Ranks(4)
     with pytest.raises(AssertionError):

@@ -90,7 +90,8 @@ def _groups_after_the_program_has_made_one_for_two_ranks():
     return found
 
 
-def test_groups_of_parts_of_all_ranks_do_not_depend_on_groups_of_the_program(ranks4):
+def test_groups_of_all_ranks_do_not_depend_on_the_program(ranks4):
+    """Groups of parts of all ranks do not depend on groups of the program."""
     for rank, found in enumerate(ranks4.run(_groups_after_the_program_has_made_one_for_two_ranks)):
         assert found == [([1, 3], 4) if rank % 2 else ([0, 2], 2), ([0, 1, 2, 3], 6)]
 
@@ -112,8 +113,9 @@ def _devices_bound_when_groups_are_made():
     return bound, default.bound_device_id
 
 
-def test_groups_of_a_part_of_the_ranks_are_not_split_off_the_default_group(ranks4):
+def test_groups_of_some_ranks_are_not_split_off(ranks4):
     # A split is a collective of all ranks of the job.
+    """Groups of a part of the ranks are not split off the default group."""
     assert ranks4.run(_devices_bound_when_groups_are_made) == [([None], torch.device("cpu", 0))] * 4
 
 
@@ -124,7 +126,8 @@ def _missing_without(name):
         return private_names.missing()
 
 
-def test_each_private_name_exists_and_one_that_does_not_is_named_with_its_reason(ranks2):
+def test_each_private_name_exists_or_is_named(ranks2):
+    """Each private name exists and one that does not is named with its reason."""
     assert ranks2.run(private_names.missing) == [[], []]
     assert ranks2.run(_missing_without, "_concatenate") == [["_concatenate: one mesh of several slices"]] * 2
 

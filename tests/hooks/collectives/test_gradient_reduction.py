@@ -82,7 +82,8 @@ def _allocated(comm, numel):
     return comm.allocate((numel,), dtype=torch.float32, device=torch.device("cpu")).dtype
 
 
-def test_an_abandoned_reduction_or_an_allocation_that_fails_does_not_mix_up_the_next(monkeypatch):
+def test_an_abandoned_reduction_does_not_mix_up_the_next(monkeypatch):
+    """An abandoned reduction or an allocation that fails does not mix up the next."""
     comm = _comm("fp32", world_size=2)
     assert _allocated(comm, 8) == torch.bfloat16
     assert [_allocated(comm, n) for n in (8, 4)] == [torch.bfloat16, torch.float32]  # the first has no output
@@ -141,7 +142,8 @@ def _receive(buffers, sizes, raises=False):
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_what_a_backward_received_into_is_dropped_at_its_end_or_at_that_of_the_next(raises):
+def test_receive_buffers_are_dropped_at_the_end(raises):
+    """What a backward received into is dropped at its end or at that of the next."""
     buffers = ReceiveBuffers()
     if raises:
         with pytest.raises(ArithmeticError):

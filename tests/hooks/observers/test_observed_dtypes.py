@@ -24,7 +24,8 @@ def weight(dtype=BF16, *shape):
     return torch.ones(shape or (4, 4), dtype=dtype)
 
 
-def test_the_op_that_consumes_a_parameter_is_noted_with_the_dtype_of_its_inputs():
+def test_the_op_that_consumes_a_parameter_is_noted():
+    """The op that consumes a parameter is noted with the dtype of its inputs."""
     w, b, x = weight(), weight(BF16, 4), torch.ones(2, 4, dtype=BF16)
     assert seen(lambda: F.linear(x, w, b), w=w, b=b) == {"w": {"bf16": "aten.addmm"}, "b": {"bf16": "aten.addmm"}}
     assert seen(lambda: w * torch.ones(4), w=w) == {"w": {"fp32": "aten.mul"}}, "promoted"
@@ -48,7 +49,8 @@ def test_casts_copies_and_views_are_followed_to_the_op_and_not_noted(move):
     assert seen(lambda: MOVES[move](w).sum(), w=w) == {"w": {"fp32": "aten.sum"}}
 
 
-def test_a_storage_that_was_freed_is_not_taken_for_a_copy_of_a_parameter():
+def test_a_freed_storage_is_not_taken_for_a_copy():
+    """A storage that was freed is not taken for a copy of a parameter."""
     w = weight(torch.float32, 64, 64)
 
     def forward():

@@ -49,7 +49,8 @@ def _trains_on_while_writing(folder):
     return was_there, is_there, differences(loaded.state(), then), second.name, second.exists()
 
 
-def test_training_goes_on_and_the_checkpoint_is_of_the_moment_of_the_call(ranks2, tmp_path):
+def test_the_checkpoint_is_of_the_moment_of_the_call(ranks2, tmp_path):
+    """Training goes on and the checkpoint is of the moment of the call."""
     expected = (False, True, [], "step_00000003", True)
     assert ranks2.run(_trains_on_while_writing, tmp_path / "checkpoints") == [expected] * 2
 
@@ -101,7 +102,8 @@ def _fails_on_one_rank(folder):
     return training.train.num_steps, names, training.save(folder).name
 
 
-def test_an_error_of_one_rank_comes_out_of_the_next_call_on_all_and_training_goes_on(ranks2, tmp_path):
+def test_an_error_of_one_rank_comes_out_of_the_next_call(ranks2, tmp_path):
+    """An error of one rank comes out of the next call on all and training goes on."""
     assert ranks2.run(_fails_on_one_rank, tmp_path / "checkpoints") == [(6, [], "step_00000006")] * 2
 
 

@@ -66,7 +66,8 @@ def test_the_pointer_goes_back_and_what_came_after_it_comes_last(tmp_path):
     "pointer",
     [b"", b"step_00000009", b"\xff\xfe\x00", b"../other/step_00000001", b"a\0b", b"x" * 5000],
 )
-def test_a_damaged_pointer_is_ignored_aloud_and_the_last_step_is_the_newest(tmp_path, pointer, caplog):
+def test_a_damaged_pointer_is_ignored_aloud(tmp_path, pointer, caplog):
+    """A damaged pointer is ignored aloud and the last step is the newest."""
     for step in (2, 1):
         publish(tmp_path, step)
     (tmp_path / "latest").write_bytes(pointer)

@@ -175,7 +175,8 @@ def test_chunks_fill_a_tensor_exactly_once_or_are_refused():
     assert 100 < num_refused < 300
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_read_is_named_as_removed(checkpoint):
+def test_a_checkpoint_that_is_removed_is_named_as_removed(checkpoint):
+    """A checkpoint that is removed while it is read is named as removed."""
     found = read_manifest(checkpoint)
     checkpoint.rename(checkpoint.with_name("moved"))
     for read in (

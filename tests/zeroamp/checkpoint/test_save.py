@@ -160,7 +160,8 @@ def _into_a_checkpoint(folder):
     return errors, named.exists(), sorted(path.name for path in inside.iterdir())
 
 
-def test_a_folder_that_is_a_checkpoint_or_has_the_name_of_one_is_refused(ranks2, tmp_path):
+def test_a_folder_that_is_a_checkpoint_is_refused(ranks2, tmp_path):
+    """A folder that is a checkpoint or has the name of one is refused."""
     for errors, exists, names in ranks2.run(_into_a_checkpoint, tmp_path):
         assert not exists
         assert "zeroamp.json" in names

@@ -105,7 +105,8 @@ def test_check_shows_to_what_each_override_applies(tmp_path, net):
     ],
 )
 @pytest.mark.parametrize("command", ["check", "explain"])
-def test_a_mistake_in_the_config_goes_to_stderr_whole_and_without_a_traceback(tmp_path, net, command, content, words):
+def test_a_mistake_in_the_config_goes_to_stderr_whole(tmp_path, net, command, content, words):
+    """A mistake in the config goes to stderr whole and without a traceback."""
     path = tmp_path / "zero.json"
     path.write_text(content)
     with pytest.raises(zeroamp.ConfigError) as raised:

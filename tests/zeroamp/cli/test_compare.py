@@ -141,7 +141,8 @@ def test_two_ranks_that_print_losses_are_an_error():
         ("print('no data here'); time.sleep(600)", ["--timeout", 5], "A was killed after 5 s (--timeout), after 0"),
     ],
 )
-def test_a_run_without_its_losses_is_an_error_with_the_end_of_its_output(script, arguments, sentence):
+def test_a_run_without_its_losses_is_an_error(script, arguments, sentence):
+    """A run without its losses is an error with the end of its output."""
     command = f"{PYTHON} -c {shlex.quote(WITH_CHILD + script)}"
     code, out, err = run("compare", command, "unused", *arguments)
     assert (code, out) == (1, "")

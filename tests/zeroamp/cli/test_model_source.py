@@ -45,7 +45,8 @@ def folder_of(tmp_path, **entries):
     return tmp_path
 
 
-def test_a_folder_is_a_causal_language_model_on_meta_in_fp32_whatever_it_was_saved_in(tmp_path):
+def test_a_folder_is_a_causal_language_model_on_meta(tmp_path):
+    """A folder is a causal language model on meta in fp32 whatever it was saved in."""
     hf_llama_config(dtype="bfloat16").save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     with DevicesOfResults() as seen:
@@ -55,7 +56,8 @@ def test_a_folder_is_a_causal_language_model_on_meta_in_fp32_whatever_it_was_sav
     assert dtypes_and_devices(model) == {(torch.float32, "meta")}
 
 
-def test_a_folder_that_names_its_architecture_is_that_class_with_all_parts_in_fp32(tmp_path):
+def test_a_folder_that_names_its_architecture_is_that_class(tmp_path):
+    """A folder that names its architecture is that class with all parts in fp32."""
     from transformers import CLIPVisionConfig, LlavaConfig
 
     vision = CLIPVisionConfig(

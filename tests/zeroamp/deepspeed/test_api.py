@@ -54,7 +54,8 @@ def test_a_refused_class_is_no_base_class_and_has_no_instances():
             pass
 
 
-def test_submodules_below_a_refused_one_answer_with_its_sentence_and_others_are_not_found():
+def test_submodules_below_a_refused_one_are_refused():
+    """Submodules below a refused one answer with its sentence and others are not found."""
     for name, word in (
         ("pipe", "no pipeline"),
         ("utils.timer", "RunReport"),
@@ -67,7 +68,8 @@ def test_submodules_below_a_refused_one_answer_with_its_sentence_and_others_are_
             importlib.import_module(name)
 
 
-def test_other_names_of_modules_have_the_same_objects_and_replace_no_name_of_their_package():
+def test_other_names_of_modules_have_the_same_objects():
+    """Other names of modules have the same objects and replace no name of their package."""
     for name, target in ALIASES.items():
         package, last = name.rpartition(".")[::2]
         there = vars(importlib.import_module(f"zeroamp.deepspeed.{package}".rstrip("."))).get(last)

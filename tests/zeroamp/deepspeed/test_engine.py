@@ -21,7 +21,8 @@ def test_an_engine_trains_the_bits_of_plain_autocast(ranks2, stage):
 
 
 @pytest.mark.parametrize(("stage", "in_no_sync"), [(0, False), (2, False), (1, True)])
-def test_steps_of_any_number_of_micro_batches_end_by_the_boundary_or_no_sync(ranks2, stage, in_no_sync):
+def test_steps_end_by_the_boundary_or_no_sync(ranks2, stage, in_no_sync):
+    """Steps of any number of micro batches end by the boundary or `no_sync`."""
     counts = [3, 1, 2]
     cfg = config(stage, accumulation=1 if in_no_sync else 3)
     oracle = one_process.train(NAME, world_size=2, num_steps=3, accumulation=counts, reduce_each=stage >= 2)
@@ -297,5 +298,6 @@ def _zero_grad():
     return engine.global_steps
 
 
-def test_a_zero_grad_that_would_take_micro_batches_from_an_update_is_an_error(ranks2):
+def test_a_zero_grad_between_micro_batches_is_an_error(ranks2):
+    """A `zero_grad` that would take micro batches from an update is an error."""
     assert ranks2.run(_zero_grad) == [1, 1]

@@ -87,7 +87,8 @@ def _parts(folder):
     assert same_bits(full_parameters(engine.module), saved) == []
 
 
-def test_parts_of_a_checkpoint_are_loaded_and_mistakes_and_folders_of_deepspeed_are_named(ranks2, tmp_path):
+def test_parts_of_a_checkpoint_are_loaded(ranks2, tmp_path):
+    """Parts of a checkpoint are loaded and mistakes and folders of DeepSpeed are named."""
     (tmp_path / "of DeepSpeed" / "global_step3").mkdir(parents=True)
     (tmp_path / "of DeepSpeed" / "latest").write_text("global_step3")
     (tmp_path / "of DeepSpeed" / "global_step3" / "mp_rank_00_model_states.pt").write_bytes(b"")

@@ -93,7 +93,8 @@ class _LaunchesAKernel(Layer):
         return y
 
 
-def test_a_kernel_that_takes_the_address_of_a_fake_tensor_is_an_error():
+def test_a_kernel_that_takes_a_fake_address_is_an_error():
+    """A kernel that takes the address of a fake tensor is an error."""
     with pytest.raises(zeroamp.ConfigError, match=r"_LaunchesAKernel .*y\.data_ptr.*Cannot access.*list classes"):
         zeroamp.discover_safe_parameters(_LaunchesAKernel(), (X,))
 

@@ -38,7 +38,8 @@ def test_each_way_of_using_a_parameter(use):
     assert is_unchanged(model, gathered(model, found.safe), (X,), {})
 
 
-def test_it_prints_the_parameters_and_the_reasons_and_a_tied_weight_by_its_first_name():
+def test_it_prints_parameters_and_reasons():
+    """It prints the parameters and the reasons and a tied weight by its first name."""
     found = zeroamp.discover_safe_parameters(build("llama_tied"), (batch("llama_tied", 0),))
     num_parameters = len(list(build("llama_tied").parameters()))
     first, *lines = str(found).splitlines()
@@ -113,7 +114,8 @@ class Routed(nn.Module):
         return self.experts[int(x[0, 0] > 0)](x)  # the line that needs a value
 
 
-def test_a_model_that_needs_values_stays_in_fp32_and_the_warning_names_the_line_and_the_remedy(caplog):
+def test_a_model_that_needs_values_stays_in_fp32(caplog):
+    """A model that needs values stays in fp32 and the warning names the line and the remedy."""
     found = zeroamp.discover_safe_parameters(Routed(), (X,))
     assert found.safe == frozenset()
     assert set(found.reasons) == {name for name, _ in Routed().named_parameters()}

@@ -120,7 +120,8 @@ def test_the_output_of_a_reduction(ranks2, options):
         assert found == predicted
 
 
-def test_an_accelerator_holds_the_receive_buffers_of_all_groups_during_the_whole_step():
+def test_an_accelerator_holds_all_receive_buffers():
+    """An accelerator holds the receive buffers of all groups during the whole step."""
     model = Llama(tied=False, num_blocks=6)
     stage = plan({"threshold": 1000}, model).stages[-1]
     sizes = [(group, _Sizes(group, stage.plan, stage.ranks)) for group in stage.plan.groups]

@@ -34,7 +34,8 @@ def test_all_stages_are_compared_and_checkpointing_keeps_less(run):
     ("accumulation", "names"),
     [(1, ["forward", "backward"]), (2, 2 * ["forward", "backward"]), (4, 3 * ["forward", "backward"])],
 )
-def test_what_a_page_draws_has_the_parts_of_the_step_in_order_and_its_peak(accumulation, names):
+def test_what_a_page_draws_has_the_parts_in_order(accumulation, names):
+    """What a page draws has the parts of the step in order and its peak."""
     memory = plan({"accumulation": accumulation}, stages=(3,)).stages[0].memory
     drawn = memory.drawn()
     assert [stretch["name"] for stretch in drawn["stretches"]] == [*names, "optimizer"]
@@ -68,7 +69,8 @@ def test_json_has_every_number_in_bytes(run):
     assert sum(last["memory"]["peak"].values()) == last["peak_bytes"]
 
 
-def test_text_says_what_is_planned_and_not_counted_in_one_unit_and_in_the_width_of_the_terminal(monkeypatch, run):
+def test_text_says_what_is_planned_and_what_is_not(monkeypatch, run):
+    """Text says what is planned and not counted in one unit and in the width of the terminal."""
     text = " ".join(str(plan({"threshold": None}, stages=(3,), gpu=80)).split())
     assert "mode autocast, 8 ranks, 1 x batch 2 x 12 per rank, without activation checkpointing" in text
     assert "Every expert of an MoE layer gets equally many tokens" in text
@@ -123,7 +125,8 @@ def test_a_number_that_no_run_has_is_refused(name, value):
     assert repr(value) in str(raised.value)
 
 
-def test_a_transformers_model_needs_no_inputs_and_a_batch_of_the_config_is_the_default():
+def test_a_transformers_model_needs_no_inputs():
+    """A transformers model needs no inputs and a batch of the config is the default."""
     from transformers import LlamaForCausalLM
 
     with torch.device("meta"):

@@ -53,7 +53,8 @@ class Own(nn.Linear):
         return super().forward(x) * self.weight.mean()
 
 
-def test_classes_with_a_forward_of_their_own_frozen_bf16_and_overridden_weights_are_not():
+def test_classes_with_a_forward_of_their_own_are_not_chosen():
+    """Classes with a forward of their own frozen bf16 and overridden weights are not."""
     model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("plain", "frozen", "low", "high", "sent")})
     model["own"] = Own(4, 4)
     model["patched"] = nn.Linear(4, 4)

@@ -168,7 +168,8 @@ def _called_by_itself(cfg):
     assert largest[1] == pytest.approx(3 * largest[0], rel=2**-4)
 
 
-def test_a_module_that_is_called_by_itself_has_the_scale_of_its_weight_now(ranks2):
+def test_a_module_that_is_called_by_itself_has_its_scale(ranks2):
+    """A module that is called by itself has the scale of its weight now."""
     ranks2.run(_called_by_itself, float8(3, **BF16))
 
 
@@ -198,7 +199,8 @@ def _other_weights_before_the_backward(cfg, factor):
     return evaluated, full_parameters(model)
 
 
-def test_weights_that_change_inside_of_a_step_have_scales_of_their_own_there_and_in_the_backward(ranks2):
+def test_weights_that_change_inside_of_a_step_have_scales(ranks2):
+    """Weights that change inside of a step have scales of their own there and in the backward."""
     cfg = float8(3, **BF16)
     _, undisturbed = ranks2.run(_other_weights_before_the_backward, cfg, 1.0)[0]
     for factor in (8.0, 0.125):

@@ -298,7 +298,8 @@ def _saved_model(folder):
     return different, len(os.listdir(f"{folder}/model"))
 
 
-def test_a_saved_model_and_a_whole_state_dict_are_those_of_the_trained_model(ranks2, tmp_path):
+def test_a_saved_model_is_the_trained_model(ranks2, tmp_path):
+    """A saved model and a whole state_dict are those of the trained model."""
     (different, num_files), _ = ranks2.run(_saved_model, str(tmp_path))
     assert different == []
     assert num_files > 2  # several files and an index
@@ -476,7 +477,8 @@ def _filled():
     return early, policy.mode, policy.param_dtype, sizes, policy.gradient_clipping
 
 
-def test_auto_values_are_filled_from_the_arguments_and_batch_sizes_are_left_out(ranks2):
+def test_auto_values_are_filled_from_the_arguments(ranks2):
+    """Auto values are filled from the arguments and batch sizes are left out."""
     for found in ranks2.run(_filled):
         assert found == ("bf16", "autocast", torch.bfloat16, (None, 3, None), 0.0)
 
@@ -491,7 +493,8 @@ def _fresh(monkeypatch):
 
 
 @pytest.mark.usefixtures("_fresh")
-def test_the_config_sets_accumulation_and_mixed_precision_is_autocast_where_it_has_no_precision():
+def test_the_config_sets_accumulation_and_precision():
+    """The config sets accumulation and mixed precision is autocast where it has no precision."""
     from zeroamp.integrations.accelerate import ZeroampAccelerator
 
     cfg = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4}

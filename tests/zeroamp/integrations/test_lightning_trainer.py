@@ -76,7 +76,8 @@ def _clipped(folder, strategy):
     return module.losses, seen
 
 
-def test_clipping_and_hooks_are_those_of_ddp_and_hooks_see_gradients_before_clipping(ranks2, tmp_path):
+def test_clipping_and_hooks_are_those_of_ddp(ranks2, tmp_path):
+    """Clipping and hooks are those of DDP and hooks see gradients before clipping."""
     [(ours, seen), _], [(theirs, seen_there), _] = (ranks2.run(_clipped, tmp_path, name) for name in ("zeroamp", "ddp"))
     # torch adds norms of parameters in fp32, TrainStep squares in fp64: the factor may differ by an ulp (6e-8).
     assert ours == pytest.approx(theirs, rel=1e-4)
@@ -130,7 +131,8 @@ def _resumed_within_an_epoch(folder, *, is_ddp):
     return found, sorted(path.name for path in folder.iterdir())
 
 
-def test_a_fit_resumes_within_an_epoch_and_does_not_save_again_while_it_accumulates(ranks2, tmp_path):
+def test_a_fit_resumes_within_an_epoch(ranks2, tmp_path):
+    """A fit resumes within an epoch and does not save again while it accumulates."""
     ours = ranks2.run(_resumed_within_an_epoch, tmp_path / "zeroamp", is_ddp=False)
     theirs = ranks2.run(_resumed_within_an_epoch, tmp_path / "ddp", is_ddp=True)
     assert [losses for losses, _ in ours] == [losses for losses, _ in theirs]

@@ -33,7 +33,8 @@ def _with_accelerate(names):
     return zeroamp.explain(model) is not None
 
 
-def test_accelerate_refuses_an_axis_whose_ranks_share_samples_and_takes_an_expert_axis(ranks2):
+def test_accelerate_refuses_an_axis_whose_ranks_share_samples(ranks2):
+    """Accelerate refuses an axis whose ranks share samples and takes an expert axis."""
     pytest.importorskip("accelerate", reason="its data loaders are what is refused")
     with pytest.raises(RankError, match=f"WrapError: accelerate {REFUSED}"):
         ranks2.run(_with_accelerate, ("dp", "tp"))

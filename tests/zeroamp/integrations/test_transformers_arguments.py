@@ -158,7 +158,8 @@ def test_arguments_that_a_wrapped_model_cannot_honour(tmp_path):
     assert [name for name, says in REFUSED_ARGUMENTS.items() if says not in lines[name]] == []
 
 
-def test_a_model_that_is_spread_over_devices_and_a_sum_of_gradients_are_refused(tmp_path):
+def test_a_spread_model_and_sums_of_gradients_are_refused(tmp_path):
+    """A model that is spread over devices and a sum of gradients are refused."""
     model = llama()
     model.hf_device_map = {"a": 0, "b": 1}
     with pytest.raises(zeroamp.WrapError, match="device_map"):

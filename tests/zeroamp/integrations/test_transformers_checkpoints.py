@@ -112,7 +112,8 @@ def _killed_inside_a_save(folder, name, rounds):
     slow_but([("_save_scaler", 2), ("_save_rng_state", 1), ("_save_checkpoint", 1)], ("_save_rng_state", 1)),
     ids=str,
 )
-def test_a_trainer_that_was_killed_inside_a_save_resumes_from_the_checkpoint_before(ranks2, tmp_path, case):
+def test_a_killed_trainer_resumes_from_the_checkpoint_before(ranks2, tmp_path, case):
+    """A trainer that was killed inside a save resumes from the checkpoint before."""
     found = ranks2.run(_killed_inside_a_save, tmp_path, *case)
     assert found[0] == found[1]
     assert found[0] == ([], 4)

@@ -85,7 +85,8 @@ def test_as_a_dict_it_is_what_json_holds_under_stable_keys():
     assert zeroamp.policy_from_config(as_dict["config"]) == book.plan.policy
 
 
-def test_the_dict_has_the_rows_of_the_tables_with_none_for_no_dtype():
+def test_the_dict_has_the_rows_of_the_tables():
+    """The dict has the rows of the tables with none for no dtype."""
     book = ledger(_partly_frozen, {"num_shards": 2})
     as_dict = book.to_dict()
     for rows, expected in (("groups", book.group_rows()), ("parameters", book.parameter_rows())):
@@ -158,13 +159,13 @@ def _stored(stage, mesh_shape):
 @pytest.mark.parametrize(
     ("stage", "mesh_shape", "ranks"), [(3, None, (4, None)), (0, None, (1, 4)), (2, (2, 2), (2, 2))]
 )
-def test_explain_takes_the_ranks_from_the_mesh_and_stored_bytes_are_those_that_fsdp2_holds(
-    ranks4, stage, mesh_shape, ranks
-):
+def test_explain_takes_the_ranks_from_the_mesh(ranks4, stage, mesh_shape, ranks):
+    """Explain takes the ranks from the mesh and stored bytes are those that FSDP2 holds."""
     assert ranks4.run(_stored, stage, mesh_shape) == [ranks] * 4
 
 
-def test_without_the_ranks_the_text_says_so_and_has_no_bytes_per_rank(monkeypatch):
+def test_without_the_ranks_there_are_no_bytes_per_rank(monkeypatch):
+    """Without the ranks the text says so and has no bytes per rank."""
     monkeypatch.setenv("COLUMNS", "300")
     text = " ".join(str(ledger()).split())
     assert "The number of ranks is not known" in text

@@ -205,7 +205,8 @@ def test_nothing_is_left_and_training_goes_on_with_the_same_bits(ranks2, options
 
 
 @pytest.mark.parametrize("attempt", ["raises", "inference mode"])
-def test_nothing_is_left_by_a_verification_that_raises_or_runs_in_another_grad_mode(ranks2, attempt):
+def test_nothing_is_left_by_a_verification_that_raises(ranks2, attempt):
+    """Nothing is left by a verification that raises or runs in another grad mode."""
     assert ranks2.run(_compare, OPTIONS[2], attempt) == [[], []]
 
 

@@ -203,7 +203,8 @@ TAMPERINGS = [
 
 
 @pytest.mark.parametrize(("tamper", "options", "parts"), TAMPERINGS, ids=[parts[1] for *_, parts in TAMPERINGS])
-def test_one_dtype_that_is_not_the_expected_one_names_parameter_module_and_boundary(ranks2, tamper, options, parts):
+def test_one_wrong_dtype_names_parameter_module_and_boundary(ranks2, tamper, options, parts):
+    """One dtype that is not the expected one names parameter module and boundary."""
     for message in ranks2.run(_tampered, tamper, {"stage": 3, **options}):
         assert message is not None
         assert any(all(part in line for part in parts) for line in message.splitlines())
@@ -287,7 +288,8 @@ def _quantized():
     return {row["parameter"]: (row["expected"]["compute"], row["observed"]["compute"]) for row in seen["parameters"]}
 
 
-def test_what_a_module_makes_of_frozen_parameters_of_other_dtypes_is_its_own_business(ranks2):
+def test_what_a_module_makes_of_frozen_parameters_passes(ranks2):
+    """What a module makes of frozen parameters of other dtypes is its own business."""
     expected = {"codes": ("per op", ["fp32"]), "stored": ("per op", ["fp32"]), "scale": ("fp32", ["fp32"])}
     assert ranks2.run(_quantized)[0] == expected
 
@@ -364,7 +366,8 @@ def _casts(sums_outside, zeroamp_keys, safe, factor=1.0):
         (True, {}, "auto", "as under autocast"),
     ],
 )
-def test_a_weight_whose_dtype_the_model_reads_is_named_if_the_output_differs(ranks2, sums_outside, keys, safe, answer):
+def test_a_weight_whose_dtype_is_read_is_named(ranks2, sums_outside, keys, safe, answer):
+    """A weight whose dtype the model reads is named if the output differs."""
     for text in ranks2.run(_casts, sums_outside, keys, safe):
         assert answer in text
 

@@ -115,6 +115,7 @@ def _exported(axes, experts, folder):
 
 
 @pytest.mark.parametrize(("axes", "experts"), [(TENSOR, False), (EXPERTS, True)], ids=["tensor", "experts"])
-def test_exports_are_whole_and_can_be_loaded_and_the_ledger_counts_the_traffic(ranks4, tmp_path, axes, experts):
+def test_exports_are_whole_and_can_be_loaded(ranks4, tmp_path, axes, experts):
+    """Exports are whole and can be loaded and the ledger counts the traffic."""
     pytest.importorskip("safetensors")
     ranks4.run(_exported, axes, experts, tmp_path / "export")

@@ -18,7 +18,7 @@ AXES = {"dp": 2, "tp": 2}
 
 
 @pytest.mark.slow
-def test_an_embedding_and_a_head_that_are_units_of_their_own_have_the_same_bits(ranks4):
+def test_an_embedding_and_a_head_have_the_same_bits(ranks4):
     """FSDP2 warns of outputs that are views, as those of parallelize_module are. Warnings are errors in ranks."""
     own, in_root = (
         ranks4.run(parallel_training.train, AXES, config(3, dtype=None, clip=0.5, threshold=threshold), 2)[0]

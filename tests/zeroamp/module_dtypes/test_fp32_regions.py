@@ -122,7 +122,8 @@ def _dtypes_in_a_step(mode, stage):
         ("fp16", 3, torch.float16),
     ],
 )
-def test_a_region_computes_in_fp32_and_modules_around_it_get_the_modes_dtype(ranks2, mode, stage, outside):
+def test_a_region_computes_in_fp32(ranks2, mode, stage, outside):
+    """A region computes in fp32 and modules around it get the mode's dtype."""
     fp32 = torch.float32
     assert ranks2.run(_dtypes_in_a_step, mode, stage)[0] == ({(fp32, fp32, fp32, False)}, {outside})
 

@@ -118,7 +118,8 @@ def test_a_module_with_two_names_is_covered_by_either():
     assert cells(zeroamp.build_plan(model, policy))["first.0.weight"] == (FP32, "fp32", FP32)
 
 
-def test_a_list_of_modules_is_never_called_so_its_modules_are_the_regions():
+def test_the_modules_of_a_list_are_the_regions():
+    """A list of modules is never called so its modules are the regions."""
     blocks = {f"blocks.{index}" for index in range(3)}
     plan = plan_of({"modules": "blocks", "compute": "fp32"})
     assert set(plan.fp32_regions.modules) == blocks

@@ -87,7 +87,8 @@ def test_a_region_has_these_bits_too_in_blocks_that_are_computed_again(ranks2):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_micro_batches_are_summed_before_or_after_the_cast_to_the_communication_dtype(ranks2, stage):
+def test_micro_batches_are_summed_before_or_after_the_cast(ranks2, stage):
+    """Micro batches are summed before or after the cast to the communication dtype."""
     options = options_of({"modules": "RMSNorm", "communication": "bf16"}, accumulation=2, comm="fp32")
     written_out = {"sent_as": dict.fromkeys(NORMS, BF16), "accumulation": 2, "reduce_each": stage == 2}
     losses, _, parameters = one_process.train(NAME, world_size=2, num_steps=NUM_STEPS, **written_out)

@@ -41,7 +41,8 @@ def settings(optimizer):
 
 
 @pytest.mark.parametrize(("block", "torch_class", "arguments"), CASES, ids=str)
-def test_two_groups_train_to_the_same_bits_as_the_torch_optimizer_built_by_hand(block, torch_class, arguments):
+def test_two_groups_train_to_the_bits_of_torch(block, torch_class, arguments):
+    """Two groups train to the same bits as the torch optimizer built by hand."""
     ours, weights = trained(lambda groups: optimizer_from_config({"optimizer": block}, groups))
     arguments = {key: tuple(value) if key == "betas" else value for key, value in arguments.items()}
     by_hand, expected = trained(lambda groups: torch_class(groups, **arguments))

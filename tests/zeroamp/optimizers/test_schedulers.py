@@ -97,7 +97,8 @@ def test_a_saved_state_resumes_the_curve(name, params, of_groups, is_late):
     assert seen(resumed, again, NUM_STEPS - 77) == [group[77:] for group in expected(name, of_groups)]
 
 
-def test_it_is_a_torch_scheduler_that_goes_to_any_step_and_warns_of_nothing():
+def test_it_is_a_torch_scheduler():
+    """It is a torch scheduler that goes to any step and warns of nothing."""
     optimizer = adam()
     params = {"warmup_max_lr": 8.0, "warmup_num_steps": 8, "warmup_type": "linear"}
     scheduler = scheduler_from_config(cfg("WarmupLR", **params), optimizer)

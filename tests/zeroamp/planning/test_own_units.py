@@ -20,7 +20,8 @@ def plan(model, stage=3, threshold=LARGE, auto_wrap_policy=None, **options):
     return build_plan(model, policy, auto_wrap_policy)
 
 
-def test_the_embedding_and_the_head_of_an_untied_model_which_transformers_may_name():
+def test_embedding_and_head_of_an_untied_model():
+    """The embedding and the head of an untied model which transformers may name."""
     built = plan(hf_llama(tied=False))
     assert built.own_units == OwnUnits(lookups=("model.embed_tokens",), heads=("lm_head",))
     built = plan("llama_untied")

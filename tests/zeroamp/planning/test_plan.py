@@ -65,7 +65,8 @@ def test_fp32_adapters_on_a_frozen_bf16_base_are_groups_apart():
     assert all(param.dtypes.param == torch.bfloat16 for param in built.params if "norm" in param.fqn)
 
 
-def test_frozen_bf16_parameters_are_one_group_and_no_two_groups_share_a_name():
+def test_frozen_bf16_parameters_are_one_group():
+    """Frozen bf16 parameters are one group and no two groups share a name."""
     model = meta(Llama, tied=True)
     for block in model.blocks:
         block.norm1.bfloat16().requires_grad_(False)  # unsafe

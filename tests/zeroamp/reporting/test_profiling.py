@@ -32,7 +32,8 @@ def _profile(folder, num_steps, keywords, accumulation=1):
     return str(profile.path), labels
 
 
-def test_each_rank_writes_a_trace_of_the_active_steps_in_which_everything_nests(ranks2, tmp_path):
+def test_each_rank_writes_a_trace_of_the_active_steps(ranks2, tmp_path):
+    """Each rank writes a trace of the active steps in which everything nests."""
     answers = ranks2.run(_profile, str(tmp_path / "new" / "traces"), 6, {"active": 2}, 2)
     for rank, (path, labels) in enumerate(answers):
         assert Path(path) == tmp_path / "new" / "traces" / f"rank{rank}.json"
@@ -93,7 +94,8 @@ def test_mistakes_are_errors_and_nothing_is_written_after_one(ranks2, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_runs_a_script_under_torchrun_and_prints_the_first_ranks_labels(tmp_path):
+def test_the_command_prints_the_first_ranks_labels(tmp_path):
+    """The command runs a script under torchrun and prints the first rank's labels."""
     options = ("--out", tmp_path / "out", "--wait", 18, "--active", 2)
     # 21 steps asked for, 20 made: what there is is written after the script has ended its process group.
     printed = torchrun("-m", "zeroamp", "profile", *options, "examples/minimal.py")
@@ -105,7 +107,8 @@ def test_the_command_runs_a_script_under_torchrun_and_prints_the_first_ranks_lab
         assert [event["name"] for event in ours(events)].count("optimizer (AdamW)") == 1
 
 
-def test_a_script_finds_its_arguments_and_without_a_train_step_the_command_fails(python_file, tmp_path, capsys):
+def test_a_script_finds_its_arguments(python_file, tmp_path, capsys):
+    """A script finds its arguments and without a TrainStep the command fails."""
     script = python_file("script.py", "import sys, json; print(json.dumps([sys.argv[1:], sys.path[0], __name__]))")
     before = list(sys.argv), list(sys.path)
     with pytest.raises(zeroamp.StepError, match="after 0 optimizer steps"):

@@ -105,7 +105,8 @@ def _resumed(folder):
     return [report.loss for report in lost], [report.loss for report in again]
 
 
-def test_a_run_that_is_gone_on_with_appends_and_its_steps_replace_those_it_lost(ranks2, tmp_path):
+def test_a_run_that_goes_on_replaces_the_steps_it_lost(ranks2, tmp_path):
+    """A run that is gone on with appends and its steps replace those it lost."""
     lost, again = ranks2.run(_resumed, str(tmp_path))[0]
     with log_lines() as lines:
         run = zeroamp.read_run(tmp_path / "run.jsonl")
@@ -166,7 +167,8 @@ def _on_a_full_disk():
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has it")
-def test_a_line_that_cannot_be_written_ends_the_file_and_not_the_training(ranks2):
+def test_a_line_that_cannot_be_written_ends_the_file(ranks2):
+    """A line that cannot be written ends the file and not the training."""
     (last, lines), others = ranks2.run(_on_a_full_disk)
     assert [line.partition(", because")[0] for line in lines] == ["RunReport writes nothing more to /dev/full"]
     assert (last, others) == (2, (2, []))
@@ -203,7 +205,8 @@ def _pending(path):
     return seen, run.last.loss
 
 
-def test_late_records_are_those_of_the_step_before_and_close_writes_the_last(ranks2, tmp_path):
+def test_late_records_are_those_of_the_step_before(ranks2, tmp_path):
+    """Late records are those of the step before and close writes the last."""
     seen, last = ranks2.run(_pending, str(tmp_path / "run.jsonl"))[0]
     losses = [loss for loss, _ in seen]
     assert [late for _, late in seen] == [None, *losses[:2]]
@@ -273,5 +276,6 @@ class Batch:
         ((ids(4), torch.zeros(4, 4)), {"mask": ids(4, 4, dtype=torch.bool)}, None),
     ],
 )
-def test_tokens_are_the_elements_of_input_ids_else_of_the_first_integers_of_two_dims(args, kwargs, num_tokens):
+def test_tokens_are_the_elements_of_input_ids(args, kwargs, num_tokens):
+    """Tokens are the elements of input_ids else of the first integers of two dims."""
     assert count_tokens(args, kwargs) == num_tokens

@@ -153,7 +153,8 @@ def test_a_file_that_is_no_run_is_an_error_without_a_traceback(tmp_path):
     assert "No such file" in stderr
 
 
-def test_a_file_of_something_else_has_one_warning_and_not_one_per_line(tmp_path):
+def test_a_file_of_something_else_has_one_warning(tmp_path):
+    """A file of something else has one warning and not one per line."""
     path = tmp_path / "some.log"
     path.write_text("[]\nnothing\n" * 500)
     code, _, stderr = report(path)

@@ -39,7 +39,8 @@ def test_communication_is_taken_out_of_the_part_it_is_in():
     }
 
 
-def test_a_step_begins_where_the_one_before_ended_and_an_error_ends_a_part():
+def test_a_step_begins_where_the_one_before_ended():
+    """A step begins where the one before ended and an error ends a part."""
     clock = clock_of(1, 2, 5, 7, 8, 11)
     with clock.inside("forward"):
         pass
@@ -52,7 +53,8 @@ def test_a_step_begins_where_the_one_before_ended_and_an_error_ends_a_part():
     }
 
 
-def test_on_an_accelerator_marks_are_events_and_nothing_waits_before_they_are_read(monkeypatch):
+def test_on_an_accelerator_marks_are_events(monkeypatch):
+    """On an accelerator marks are events and nothing waits before they are read."""
     times, is_over = itertools.count(), []
 
     class Event:

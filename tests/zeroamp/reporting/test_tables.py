@@ -35,7 +35,8 @@ def test_the_width_is_that_of_columns_or_100(monkeypatch, columns, width):
     assert max(map(len, paragraph("word " * 100).splitlines())) <= width
 
 
-def test_a_wide_table_is_split_and_each_part_begins_with_the_first_column(monkeypatch):
+def test_a_wide_table_is_split(monkeypatch):
+    """A wide table is split and each part begins with the first column."""
     monkeypatch.setenv("COLUMNS", "60")
     rows = [{"name": f"row {row}", **{f"number {index}": index for index in range(20)}} for row in range(20)]
     parts = render(rows).split("\n\n")

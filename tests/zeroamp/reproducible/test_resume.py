@@ -40,7 +40,8 @@ def _train(folder, stage, until):
     return norms, full_parameters(model)
 
 
-def test_a_run_on_4_2_and_1_ranks_and_other_stages_is_one_that_was_never_stopped(tmp_path, ranks1, ranks2, ranks4):
+def test_other_ranks_and_stages_go_on_bit_for_bit(tmp_path, ranks1, ranks2, ranks4):
+    """A run on 4 2 and 1 ranks and other stages is one that was never stopped."""
     (whole,) = ranks1.run(_train, tmp_path / "whole", 3, 11)
     parts = [*ranks4.run(_train, tmp_path / "parts", 2, 3)[0][0]]
     parts += ranks2.run(_train, tmp_path / "parts", 3, 6)[0][0]

@@ -34,7 +34,7 @@ def _dealt(num_ranks, **more):
     return sorted(samples for sampler in samplers for samples in sampler)
 
 
-def test_each_epoch_deals_each_sample_once_whatever_the_number_of_ranks_and_is_shuffled_anew():
+def test_each_epoch_deals_each_sample_once():
     """`test_resume.py` compares their order."""
     first, second = _dealt(1), _dealt(1, num_steps=6)
     used = [sample for samples in first for sample in samples]

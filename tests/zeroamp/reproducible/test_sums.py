@@ -31,7 +31,8 @@ def _values(scale, num=100_001):
 
 @pytest.mark.parametrize("squares", [True, False])
 @pytest.mark.parametrize("scale", [1, 1e30, 1e-44])
-def test_the_sum_is_the_same_for_every_grouping_and_is_the_exact_one_rounded(scale, squares):
+def test_the_sum_is_the_same_for_every_grouping(scale, squares):
+    """The sum is the same for every grouping and is the exact one rounded."""
     values = _values(scale)
     exact = sum(Fraction(value) ** (1 + squares) for value in values.double().tolist())
     generator = torch.Generator().manual_seed(1)

@@ -51,7 +51,8 @@ def _late_comers(stage):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_all_gradients_are_bf16_between_micro_batches_also_of_parameters_that_are_unfrozen_later(ranks2, stage):
+def test_gradients_between_micro_batches_are_bf16(ranks2, stage):
+    """All gradients are bf16 between micro batches also of parameters that are unfrozen later."""
     held, dtypes, norm = ranks2.run(_late_comers, stage)[0]
     assert held == []
     assert dtypes == [torch.bfloat16] * len(list(build(NAME).parameters()))
@@ -104,7 +105,8 @@ def _frozen_between_micro_batches(stage, by):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_parameter_frozen_between_micro_batches_through_either_form_keeps_the_first_gradient(ranks2, stage):
+def test_a_parameter_frozen_between_micro_batches_keeps_its_gradient(ranks2, stage):
+    """A parameter frozen between micro batches through either form keeps the first gradient."""
     first, second = (ranks2.run(_frozen_between_micro_batches, stage, by)[0] for by in ("sharded", "present"))
     assert same_bits(first[1], second[1]) == []
     assert first[2] == second[2] == [fqn for fqn in first[0] if "blocks.1" in fqn]

@@ -108,9 +108,8 @@ COPY_OF_THE_STEP_BEFORE = ["tolist"]
     ("mode", "fused"),
     [*((mode, True) for mode in MODES), ("fp16", False), ("skipped steps", False)],
 )
-def test_one_collective_and_no_read_but_of_the_sums_of_the_step_before_and_of_the_norm_where_a_step_may_be_skipped(
-    ranks2, mode, fused, tmp_path
-):
+def test_host_reads_and_collectives_of_a_step(ranks2, mode, fused, tmp_path):
+    """One collective and no read but of the sums of the step before and of the norm where a step may be skipped."""
     for before, after, by_report in ranks2.run(_count, mode, tmp_path, fused):
         assert before == [*COPY_OF_THE_STEP_BEFORE, *["one number"] * (mode in READING)]
         if mode not in READING:

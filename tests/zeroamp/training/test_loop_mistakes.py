@@ -206,7 +206,8 @@ def _table():
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_an_error_or_right_at_each_stage_as_the_docs_have_it(ranks2, name):
+def test_a_mistake_is_an_error_or_right(ranks2, name):
+    """A mistake is an error or right at each stage as the docs have it."""
     by_rank = ranks2.run(_outcomes, name)
     assert by_rank[0] == by_rank[1]
     stage_0, stage_1, stage_2, stage_3 = (each.partition(":")[0] for each in by_rank[0])

@@ -55,7 +55,8 @@ def _plain(stage):
     return training.parameters(), momentum
 
 
-def test_shards_have_elements_also_with_fewer_rows_than_ranks_and_state_is_sharded_like_the_parameters(ranks4):
+def test_shards_always_have_elements(ranks4):
+    """Shards have elements also with fewer rows than ranks and state is sharded like the parameters."""
     (ours, momentum), (theirs, whole) = ranks4.run(_plain, 3)[0], ranks4.run(_plain, 0)[0]
     assert same_bits(ours, theirs) == []
     assert same_bits(momentum, whole) == []
@@ -143,7 +144,8 @@ def _equal_on_all_ranks(folder):
     return str(error.value)
 
 
-def test_state_of_shards_is_refused_by_another_number_of_shards_even_if_it_is_equal_on_all_ranks(ranks2, tmp_path):
+def test_state_of_shards_is_refused_by_another_number(ranks2, tmp_path):
+    """State of shards is refused by another number of shards even if it is equal on all ranks."""
     pytest.importorskip("bitsandbytes", reason="the optimizer is bitsandbytes'")
     error = ranks2.run(_equal_on_all_ranks, tmp_path)[0]
     assert re.search("of embed.weight that cannot be resharded.*was sharded .* 2 ranks, but is not sharded here", error)

@@ -46,7 +46,8 @@ def _pass_inputs_through_a_node(model):
         model.get_submodule(fqn).register_forward_pre_hook(lambda _module, args: _Identity.apply(*args))
 
 
-def test_units_that_read_a_skip_twice_add_in_the_order_of_fsdp2_alone_and_of_one_process_that_adds_per_unit(ranks2):
+def test_units_that_read_a_skip_twice_add_in_one_order(ranks2):
+    """Units that read a skip twice add in the order of FSDP2 alone and of one process that adds per unit."""
     theirs = ranks2.run(_plain)
     oracle = one_process.train(NAME, world_size=2, num_steps=NUM_STEPS, prepare=_pass_inputs_through_a_node)
     by_rank = ranks2.run(_all_stages)

@@ -51,7 +51,8 @@ def _late():
     return str(raised.value)
 
 
-def test_on_a_device_the_next_step_raises_with_the_values_of_the_step_that_differed(ranks2):
+def test_on_a_device_the_next_step_raises(ranks2):
+    """On a device the next step raises with the values of the step that differed."""
     for text in ranks2.run(_late):
         assert text.startswith(
             "The optimizer step before this one differs between ranks: lr of param group 0 is 0.1 on"
@@ -69,7 +70,8 @@ def _the_other_is_killed():
     raise zeroamp.StepError(str(raised.value))  # a body without an answer would have the test wait for the other rank
 
 
-def test_where_a_rank_is_lost_the_error_names_the_collective_and_the_step():
+def test_a_lost_rank_names_the_collective_and_the_step():
+    """Where a rank is lost the error names the collective and the step."""
     ranks = Ranks(2)
     collective = (
         r"all_(gather|to_all) of blocks\.\d \(\d+ elements, bf16\) over ranks 0, 1 in optimizer step 2, where 1"
@@ -104,6 +106,7 @@ def _handed_out(is_late):
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_callbacks_get_the_sums_of_their_numbers_in_the_same_step_or_one_late(ranks2, is_late):
+def test_callbacks_get_the_sums_of_their_numbers(ranks2, is_late):
+    """Callbacks get the sums of their numbers in the same step or one late."""
     first, second = [("a", [2.0, 1.0]), ("b", [])], [("a", [2.0, 1.0]), ("b", []), ("c", [4.0, 6.0])]
     assert ranks2.run(_handed_out, is_late) == [first if is_late else first + second] * 2

@@ -56,7 +56,8 @@ SUM = {"zeroamp": {"reduce": "sum"}}
     ],
     ids=["stage 0", "stage 3", "fp32", "factor 1", "factor 8"],
 )
-def test_sums_and_the_divide_factor_of_fsdp_have_the_bits_of_one_process(ranks2, stage, options, factor):
+def test_sums_and_the_divide_factor_have_the_bits(ranks2, stage, options, factor):
+    """Sums and the divide factor of FSDP have the bits of one process."""
     autocast = None if "dtype" in options else torch.bfloat16
     expected = _one_process(2, 1.0 if factor is None else factor, autocast=autocast)
     for ours, _ in ranks2.run(_trained, config(stage, **options), factor):

@@ -135,7 +135,8 @@ def _saved_or_loaded(folder, stage, loads=None, mesh_shape=None):
     return training.parameters(), advance(2)
 
 
-def test_a_run_goes_on_from_a_checkpoint_also_with_more_ranks_and_files_have_its_own_shape(ranks2, ranks4, tmp_path):
+def test_a_run_goes_on_from_a_checkpoint_with_more_ranks(ranks2, ranks4, tmp_path):
+    """A run goes on from a checkpoint also with more ranks and files have its own shape."""
     saved, expected = ranks2.run(_saved_or_loaded, tmp_path, 3)[0]
     assert saved["scale"].shape == ()
     for now, after in ranks2.run(_saved_or_loaded, tmp_path, 0, "checkpoint"):

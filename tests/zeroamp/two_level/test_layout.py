@@ -30,7 +30,8 @@ from zeroamp.wrapping.state import wrap_state
     ],
     ids=str,
 )
-def test_an_axis_has_two_levels_where_nodes_are_equal_blocks_of_a_power_of_two(ranks, per_node, expected):
+def test_an_axis_has_two_levels_on_equal_nodes(ranks, per_node, expected):
+    """An axis has two levels where nodes are equal blocks of a power of two."""
     found = nodes_of_axis(list(ranks), per_node)
     assert (found.is_two_level, found.is_uneven) == expected
 
@@ -89,7 +90,8 @@ def _warnings(num_ranks, **options):
     return [line for line in lines if "in one level" in line]
 
 
-def test_a_mesh_over_uneven_nodes_is_warned_of_in_one_line_and_an_even_one_is_not(monkeypatch):
+def test_a_mesh_over_uneven_nodes_is_warned_of(monkeypatch):
+    """A mesh over uneven nodes is warned of in one line and an even one is not."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
     (line,) = _warnings(16)
     assert "do not lie on nodes of 6" in line

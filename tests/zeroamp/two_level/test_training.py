@@ -118,11 +118,13 @@ def _wrapped_after_some_ranks_made_a_group(options, fields):
     ("options", "fields"),
     [(_options(2), {}), ({"threshold": 0}, {"hpz_partition_size": 2})],
 )
-def test_groups_are_made_where_the_program_has_made_some_for_a_part_of_the_ranks(ranks4, options, fields):
+def test_groups_are_made_beside_those_of_the_program(ranks4, options, fields):
+    """Groups are made where the program has made some for a part of the ranks."""
     assert ranks4.run(_wrapped_after_some_ranks_made_a_group, options, fields) == [1] * 4
 
 
-def test_nothing_is_made_where_an_axis_is_inside_a_node_or_has_one_rank_on_each(ranks4):
+def test_nothing_is_made_for_an_axis_inside_a_node(ranks4):
+    """Nothing is made where an axis is inside a node or has one rank on each."""
     found = ranks4.run(_wrapped_with, 2, (2, 2))[0]
     assert (found.axes, found.made) == ([], [])
 
@@ -143,7 +145,8 @@ def _refused_because_of_the_environment(value, rank):
         ("1", "whether one node has all ranks is True on rank 0, but False on rank 1"),
     ],
 )
-def test_a_malformed_or_different_local_world_size_of_one_rank_is_an_error_on_all_ranks(ranks2, value, text):
+def test_a_wrong_local_world_size_is_an_error_on_all(ranks2, value, text):
+    """A malformed or different `LOCAL_WORLD_SIZE` of one rank is an error on all ranks."""
     assert [text in found for found in ranks2.run(_refused_because_of_the_environment, value, 1)] == [True, True]
 
 

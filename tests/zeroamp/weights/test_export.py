@@ -99,7 +99,8 @@ def _export_tied_by_hand(folder):
     zeroamp.export_hf(zeroamp.wrap_model(model, policy(config(3))), folder)
 
 
-def test_a_weight_whose_tie_the_config_does_not_know_is_written_under_both_names(ranks2, tmp_path):
+def test_a_tie_that_the_config_does_not_know_is_written_twice(ranks2, tmp_path):
+    """A weight whose tie the config does not know is written under both names."""
     transformers = pytest.importorskip("transformers", reason="the model is transformers'")
     ranks2.run(_export_tied_by_hand, tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -239,7 +240,8 @@ def _full_disk(tensors, path, **options):
     path.write_text("new")
 
 
-def test_a_failed_export_is_an_error_on_all_ranks_and_leaves_the_folder_as_it_was(ranks2, tmp_path):
+def test_a_failed_export_leaves_the_folder_as_it_was(ranks2, tmp_path):
+    """A failed export is an error on all ranks and leaves the folder as it was."""
     (tmp_path / "model.safetensors").write_text("of before")
     texts = ranks2.run(_on_a_full_disk, tmp_path)
     text = f"The weights are not exported: OSError: [Errno 28] No space left on device. Weights that {tmp_path} had"

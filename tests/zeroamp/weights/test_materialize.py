@@ -89,6 +89,7 @@ def test_an_initialiser_gives_the_values_of_the_plain_module(ranks2, how):
 
 
 @pytest.mark.parametrize("how", ["two of three", "scaled", "replaced by a part", "nothing"])
-def test_a_tensor_of_which_no_or_not_every_element_is_set_is_refused(ranks2, how):
+def test_a_tensor_that_is_not_wholly_set_is_refused(ranks2, how):
+    """A tensor of which no or not every element is set is refused."""
     with pytest.raises(RankError, match=r"0\.weight is on the meta device.*InParts does not initialise it"):
         ranks2.run(_initialised, how)

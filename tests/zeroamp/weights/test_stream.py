@@ -48,7 +48,8 @@ def _published(folder):
     return {name: tensor.clone() for name, tensor in zeroamp.iter_weights(model, bucket_bytes=SMALL)}
 
 
-def test_names_and_layout_of_a_mixture_of_experts_are_those_of_save_pretrained_as_in_an_export(ranks2, tmp_path):
+def test_names_of_experts_are_those_of_save_pretrained(ranks2, tmp_path):
+    """Names and layout of a mixture of experts are those of `save_pretrained` as in an export."""
     pytest.importorskip("transformers", reason="the model is transformers'")
     torch.manual_seed(0)
     mixtral("eager")[0].to(torch.bfloat16).save_pretrained(tmp_path / "theirs")

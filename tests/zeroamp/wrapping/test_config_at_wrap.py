@@ -46,7 +46,8 @@ def _by_config(path):
     return str(caught.value)
 
 
-def test_a_config_or_its_path_is_taken_for_its_policy_and_one_ranks_error_is_raised_on_all(ranks2, tmp_path):
+def test_a_config_or_its_path_is_taken_for_its_policy(ranks2, tmp_path):
+    """A config or its path is taken for its policy and one rank's error is raised on all."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config(3)))
     assert all("zero_optimisation" in text for text in ranks2.run(_by_config, path))
@@ -58,7 +59,8 @@ def _same_with_the_mesh():
     check_same_run(train(NAME, cfg, 3), train(NAME, config(3), 3, mesh_shape=(2, 2)))
 
 
-def test_dp_replicate_size_makes_the_mesh_and_is_the_same_as_passing_it(ranks4):
+def test_dp_replicate_size_makes_the_mesh(ranks4):
+    """`dp_replicate_size` makes the mesh and is the same as passing it."""
     ranks4.run(_same_with_the_mesh)
 
 

@@ -213,7 +213,8 @@ def test_what_cannot_be_meant_is_refused(ranks2):
 
 
 @pytest.mark.parametrize("safe", [None, "auto"])
-def test_if_nothing_is_left_for_the_low_dtype_the_error_names_ignored_params(safe):
+def test_nothing_left_for_the_low_dtype_is_an_error(safe):
+    """If nothing is left for the low dtype the error names `ignored_params`."""
     model = build(NAME)
     autocast = {"enabled": True, "dtype": "bf16"} | ({} if safe is None else {"lower_precision_safe_modules": safe})
     cfg, every = policy(config(3, dtype=None, torch_autocast=autocast)), list(model.parameters())

@@ -63,7 +63,8 @@ def _from_meta(folder):
     return drawn, full_parameters(model)
 
 
-def test_a_meta_model_in_bf16_gets_fp32_shards_and_files_in_bf16_load_exactly(ranks2, tmp_path):
+def test_a_meta_model_in_bf16_gets_fp32_shards(ranks2, tmp_path):
+    """A meta model in bf16 gets fp32 shards and files in bf16 load exactly."""
     pytest.importorskip("transformers", reason="the model is transformers'")
     saved = hf_llama(True).bfloat16()
     saved.save_pretrained(tmp_path)

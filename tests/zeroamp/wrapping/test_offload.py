@@ -88,7 +88,8 @@ def _train_beside_an_accelerator(is_offloaded):
     return training.parameters(), len(waits)
 
 
-def test_offloaded_gradients_accumulate_to_the_same_bits_with_one_wait_per_micro_batch(ranks2):
+def test_offloaded_gradients_accumulate_to_the_same_bits(ranks2):
+    """Offloaded gradients accumulate to the same bits with one wait per micro batch."""
     ours, num_waits = ranks2.run(_train_beside_an_accelerator, True)[0]
     expected, no_waits = ranks2.run(_train_beside_an_accelerator, False)[0]
     assert same_bits(ours, expected) == []

@@ -90,7 +90,8 @@ def _first_norm(mode, inside_before):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_without_autocast_in_the_config_it_is_refused_on_every_rank_and_training_goes_on(ranks2, mode):
+def test_without_autocast_in_the_config_it_is_refused(ranks2, mode):
+    """Without autocast in the config it is refused on every rank and training goes on."""
     assert ranks2.run(_first_norm, mode, True) == ranks2.run(_first_norm, mode, False)
 
 

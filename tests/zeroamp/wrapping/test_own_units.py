@@ -80,7 +80,8 @@ def _states():
     return found
 
 
-def test_an_embedding_is_sharded_after_its_lookup_and_a_head_until_its_forward_and_after_its_backward(ranks2):
+def test_when_an_embedding_and_a_head_are_sharded(ranks2):
+    """An embedding is sharded after its lookup and a head until its forward and after its backward."""
     both, only_embed = {"embed": True, "head": True}, {"embed": True, "head": False}
     assert ranks2.run(_states)[0] == [both, both, only_embed, both, both]
 
@@ -106,7 +107,8 @@ def _regularise():
     return str(error.value)
 
 
-def test_a_loss_of_a_weight_that_was_read_after_the_forward_is_an_error_by_name(ranks2):
+def test_a_weight_read_after_the_forward_is_an_error(ranks2):
+    """A loss of a weight that was read after the forward is an error by name."""
     text = ranks2.run(_regularise)[0]
     assert "is a DTensor: it was computed from a sharded parameter" in text
     assert '{"own_units": false}' in text
@@ -118,7 +120,8 @@ def _error_of_a_lost_peer(group):
     return str(peer_lost(RuntimeError("gloo/ timed out"), issued, wrap_state(model).listeners))
 
 
-def test_the_error_of_a_lost_peer_names_the_cause_that_only_own_units_have(ranks2):
+def test_a_lost_peer_names_the_cause_of_own_units(ranks2):
+    """The error of a lost peer names the cause that only own units have."""
     cause = "The output of head must be in the loss of every rank that calls it"
     assert cause in ranks2.run(_error_of_a_lost_peer, "head")[0]
     assert "must be in the loss" not in ranks2.run(_error_of_a_lost_peer, "blocks.0")[0]
@@ -140,7 +143,8 @@ def _read(name):
         ("gathered_weight", "head"),
     ],
 )
-def test_a_weight_that_is_read_outside_of_its_module_is_an_error_by_name(ranks2, name, module):
+def test_a_weight_read_outside_of_its_module_is_an_error(ranks2, name, module):
+    """A weight that is read outside of its module is an error by name."""
     text = ranks2.run(_read, name)[0]
     assert re.search(rf"{module}\.weight was read outside of its module", text)
     assert '{"own_units": false}' in text
@@ -152,5 +156,6 @@ def _rows_before_the_backward():
     return [len(module.weight.to_local()) for module in (model.embed, model.blocks[0].out)]
 
 
-def test_an_embedding_is_not_resharded_over_a_secondary_partition_of_which_no_backward_gathers_it(ranks4):
+def test_an_embedding_has_no_secondary_partition(ranks4):
+    """An embedding is not resharded over a secondary partition of which no backward gathers it."""
     assert ranks4.run(_rows_before_the_backward) == [[80 // 4, 32 // 2]] * 4

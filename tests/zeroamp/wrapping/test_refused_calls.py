@@ -52,7 +52,8 @@ def _refused():
     assert [kind for kind, (text, says) in texts.items() if says not in text] == []
 
 
-def test_a_refused_call_says_what_to_do_and_leaves_the_model_as_it_was(ranks2):
+def test_a_refused_call_leaves_the_model_as_it_was(ranks2):
+    """A refused call says what to do and leaves the model as it was."""
     ranks2.run(_refused)
 
 
@@ -75,7 +76,8 @@ def _set_after_a_forward(stage):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_whole_tensors_for_parameters_that_a_forward_left_unsharded_are_refused_by_name(ranks2, stage):
+def test_whole_tensors_for_unsharded_parameters_are_refused(ranks2, stage):
+    """Whole tensors for parameters that a forward left unsharded are refused by name."""
     for error, differing in ranks2.run(_set_after_a_forward, stage):
         assert "embed.weight, which is unsharded: a forward with gradients has run" in error
         assert differing == []
@@ -99,7 +101,8 @@ def _called_from_outside():
     return texts
 
 
-def test_a_module_called_outside_of_the_forward_is_named_with_the_parameter_that_is_sharded(ranks2):
+def test_a_module_called_outside_of_the_forward_is_named(ranks2):
+    """A module called outside of the forward is named with the parameter that is sharded."""
     for texts in ranks2.run(_called_from_outside):
         assert [text.split()[0] for text in texts] == ["blocks.0", "blocks.1", "norm"]
         assert "blocks.0.norm1.weight is sharded" in texts[0]
@@ -123,7 +126,8 @@ def _generate():
     return sharded, without_autocast, generate()
 
 
-def test_generate_of_an_encoder_decoder_works_once_it_is_registered_and_says_so_before(ranks2):
+def test_generate_of_an_encoder_decoder_is_registered_first(ranks2):
+    """Generate of an encoder decoder works once it is registered and says so before."""
     for *texts, generated in ranks2.run(_generate):
         assert all('zeroamp.register_forward_method(model, "generate")' in text for text in texts)
         torch.manual_seed(0)

@@ -75,16 +75,16 @@ def _seen(keep):
     [("auto", LOW, LOW), (["blocks.1"], FP32, None)],
     ids=["no region", "a region"],
 )
-def test_units_take_floating_point_inputs_in_the_modes_dtype_and_regions_take_fp32_uncast(
-    ranks2, keep, dtype, promised
-):
+def test_units_take_inputs_in_the_modes_dtype(ranks2, keep, dtype, promised):
+    """Units take floating point inputs in the mode's dtype and regions take fp32 uncast."""
     seen, of_plan, is_fp32 = ranks2.run(_seen, keep)[0]
     assert seen == [{(LOW, LOW, torch.int64)}, {(dtype, dtype, torch.int64)}]
     assert of_plan == [LOW, LOW, promised]
     assert is_fp32 is (dtype == FP32)
 
 
-def test_a_unit_of_parameters_that_are_kept_in_fp32_takes_its_inputs_in_the_modes_dtype():
+def test_a_unit_kept_in_fp32_takes_the_modes_dtype():
+    """A unit of parameters that are kept in fp32 takes its inputs in the mode's dtype."""
     cfg = config("bf16", 3, ["blocks.0.*.weight", "blocks.0.*.bias"])
     plan = zeroamp.build_plan(build(NAME), cfg)
     assert plan.input_dtype("blocks.0") == LOW

@@ -178,6 +178,7 @@ def test_the_same_bits_as_in_one_process(ranks2, stage, name):
 
 
 @pytest.mark.parametrize("stage", slow_but([2, 3], 3))
-def test_replicas_sum_micro_batches_first_also_of_units_that_the_last_one_skips(ranks2, stage):
+def test_replicas_sum_micro_batches_first(ranks2, stage):
     # One rank per replica: each sums its micro-batches, as at stage 0, and the sums are averaged.
+    """Replicas sum micro batches first also of units that the last one skips."""
     _check(ranks2.run(_train, stage, "micro-batches", (2, 1)), _one_process(0, "micro-batches"))

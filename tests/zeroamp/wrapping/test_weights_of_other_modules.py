@@ -159,7 +159,8 @@ def test_a_read_of_a_sharded_weight_names_the_module_that_reads_it(ranks2):
 
 
 @pytest.mark.parametrize(("block", "stage"), [(_scaled, 0), (_other, 3)], ids=["scaled", "of another module"])
-def test_a_unit_that_is_called_with_other_tensors_is_an_error_with_the_parameters_name(ranks2, block, stage):
+def test_a_unit_called_with_other_tensors_is_an_error(ranks2, block, stage):
+    """A unit that is called with other tensors is an error with the parameter's name."""
     text = ranks2.run(_error, block, {"Linear"}, stage)[0]
     assert "The FSDP unit of blocks.0.lin.weight was called with another tensor" in text
     assert "torch.nn.functional.linear" in text
@@ -208,5 +209,6 @@ def _root_and_parts():
     return found
 
 
-def test_a_unit_that_is_called_and_differentiated_outside_of_the_root_has_the_bits_of_one_process(ranks2):
+def test_a_unit_called_outside_of_the_root_has_the_bits(ranks2):
+    """A unit that is called and differentiated outside of the root has the bits of one process."""
     assert ranks2.run(_root_and_parts) == [[], []]

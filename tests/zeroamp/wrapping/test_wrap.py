@@ -165,7 +165,8 @@ def _initialises_buffers():
     assert bias.abs().max() == 0  # nn.MultiheadAttention zeroes it after nn.Linear has drawn it
 
 
-def test_meta_buffers_of_every_dtype_and_what_a_parent_sets_in_its_child(ranks2):
+def test_meta_buffers_of_every_dtype(ranks2):
+    """Meta buffers of every dtype and what a parent sets in its child."""
     ranks2.run(_initialises_buffers)
 
 
@@ -185,7 +186,8 @@ def _holder_called():
     zeroamp.wrap_model(CallsChildren(), zeroamp.policy_from_config(config(3)))(torch.ones(1, 4))
 
 
-def test_a_model_that_calls_all_its_children_is_told_which_one_to_skip(ranks2):
+def test_a_model_that_calls_all_its_children_is_told(ranks2):
+    """A model that calls all its children is told which one to skip."""
     with pytest.raises(RankError, match="WrapError: _zeroamp_group .*model-wide:fp32.* skip children"):
         ranks2.run(_holder_called)
 

@@ -134,7 +134,7 @@ def test_sigterm_saves_ends_and_the_run_goes_on(data, uninterrupted, tmp_path):
 
 @pytest.mark.slow
 def test_a_reproducible_run_ends_with_the_files_of_one_rank(data, tmp_path):
-    """A reproducible run on 4 2 and 1 ranks ends with the files of a run on 1."""
+    """A reproducible run on 4, 2 and 1 ranks ends with the files of a run on 1."""
     config = ["--config", ROOT / "examples" / "configs" / "reproducible_autocast_bf16.json"]
     whole, parts, changes = tmp_path / "whole", tmp_path / "parts", []
     with Run(whole, data, *config, num_ranks=1) as run:

@@ -41,7 +41,7 @@ def _train(folder, stage, until):
 
 
 def test_other_ranks_and_stages_go_on_bit_for_bit(tmp_path, ranks1, ranks2, ranks4):
-    """A run on 4 2 and 1 ranks and other stages is one that was never stopped."""
+    """A run on 4, 2 and 1 ranks and other stages is one that was never stopped."""
     (whole,) = ranks1.run(_train, tmp_path / "whole", 3, 11)
     parts = [*ranks4.run(_train, tmp_path / "parts", 2, 3)[0][0]]
     parts += ranks2.run(_train, tmp_path / "parts", 3, 6)[0][0]

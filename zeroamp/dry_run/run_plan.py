@@ -55,7 +55,7 @@ def plan_run(
         seq: tokens per sample. `inputs` may give it another meaning.
         stages: the ZeRO stages to compare.
         checkpointing: whether each unit recomputes its forward in the backward.
-        offload_activations: whether the forward and the loss run under `zeroamp.save_on_cpu`.
+        offload_activations: whether forward and loss run under `zeroamp.save_on_cpu`.
         gpu: a name such as "h100" (`zeroamp plan --help` lists them), or the memory of another GPU in 10^9 bytes.
         inputs: (batch, seq) -> the forward's arguments; called under `torch.device("meta")`. None: a transformers
             model's token ids and labels.
@@ -79,14 +79,9 @@ def plan_run(
         >>> plan.fits(plan.stages[3])
         True
     """
-    policy = as_policy(policy)
+    policy, gpu_bytes = as_policy(policy), memory_of(gpu)
     batch = (policy.train_micro_batch_size_per_gpu or 1) if batch is None else batch
-    for name, value in {"world_size": world_size, "batch": batch, "seq": seq}.items():
-        if not is_integer(value, at_least=1):
-            raise ConfigError(f"plan_run({name}=) must be an integer of 1 or more, but is {value!r}.")
-    if not stages or set(stages) - set(STAGES):
-        raise ConfigError(f"plan_run(stages=) must be one or more of {STAGES}, but is {stages!r}.")
-    gpu_bytes = memory_of(gpu)
+    _check_arguments(stages, world_size=world_size, batch=batch, seq=seq)
     run = _Run(
         model=model,
         auto_wrap_policy=auto_wrap_policy,
@@ -98,7 +93,6 @@ def plan_run(
         limit=usable_bytes(gpu_bytes),
     )
     possible, refused = run.possible_stages(policy, stages, world_size)
-    planned = tuple(run.stage(plan, ranks, batch, checkpointing) for plan, ranks in possible)
     return RunPlan(
         policy=policy,
         world_size=world_size,
@@ -108,9 +102,17 @@ def plan_run(
         offload_activations=offload_activations,
         gpu=gpu,
         gpu_bytes=gpu_bytes,
-        stages=planned,
+        stages=tuple(run.stage(plan, ranks, batch, checkpointing) for plan, ranks in possible),
         refused=refused,
     )
+
+
+def _check_arguments(stages: Sequence[Stage], **numbers: object) -> None:
+    for name, value in numbers.items():
+        if not is_integer(value, at_least=1):
+            raise ConfigError(f"plan_run({name}=) must be an integer of 1 or more, but is {value!r}.")
+    if not stages or set(stages) - set(STAGES):
+        raise ConfigError(f"plan_run(stages=) must be one or more of {STAGES}, but is {stages!r}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

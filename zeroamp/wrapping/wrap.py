@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -96,11 +97,8 @@ def wrap_model(
         example_inputs: for `lower_precision_safe_modules` "auto": a tuple of positional arguments, a mapping of keyword
             arguments, or a tensor, on any device. None stands for a transformers model's `dummy_inputs`.
         ignored_params: parameters of the model that zeroamp and FSDP2 do not shard, cast or move to the device, and
-            whose gradients they do not reduce. Their values may differ between ranks. If such a parameter is trained,
-            its gradient is that of this rank's micro-batches. To train it alike on all ranks, average `grad` over the
-            ranks after the last `TrainStep.backward` of an optimizer step. `TrainStep` scales and clips it with the
-            others. The gradient norm adds the mean over ranks of its squared norm, so a gradient that is equal on all
-            ranks counts once.
+            whose gradients they do not reduce. `TrainStep` scales and clips those gradients with the others. See
+            docs/peft.md.
         materialize: False leaves parameters and buffers of a meta-device model on the meta device. Give them values
             before the optimizer is built: by `model.to_empty(device=...)` and the model's own initialisation, which
             gets sharded DTensors, or by `load_hf`. No effect on a model that is not on the meta device.
@@ -128,16 +126,45 @@ def wrap_model(
     device_type = current_device_type() if mesh is None else mesh.device_type
     choose_device(device_type)  # before the first collective
     axes = find_axes(model, mesh) if isinstance(model, nn.Module) else None
-    mesh = mesh if axes is None else axes.fsdp
     world = None if axes is None else process_group(axes.whole)
+
+    def build() -> Plan:
+        asked = as_policy(policy)
+        check_device(asked, device_type)
+        return build_plan(model, asked, auto_wrap_policy, example_inputs, device_type, ignored_params)
+
+    plan = _agreed_plan(model, build, axes, world, device_type, materialize=materialize)
+    before = parameters_before(model)
+    axes = _axes_of_stage(plan.policy, mesh, axes)
+    _check_and_equalise(model, plan, axes)
+    state = _shard(model, plan, axes, world, materialize=materialize)
+    _attach(model, state)
+    record_state(model, state)
+    watch_optimizers(model, before)
+    if is_first_rank(axes.whole):
+        _log_summary(state, name, time.perf_counter() - begin)
+    return model
+
+
+def _agreed_plan(
+    model: nn.Module,
+    build: Callable[[], Plan],
+    axes: MeshAxes | None,
+    world: dist.ProcessGroup | None,
+    device_type: str,
+    *,
+    materialize: bool,
+) -> Plan:
+    """Return the plan of `build`. Raises on all ranks if it raises on one, or if the plans differ.
+
+    `axes`: those of the caller's mesh; None if there is no mesh. `world`: see `WrapState`.
+    """
     if axes is not None:
         log_once_per_job(axes.whole)
 
     def planned() -> tuple[Plan, Description]:
         _refuse_unusable(model)
-        asked = as_policy(policy)
-        check_device(asked, device_type)
-        plan = build_plan(model, asked, auto_wrap_policy, example_inputs, device_type, ignored_params)
+        plan = build()
         check_input_names(model, plan)
         for extension in plan.extensions:
             extension.check_model(model, plan)
@@ -146,7 +173,7 @@ def wrap_model(
         return plan, description_of(model, plan, axes)
 
     # Before other communication: ranks that differ would wait for each other, or abort in the backend.
-    plan = run_alike(
+    return run_alike(
         planned,
         what="wrap_model",
         remedy="Pass the same model, policy, mesh, auto_wrap_policy, example_inputs and ignored_params on all ranks.",
@@ -154,19 +181,36 @@ def wrap_model(
         group=world,
         device=device_of_type(device_type),
     )
-    policy, before = plan.policy, parameters_before(model)
-    mesh = mesh_for_stage(policy.stage, mesh, policy.dp_replicate_size)
-    axes = plain_axes(mesh) if axes is None else axes.with_fsdp(mesh)
-    _check_fits(policy, axes)
+
+
+def _axes_of_stage(policy: Policy, mesh: DeviceMesh | None, given: MeshAxes | None) -> MeshAxes:
+    """Return the axes over which the policy's stage shards and sums. `given`: those of the caller's mesh, if any."""
+    mesh = mesh_for_stage(policy.stage, mesh if given is None else given.fsdp, policy.dp_replicate_size)
+    axes = plain_axes(mesh) if given is None else given.with_fsdp(mesh)
+    refuse_partition(policy, shard_size(mesh))
+    total, micro = policy.train_batch_size, policy.train_micro_batch_size_per_gpu
+    check_batch_sizes(total, micro, policy.gradient_accumulation_steps, axes.num_data)
+    return axes
+
+
+def _check_and_equalise(model: nn.Module, plan: Plan, axes: MeshAxes) -> None:
+    """Check the model on these axes. Ranks must have the same values, or get the first rank's if the config asks."""
     for extension in plan.extensions:
         extension.check_mesh(model, plan, axes)
-    check_integers(model, mesh, plan.ignored_fqns)
-    if policy.sync_module_states:
+    check_integers(model, axes.fsdp, plan.ignored_fqns)
+    if plan.policy.sync_module_states:
         broadcast_module_states(model, axes, plan.ignored_fqns)
     else:
         check_ranks_agree(model, axes, plan.ignored_fqns)
     if is_first_rank(axes.whole) and (line := describe_master_weights(model, plan)):
         logger.info("%s", line)
+
+
+def _shard(
+    model: nn.Module, plan: Plan, axes: MeshAxes, world: dist.ProcessGroup | None, *, materialize: bool
+) -> WrapState:
+    """Shard the parameters, cast the buffers, and give a model on the meta device values if `materialize`."""
+    policy, mesh = plan.policy, axes.fsdp
     cast_buffers(model, plan)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     return_no_views(model.get_submodule(fqn) for fqn in plan.own_units)
@@ -179,7 +223,7 @@ def wrap_model(
     # Of all ranks, not of the mesh: on nodes of different sizes, all ranks must decide alike.
     if policy.reduce_accumulate_dtype == "fp32" and not is_one_node(policy):
         nodes = load("wrap_model.nodes_of_mesh")(policy, mesh, world)
-    state = WrapState(
+    return WrapState(
         root=model,
         plan=plan,
         mesh=mesh,
@@ -196,16 +240,14 @@ def wrap_model(
         listeners=[traffic] if axes.whole.size() == 1 else [traffic, issued],
         step=StepState(accumulates_in=unsharded_accumulation(policy)),
     )
+
+
+def _attach(model: nn.Module, state: WrapState) -> None:
     attach_hooks(model, state)
     compile_sums(state)
-    for extension in plan.extensions:
+    for extension in state.extensions:
         extension.attach(model, state)
     FsdpMethods(state).attach()
-    record_state(model, state)
-    watch_optimizers(model, before)
-    if is_first_rank(axes.whole):
-        _log_summary(state, name, time.perf_counter() - begin)
-    return model
 
 
 def _log_summary(state: WrapState, name: str, seconds: float) -> None:
@@ -214,12 +256,6 @@ def _log_summary(state: WrapState, name: str, seconds: float) -> None:
         logger.warning("%s", warning)
     if logger.isEnabledFor(logging.INFO):
         logger.info("%s", size_summary(plan, ranks, name=name, seconds=seconds))
-
-
-def _check_fits(policy: Policy, axes: MeshAxes) -> None:
-    refuse_partition(policy, shard_size(axes.fsdp))
-    total, micro = policy.train_batch_size, policy.train_micro_batch_size_per_gpu
-    check_batch_sizes(total, micro, policy.gradient_accumulation_steps, axes.num_data)
 
 
 def register_forward_method(model: nn.Module, method_name: str) -> None:

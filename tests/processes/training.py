@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import zeroamp
 from tests.models.small import batch, build, loss_of
+from tests.oracles import two_ranks
 
 
 def config(stage=3, *, dtype="bfloat16", comm=None, accumulation=1, clip=0.0, threshold=None, **more):
@@ -209,3 +211,23 @@ def check_runs(by_rank, oracle):
             assert run.mean_losses is None or run.mean_losses == pytest.approx(means, rel=1e-6)
             assert run.norms == norms
             assert same_bits(ours, parameters) == []
+
+
+def plain_loop(model, loss_of, num_steps):
+    """Train with SGD as `tests.oracles.two_ranks.train` does. Return (losses of this rank, full parameters)."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, losses = torch.optim.SGD(trained, lr=two_ranks.LEARNING_RATE), []
+    for step in range(num_steps):
+        loss = loss_of(model, step * two_ranks.NUM_RANKS + dist.get_rank())
+        losses.append(float(loss.detach()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, full_parameters(model)
+
+
+def on_fsdp2_alone(model):
+    """Shard a model whose blocks are `model.blocks` with FSDP2, and return it."""
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model

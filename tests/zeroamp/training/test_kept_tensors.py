@@ -3,14 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import zeroamp
 from tests.models.side_channels import Keeping, build, noise
 from tests.oracles import two_ranks
 from tests.processes.ranks import RankError
-from tests.processes.training import full_parameters, same_bits
+from tests.processes.training import on_fsdp2_alone, plain_loop, same_bits
 
 NUM_STEPS = 2
 STAGES = (0, 1, 2, 3)
@@ -39,14 +37,7 @@ def _sgd(model):
 
 
 def _plain_loop(model, loss_of):
-    optimizer, losses = _sgd(model), []
-    for step in range(NUM_STEPS):
-        loss = loss_of(model, step * two_ranks.NUM_RANKS + dist.get_rank())
-        losses.append(float(loss.detach()))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, full_parameters(model)
+    return plain_loop(model, loss_of, NUM_STEPS)
 
 
 def _train_step(model, loss_of):
@@ -97,10 +88,7 @@ def test_a_rank_that_uses_kept_tensors_alone_raises(ranks2):
 
 
 def _of_fsdp2():
-    model = build(Keeping)
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-    return _plain_loop(model, _loss_of_kept)[1]
+    return _plain_loop(on_fsdp2_alone(build(Keeping)), _loss_of_kept)[1]
 
 
 def test_fsdp2_alone_trains_nothing_of_kept_tensors(ranks2):

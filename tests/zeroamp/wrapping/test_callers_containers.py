@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import zeroamp
 from tests.models import side_channels
 from tests.models.side_channels import build, noise
 from tests.oracles import two_ranks
-from tests.processes.training import full_parameters, same_bits
+from tests.processes.training import on_fsdp2_alone, plain_loop, same_bits
 from tests.selection import slow_but
 
 NUM_STEPS = 3
@@ -33,15 +30,7 @@ def _train(name, mode, stage, prepare=None, loss_of=loss_of):
     model = zeroamp.wrap_model(model, {**MODES[mode], "zero_optimization": {"stage": stage}})
     if prepare is not None:
         prepare(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=two_ranks.LEARNING_RATE)
-    losses = []
-    for step in range(NUM_STEPS):
-        loss = loss_of(model, step * two_ranks.NUM_RANKS + dist.get_rank())
-        losses.append(float(loss.detach()))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, full_parameters(model), model.same
+    return *plain_loop(model, loss_of, NUM_STEPS), model.same
 
 
 def _all_stages(*args, **more):
@@ -156,18 +145,7 @@ def test_a_callers_elements_are_back_after_an_error(ranks2):
 
 def _of_fsdp2(name):
     """Return the losses of FSDP2 alone."""
-    model = build(getattr(side_channels, name))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=two_ranks.LEARNING_RATE)
-    losses = []
-    for step in range(NUM_STEPS):
-        loss = loss_of(model, step * two_ranks.NUM_RANKS + dist.get_rank())
-        losses.append(float(loss.detach()))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return plain_loop(on_fsdp2_alone(build(getattr(side_channels, name))), loss_of, NUM_STEPS)[0]
 
 
 def test_fsdp2_alone_loses_what_a_block_writes(ranks2):

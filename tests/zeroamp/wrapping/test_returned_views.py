@@ -3,16 +3,12 @@
 import warnings
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import zeroamp
 from tests.models import side_channels
 from tests.models.side_channels import build, noise
 from tests.oracles import two_ranks
-from tests.processes.training import full_parameters, same_bits
+from tests.processes.training import on_fsdp2_alone, plain_loop, same_bits
 from tests.selection import slow_but
 
 NUM_STEPS = 2
@@ -28,17 +24,9 @@ def loss_of(model, index):
 
 
 def _train(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=two_ranks.LEARNING_RATE)
-    losses = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of each view that a unit returns
-        for step in range(NUM_STEPS):
-            loss = loss_of(model, step * two_ranks.NUM_RANKS + dist.get_rank())
-            losses.append(float(loss.detach()))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses, full_parameters(model)
+        return plain_loop(model, loss_of, NUM_STEPS)
 
 
 def _all_stages(name, mode):
@@ -64,12 +52,14 @@ def test_returned_views_may_change_in_place(ranks2, case):
             assert same_bits(own_parameters, parameters) == [], stage
 
 
-def _of_inputs():
-    model = zeroamp.wrap_model(build(side_channels.ViewsOfInputs), {"zero_optimization": {"stage": 3}})
-    try:
+def _error_of(model):
+    with pytest.raises(RuntimeError) as raised:
         _train(model)
-    except RuntimeError as error:
-        return str(error)
+    return str(raised.value)
+
+
+def _of_inputs():
+    return _error_of(zeroamp.wrap_model(build(side_channels.ViewsOfInputs), {"zero_optimization": {"stage": 3}}))
 
 
 def test_torch_refuses_to_change_a_view_of_a_units_input(ranks2):
@@ -79,13 +69,7 @@ def test_torch_refuses_to_change_a_view_of_a_units_input(ranks2):
 
 
 def _of_fsdp2():
-    model = build(side_channels.ViewTensors)
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-    try:
-        _train(model)
-    except RuntimeError as error:
-        return str(error)
+    return _error_of(on_fsdp2_alone(build(side_channels.ViewTensors)))
 
 
 def test_fsdp2_alone_raises_for_a_changed_view(ranks2):

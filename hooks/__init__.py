@@ -2,9 +2,9 @@
 
 | package | what |
 |---|---|
-| `collectives` | the all-gather and the reduction of one parameter group, accumulation, traffic counters |
+| `collectives` | the all-gather and the reduction of one parameter group, traffic counters |
 | `precision` | autocast around the root's forward, modules kept in fp32 |
-| `observers` | labels in traces, exposed communication, the dtypes that occur |
+| `observers` | labels in traces, the dtypes that occur |
 | `unit_hooks` | the order of all hooks on a module, and where they are registered |
 | `root_forward` | the context managers around the root's forward, in order |
 | `typed_groups` | several FSDP2 parameter groups per unit, one for each combination of dtypes |

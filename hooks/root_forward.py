@@ -39,8 +39,8 @@ from zeroamp.hooks._torch.fsdp import (
 )
 from zeroamp.hooks.unit_hooks import UnitHooks
 
-Place = Literal["report", "outer autocast", "random state", "autocast", "reshard", "before unshard"]
-PLACES: tuple[Place, ...] = get_args(Place)
+ContextPlace = Literal["report", "outer autocast", "random state", "autocast", "reshard", "before unshard"]
+PLACES: tuple[ContextPlace, ...] = get_args(ContextPlace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class RootForward:
     """The ordered list of context managers around the forward of one root."""
 
     def __init__(self) -> None:
-        self._by_place: dict[Place, list[ForwardContext]] = {place: [] for place in PLACES}
+        self._by_place: dict[ContextPlace, list[ForwardContext]] = {place: [] for place in PLACES}
         self._contexts: tuple[ForwardContext, ...] = ()
         self._open: list[_OpenForward] = []
         """One entry per running forward, outermost first."""
@@ -103,12 +103,12 @@ class RootForward:
         """Whether the model's own code runs in a forward, after FSDP2 has unsharded the root."""
         return bool(self._open) and self._open[-1].has_begun
 
-    def add(self, place: Place, context: ForwardContext) -> None:
+    def add(self, place: ContextPlace, context: ForwardContext) -> None:
         """Run all later forwards inside `context`. Those of one place are entered in the order of their `add`."""
         self._by_place[place].append(context)
         self._sort()
 
-    def remove(self, place: Place, context: ForwardContext) -> None:
+    def remove(self, place: ContextPlace, context: ForwardContext) -> None:
         """Stop running forwards inside `context`."""
         self._by_place[place].remove(context)
         self._sort()

@@ -12,7 +12,7 @@ The forward of a module runs through this list, whatever the order in which its 
 | 6 | "unshard typed groups" | units with group holders | unshards the groups of the holders |
 | 7 | "begin root" | the root | records that the model's own code begins |
 | 8 | "refuse autocast off" | safe modules | raises a PrecisionError if autocast is off |
-| 9 | (forward) | modules | the module's own forward, wrapped for fp32 regions, float8 and recomputed casts |
+| 9 | (forward) | modules | the module's own forward, wrapped for fp32 regions and float8 |
 | 10 | "see root's output" | the root | casts the output to fp32 and hooks its tensors, before FSDP2 does |
 | 11 | "return no view" | embeddings and heads | an output that is a view is no view any more: FSDP2 warns of views |
 | 12 | "reshard typed groups" | units with group holders | reshards the groups of the holders, the last one first |
@@ -38,7 +38,7 @@ from torch import nn
 
 from zeroamp.hooks._torch.dispatch import without_base
 
-Place = Literal[
+HookPlace = Literal[
     "refuse sharded",
     "enter root",
     "take root's inputs",
@@ -56,9 +56,9 @@ Place = Literal[
 Hook = Callable[..., Any]
 """A forward pre-hook of (module, args, kwargs) or (module, args), or a forward hook of (module, args, output)."""
 
-SHARDED: tuple[Place, ...] = ("refuse sharded", "enter root")
+SHARDED: tuple[HookPlace, ...] = ("refuse sharded", "enter root")
 """The places before FSDP2's pre-forward hook, in their order."""
-UNSHARDED: tuple[Place, ...] = (
+UNSHARDED: tuple[HookPlace, ...] = (
     "take root's inputs",
     "cast inputs",
     "unshard typed groups",
@@ -66,9 +66,9 @@ UNSHARDED: tuple[Place, ...] = (
     "refuse autocast off",
 )
 """The places between FSDP2's pre-forward hook and the forward."""
-BEFORE_RESHARD: tuple[Place, ...] = ("see root's output", "return no view", "reshard typed groups")
+BEFORE_RESHARD: tuple[HookPlace, ...] = ("see root's output", "return no view", "reshard typed groups")
 """The places between the forward and "return no view again"."""
-RESHARDED: tuple[Place, ...] = ("end loans", "leave root")
+RESHARDED: tuple[HookPlace, ...] = ("end loans", "leave root")
 """The places after FSDP2's forward hook."""
 
 WITH_KWARGS = ("enter root", "take root's inputs", "cast inputs", "unshard typed groups")
@@ -79,9 +79,9 @@ WITH_KWARGS = ("enter root", "take root's inputs", "cast inputs", "unshard typed
 class UnitHooks:
     """The hooks of one model, by module and place. Add all of them, then register them once."""
 
-    _hooks: dict[nn.Module, dict[Place, list[Hook]]] = field(default_factory=dict)
+    _hooks: dict[nn.Module, dict[HookPlace, list[Hook]]] = field(default_factory=dict)
 
-    def add(self, module: nn.Module, place: Place, hook: Hook) -> None:
+    def add(self, module: nn.Module, place: HookPlace, hook: Hook) -> None:
         """Run `hook` at a place of the table. Hooks of one place run in the order of their `add`.
 
         At "reshard typed groups" they run in the reverse order, as the groups of nested units would.
@@ -94,8 +94,8 @@ class UnitHooks:
             _register(module, hooks)
 
 
-def _register(module: nn.Module, hooks: dict[Place, list[Hook]]) -> None:
-    def at(places: Iterable[Place]) -> list[tuple[Place, Hook]]:
+def _register(module: nn.Module, hooks: dict[HookPlace, list[Hook]]) -> None:
+    def at(places: Iterable[HookPlace]) -> list[tuple[HookPlace, Hook]]:
         return [(place, hook) for place in places for hook in hooks.get(place, ())]
 
     for place, hook in reversed(at(SHARDED)):  # the last one that is prepended runs first

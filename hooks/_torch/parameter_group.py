@@ -24,7 +24,7 @@ Method = Literal["pre_forward", "post_forward", "post_backward"]
 ends the group's backward and reduces its gradients."""
 
 
-Place = tuple[dict[str, nn.Parameter | None], str, str]
+Registration = tuple[dict[str, nn.Parameter | None], str, str]
 """The parameters of a module, the name of one of them, and its FQN."""
 
 
@@ -84,7 +84,7 @@ class ParameterGroup:
 
     def __init__(self, group: Any) -> None:
         self.fsdp_group = group
-        self.places: list[Place] = []
+        self.places: list[Registration] = []
         """Where the model has each parameter. Set it before the first forward."""
         self.parameters = [GroupParameter(each) for each in group.fsdp_params]
         self._first_data: tuple[ref[torch.Tensor], StorageWeakRef] | None = None

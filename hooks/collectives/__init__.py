@@ -1,1 +1,1 @@
-"""The collectives of a parameter group (all-gather, reduction), gradient accumulation, and traffic counters."""
+"""The collectives of a parameter group (all-gather, reduction), and traffic counters."""

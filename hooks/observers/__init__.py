@@ -1,1 +1,1 @@
-"""Observers of a training model: labels in traces, exposed communication, dtypes. They do not change tensors."""
+"""Observers of a training model: labels in traces, dtypes. They do not change tensors."""

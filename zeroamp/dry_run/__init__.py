@@ -1,1 +1,1 @@
-"""Predicts memory, communicated bytes and time of an optimizer step from shapes, without running the training."""
+"""Predicts memory and communicated bytes of an optimizer step from shapes, without running the training."""

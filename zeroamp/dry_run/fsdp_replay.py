@@ -31,11 +31,11 @@ from zeroamp.planning.plan import Plan
 from zeroamp.planning.run_order import UnitRun
 from zeroamp.planning.schedule import backward_order, fits, live_units, reshards_after_forward
 
-Kind = Literal["all_gather", "reduction", "last_reduction"]
+CallKind = Literal["all_gather", "reduction", "last_reduction"]
 """The kind of a collective. "last_reduction": a reduction in the last micro-batch of an optimizer step."""
 
 
-def step_schedule(plan: Plan) -> list[tuple[Kind, str]]:
+def step_schedule(plan: Plan) -> list[tuple[CallKind, str]]:
     """Return (kind, name of the group) of the collectives of one optimizer step, in the order of their calls.
 
     They do not depend on the number of ranks.
@@ -78,7 +78,7 @@ class Replay:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.calls: list[tuple[Kind, str]] = []
+        self.calls: list[tuple[CallKind, str]] = []
         """(kind, name of the group) of the collectives replayed so far."""
         self._stage = plan.policy.stage
         live = live_units(plan)

@@ -35,7 +35,7 @@ from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import ConfigError
 from zeroamp.training.loss import LossFunction, loss_of
 
-Kind = Literal["activations", "workspace", "unsharded gradients"]
+AllocationKind = Literal["activations", "workspace", "unsharded gradients"]
 """Activations are allocated in the forward and still exist at its end. All else, except gradients, is workspace."""
 
 Point = Literal["begin forward", "end forward", "begin backward", "end backward"]
@@ -54,7 +54,7 @@ class Change:
     """A storage is allocated (bytes above 0) or freed (below 0)."""
 
     num_bytes: int
-    kind: Kind = "workspace"
+    kind: AllocationKind = "workspace"
     param: str = ""
     """FQN of the parameter, if this is a gradient; else ""."""
 

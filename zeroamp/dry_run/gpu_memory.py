@@ -37,12 +37,13 @@ def largest_batch(peak_bytes: Callable[[int], int], limit: int) -> int:
     """Return the largest batch whose peak is at most `limit` bytes; 0 if not even 1 fits, at most `MAX_BATCH`.
 
     A peak is the largest of many sums that are each affine in the batch. So a line through two known peaks is solved
-    for the limit and the solution is tried, until a batch fits and the next larger one does not.
+    for the limit and the solution is tried, until a batch fits and the next larger one does not. A loss of all pairs of
+    samples is quadratic: where a solution did not halve the interval, the batch in the middle is tried next.
     """
     peaks: dict[int, int] = {}
     before, fits, fails = 0, 0, MAX_BATCH + 1
     guess = 1
-    while fails - fits > 1:
+    while (width := fails - fits) > 1:
         peaks[guess] = peak_bytes(guess)
         if peaks[guess] <= limit:
             before, fits = fits, guess
@@ -54,4 +55,6 @@ def largest_batch(peak_bytes: Callable[[int], int], limit: int) -> int:
         rise = peaks[high] - peaks[low]
         solved = low + (limit - peaks[low]) * (high - low) // rise if rise > 0 else MAX_BATCH
         guess = min(max(solved if low < high else fits + 1, fits + 1), fails - 1)
+        if fails in peaks and fails - fits > width // 2:
+            guess = (fits + fails) // 2
     return fits

@@ -64,8 +64,9 @@ def write_weights(
             plan = split(filename_pattern=f"{stem}-{export_id(draft)}{{suffix}}.safetensors")
         write_config(draft)
         for file, names in plan.filename_to_tensors.items():
-            metadata = {"format": "pt", EXPORT_ID: export_id(draft)}
-            save_file({name: tensors[name] for name in names}, draft / file, metadata=metadata)
+            # One file alone cannot be mixed with those of another export, and has the same bytes in each run.
+            export = {EXPORT_ID: export_id(draft)} if plan.is_sharded else {}
+            save_file({name: tensors[name] for name in names}, draft / file, metadata={"format": "pt", **export})
             # safetensors creates files that only their owner can read.
             (draft / file).chmod(folder.stat().st_mode & 0o666)
             sync_to_disk(draft / file)

@@ -26,7 +26,7 @@ from zeroamp.optimizers.optimizer_params import OPTIMIZER_PARAMS
 from zeroamp.optimizers.scheduler_params import SCHEDULER_PARAMS
 from zeroamp.planning.group_dtypes import group_dtypes, param_dtypes
 from zeroamp.planning.mesh import Ranks
-from zeroamp.planning.safe_parameters import Precision
+from zeroamp.planning.precisions import Precision
 from zeroamp.policies.accumulation import ACCUMULATE, COMPUTE, refusal
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.policy import Mode, Policy, policy_from_config

@@ -22,21 +22,22 @@ from zeroamp.hooks._torch.all_gather_extension import shards_of
 from zeroamp.hooks.collectives.traffic import Traffic, TrafficKey
 from zeroamp.hooks.root_forward import ForwardCall
 from zeroamp.hooks.unit_hooks import wrap_forward
+from zeroamp.planning.extensions import PlanExtension
 from zeroamp.planning.groups import ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.parameter_uses import ParameterUses
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.safe_parameters import Precision
+from zeroamp.planning.precisions import Precision
 from zeroamp.policies.dtypes import FLOAT8_BY_NAME, short_name, stored_dtype
 from zeroamp.policies.errors import ConfigError, WrapError
-from zeroamp.policies.extensions import Extension
 from zeroamp.policies.policy import Policy
+from zeroamp.wrapping.extensions import WrapExtension
 from zeroamp.wrapping.state import WrapState
 
 LEAST_TORCHAO = (0, 18)
 
 
-class Float8(Extension):
+class Float8(PlanExtension, WrapExtension):
     """Lets FSDP2 all-gather weights of Linears in float8."""
 
     data_axes_only = KEY

@@ -12,19 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroamp.planning.extensions import PlanExtension
 from zeroamp.planning.fp32_regions import Fp32Regions
 from zeroamp.planning.group_dtypes import GroupKey, ParamDtypes, ignored_dtypes, param_dtypes
 from zeroamp.planning.groups import IGNORED, REPLICATED, GroupPlan, ParamPlan, group_params
 from zeroamp.planning.mesh import local_part
 from zeroamp.planning.mesh_axes import is_expert
 from zeroamp.planning.parameter_uses import ParameterUses, find_uses, innermost_common, refuse_unready, refuse_unusable
+from zeroamp.planning.precisions import Precision
 from zeroamp.planning.run_order import UnitRun, run_order, tree_order
-from zeroamp.planning.safe_parameters import Precision, param_precisions
+from zeroamp.planning.safe_parameters import param_precisions
 from zeroamp.planning.shard_sizes import may_shard_any_dim
 from zeroamp.policies.auto_wrap import AutoWrapPolicy, OwnUnits, find_own_units, find_units
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import WrapError
-from zeroamp.policies.extensions import Extension, extensions_of, load
+from zeroamp.policies.extensions import Extension, extensions_of, load, of_class
 from zeroamp.policies.policy import ConfigLike, Policy, as_policy
 
 logger = logging.getLogger("zeroamp")
@@ -155,13 +157,16 @@ def build_plan(
         units = (*units, *own_units)
     extensions = extensions_of(policy, model)
     regions = Fp32Regions()
-    for extension in extensions:
+    plan_extensions = of_class(extensions, PlanExtension)
+    for extension in plan_extensions:
         regions = extension.fp32_regions(model, policy) or regions
     uses, ignored = _without_ignored(find_uses(model, units), ignored_params)
     for use in uses:
         refuse_unusable(use)
-    precisions: Iterable[Precision] = param_precisions(model, policy, uses, extensions, example_inputs, device_type)
-    for extension in extensions:
+    precisions: Iterable[Precision] = param_precisions(
+        model, policy, uses, plan_extensions, example_inputs, device_type
+    )
+    for extension in plan_extensions:
         precisions = extension.precisions(model, policy, uses, precisions)
     params = [
         _param_plan(use, policy, *param_dtypes(use.parameter, policy, precision), precision.reason)

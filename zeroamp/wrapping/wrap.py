@@ -37,10 +37,11 @@ from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.batch_sizes import check_batch_sizes
 from zeroamp.policies.errors import WrapError, describe
-from zeroamp.policies.extensions import load
+from zeroamp.policies.extensions import load, of_class
 from zeroamp.policies.policy import ConfigLike, Policy, as_policy
 from zeroamp.wrapping.attach import attach_hooks
 from zeroamp.wrapping.collectives import compile_sums
+from zeroamp.wrapping.extensions import WrapExtension
 from zeroamp.wrapping.fsdp_methods import FsdpMethods
 from zeroamp.wrapping.job_log import log_once_per_job
 from zeroamp.wrapping.model_checks import (
@@ -139,7 +140,7 @@ def wrap_model(
         check_device(asked, device_type)
         plan = build_plan(model, asked, auto_wrap_policy, example_inputs, device_type, ignored_params)
         check_input_names(model, plan)
-        for extension in plan.extensions:
+        for extension in of_class(plan.extensions, WrapExtension):
             extension.check_model(model, plan)
         if axes is not None and not axes.is_data_only:
             load("wrap_model.refuse_combinations")(model, plan, axes, materialize=materialize)
@@ -158,7 +159,7 @@ def wrap_model(
     mesh = mesh_for_stage(policy.stage, mesh, policy.dp_replicate_size)
     axes = plain_axes(mesh) if axes is None else axes.with_fsdp(mesh)
     _check_fits(policy, axes)
-    for extension in plan.extensions:
+    for extension in of_class(plan.extensions, WrapExtension):
         extension.check_mesh(model, plan, axes)
     check_integers(model, mesh, plan.ignored_fqns)
     if policy.sync_module_states:
@@ -198,7 +199,7 @@ def wrap_model(
     )
     attach_hooks(model, state)
     compile_sums(state)
-    for extension in plan.extensions:
+    for extension in of_class(plan.extensions, WrapExtension):
         extension.attach(model, state)
     FsdpMethods(state).attach()
     record_state(model, state)

@@ -19,7 +19,7 @@ A config without such keys has no extensions.
 
 from collections.abc import Iterable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -56,21 +56,13 @@ def of_class(extensions: Iterable[Extension], moments: type[E]) -> list[E]:
     return [extension for extension in extensions if isinstance(extension, moments)]
 
 
-def load(key: str) -> Any:
-    """Import and return what `zeroamp.EXTENSIONS` lists under `key`."""
-    from zeroamp import EXTENSIONS  # not at the top, where `zeroamp` is only partly imported
-
-    module, _, name = EXTENSIONS[key].partition(":")
-    return getattr(import_module(module), name)
-
-
 def extensions_of(policy: "Policy", model: "nn.Module | None" = None) -> tuple[Extension, ...]:
     """Return new extensions of the keys that are on in a config, each class once, in the order of `EXTENSIONS`.
 
     Also of what `EXTENSIONS` lists and `model` has: classes of parameters, such as quantized ones, and attributes of
     modules.
     """
-    from zeroamp import EXTENSIONS
+    from zeroamp import EXTENSIONS  # not at the top, where `zeroamp` is only partly imported
 
     classes = set() if model is None else {type(parameter).__name__ for parameter in model.parameters()}
 
@@ -82,5 +74,12 @@ def extensions_of(policy: "Policy", model: "nn.Module | None" = None) -> tuple[E
         found = getattr(policy, name, None)
         return found == value if value else bool(found and found != "auto") or name in classes
 
-    keys = {home: key for key, home in EXTENSIONS.items() if is_on(key)}
-    return tuple(load(key)() for key in keys.values())
+    homes = dict.fromkeys(home for key, home in EXTENSIONS.items() if is_on(key))
+    return tuple(_load(home)() for home in homes)
+
+
+def _load(home: str) -> type[Extension]:
+    """Import and return the class that `EXTENSIONS` writes as "module:name"."""
+    module, _, name = home.partition(":")
+    extension: type[Extension] = getattr(import_module(module), name)
+    return extension

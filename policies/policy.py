@@ -21,7 +21,6 @@ from zeroamp.policies.batch_sizes import BATCH_SIZES, data_parallel_ranks
 from zeroamp.policies.conflicts import check_policy
 from zeroamp.policies.dtypes import FLOAT8_BY_NAME
 from zeroamp.policies.errors import ConfigError
-from zeroamp.policies.extensions import load
 from zeroamp.policies.json_values import flatten, json_value, load_config, nest
 from zeroamp.policies.key_names import path_of_key, rename_keys
 from zeroamp.policies.loss_scale_rule import NO_LOSS_SCALE, LossScale
@@ -152,8 +151,9 @@ class Policy:
         Args:
             defaults: whether to list also the keys that the config does not have and whose defaults have an effect.
         """
-        text: str = load("Policy.key_report")(self, defaults=defaults)
-        return text
+        from zeroamp.reporting.key_report import render_report
+
+        return render_report(self, defaults=defaults)
 
     # Short names of keys, which their notes in the schema describe (docs/config.md).
     train_batch_size = _Key(lambda config: config.train_batch_size)
@@ -322,6 +322,8 @@ def policy_from_config(cfg: ConfigLike, *, world_size: int | None = None, **auto
     """
     flat = rename_keys(flatten(load_config(cfg)))
     if auto or "auto" in flat.values():
-        flat = load("policy_from_config.fill_auto")(flat, auto)
+        from zeroamp.policies.auto_values import fill_auto
+
+        flat = fill_auto(flat, auto)
     filled = nest(flat)
     return Policy(validate(filled), tuple(flatten(filled).items()), num_ranks=data_parallel_ranks(world_size))

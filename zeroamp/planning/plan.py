@@ -26,7 +26,7 @@ from zeroamp.planning.shard_sizes import may_shard_any_dim
 from zeroamp.policies.auto_wrap import AutoWrapPolicy, OwnUnits, find_own_units, find_units
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import WrapError
-from zeroamp.policies.extensions import Extension, extensions_of, load, of_class
+from zeroamp.policies.extensions import Extension, extensions_of, of_class
 from zeroamp.policies.policy import ConfigLike, Policy, as_policy
 
 logger = logging.getLogger("zeroamp")
@@ -146,7 +146,9 @@ def build_plan(
     policy = as_policy(policy)
     optional: set[nn.Module] = set()
     if policy.config.zeroamp.optional_units:
-        optional = load("build_plan.find_optional")(model, policy)
+        from zeroamp.module_dtypes.optional_units import find_optional
+
+        optional = find_optional(model, policy)
     units = _find_units(model, policy, auto_wrap_policy, optional)
     ignored_params = _listed(ignored_params)
     own_units = OwnUnits()

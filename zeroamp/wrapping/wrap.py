@@ -37,7 +37,7 @@ from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.batch_sizes import check_batch_sizes
 from zeroamp.policies.errors import WrapError, describe
-from zeroamp.policies.extensions import load, of_class
+from zeroamp.policies.extensions import of_class
 from zeroamp.policies.policy import ConfigLike, Policy, as_policy
 from zeroamp.wrapping.attach import attach_hooks
 from zeroamp.wrapping.collectives import compile_sums
@@ -143,7 +143,9 @@ def wrap_model(
         for extension in of_class(plan.extensions, WrapExtension):
             extension.check_model(model, plan)
         if axes is not None and not axes.is_data_only:
-            load("wrap_model.refuse_combinations")(model, plan, axes, materialize=materialize)
+            from zeroamp.meshes.refused_meshes import refuse_combinations
+
+            refuse_combinations(model, plan, axes, materialize=materialize)
         return plan, description_of(model, plan, axes)
 
     # Before other communication: ranks that differ would wait for each other, or abort in the backend.
@@ -173,13 +175,17 @@ def wrap_model(
     return_no_views(model.get_submodule(fqn) for fqn in plan.own_units)
     holders = shard_model(model, plan, axes)
     if is_meta and materialize:
-        load("wrap_model.materialize_model")(model, mesh, device_of(mesh), shard_device(policy, mesh))
+        from zeroamp.weights.materialize import materialize_model
+
+        materialize_model(model, mesh, device_of(mesh), shard_device(policy, mesh))
     nodes, traffic = MeshNodes(), Traffic()
     containers = CallersContainers(copies_of_root=mesh.device_type != "cpu")
     issued = IssuedInStep(frozenset(group.name for group in plan.groups if group.unit in plan.own_units))
     # Of all ranks, not of the mesh: on nodes of different sizes, all ranks must decide alike.
     if policy.reduce_accumulate_dtype == "fp32" and not is_one_node(policy):
-        nodes = load("wrap_model.nodes_of_mesh")(policy, mesh, world)
+        from zeroamp.two_level.layout import nodes_of_mesh
+
+        nodes = nodes_of_mesh(policy, mesh, world)
     state = WrapState(
         root=model,
         plan=plan,

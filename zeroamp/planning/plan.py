@@ -145,7 +145,7 @@ def build_plan(
     """
     policy = as_policy(policy)
     optional: set[nn.Module] = set()
-    if policy.config.zeroamp.optional_units:
+    if policy.optional_units:
         from zeroamp.module_dtypes.optional_units import find_optional
 
         optional = find_optional(model, policy)

@@ -60,7 +60,7 @@ class Policy:
     """(path with dots, value) of the keys that the config has."""
 
     num_ranks: int | None = field(compare=False)
-    """Data-parallel ranks, with which batch sizes were derived and checked; None if unknown."""
+    """Data-parallel ranks, by the caller, the launcher or the batch sizes; None if unknown."""
 
     mode: Mode
     """The precision mode. The sharded parameters and the optimizer state are fp32 in every mode.
@@ -189,10 +189,9 @@ class Policy:
         """
         held = flatten(self.config.model_dump(mode="json")) | {name: getattr(self, name) for name in BATCH_SIZES}
         honoured = (key.path for key in iter_keys(Config) if isinstance(key.key_class, Honoured))
+        # `optimizer.params` is one key, whose block depends on the type.
         read = {path for path in honoured if unread(path, self.config) is None}
-        return {
-            path: value for path, value in held.items() if read & {path, path.rpartition(".")[0]}
-        }  # optimizer.params
+        return {path: value for path, value in held.items() if read & {path, path.rpartition(".")[0]}}
 
     def report(self, *, defaults: bool = False) -> str:
         """Return a text that lists each key of the config with its status and its note.
@@ -267,6 +266,8 @@ def _policy_of(flat: Mapping[str, Any], num_ranks: int | None) -> Policy:
     total, micro, steps = resolve_batch_sizes(
         config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps, num_ranks
     )
+    if num_ranks is None and total is not None and micro is not None:
+        num_ranks = total // (micro * steps)
     policy = Policy(
         config=config,
         given=tuple(flat.items()),

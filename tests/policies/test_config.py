@@ -259,6 +259,8 @@ def test_replace_derives_the_batch_sizes_again_that_were_derived():
     changed = policy.replace(train_micro_batch_size_per_gpu=3)
     assert (policy.gradient_accumulation_steps, changed.gradient_accumulation_steps) == (3, 2)
     assert changed.replace(stage=2).replace(stage=0) == changed
+    sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    assert policy_from_config(sizes).replace(gradient_accumulation_steps=1, train_batch_size=None).train_batch_size == 4
     removed = policy.replace(train_batch_size=None)
     assert (removed.train_batch_size, removed.gradient_accumulation_steps) == (4, 1)
 

@@ -8,7 +8,7 @@ subclass with the methods that it calls, so a class inherits those of the moment
 |---|---|---|
 | `Extension` | `check_config` | `policy_from_config`, when all keys have values |
 | | `check_optimizer` | `TrainStep`, for each optimizer |
-| `PlanExtension` (`planning/extensions.py`) | `fp32_regions`, `safe_precisions`, `precisions` | `build_plan` |
+| `PlanExtension` (`planning/precisions.py`) | `fp32_regions`, `safe_precisions`, `precisions` | `build_plan` |
 | `WrapExtension` (`wrapping/extensions.py`) | `check_model`, `check_mesh`, `attach` | `wrap_model` |
 | | `add_traffic` | `plan_traffic` |
 | `MicroBatchesExtension` (`training/micro_batches.py`) | `attach_micro_batches` | `MicroBatches` |

@@ -7,10 +7,9 @@ from torch import nn
 
 from zeroamp.discovery.fake_run import example_arguments
 from zeroamp.discovery.traced_parameters import discover_safe_parameters
-from zeroamp.planning.extensions import PlanExtension
 from zeroamp.planning.mesh import current_device_type
 from zeroamp.planning.parameter_uses import ParameterUses
-from zeroamp.planning.precisions import Precision
+from zeroamp.planning.precisions import PlanExtension, Precision
 from zeroamp.planning.safe_parameters import refuse_all_ignored
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Policy

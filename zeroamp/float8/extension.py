@@ -22,12 +22,11 @@ from zeroamp.hooks._torch.all_gather_extension import shards_of
 from zeroamp.hooks.collectives.traffic import Traffic, TrafficKey
 from zeroamp.hooks.root_forward import ForwardCall
 from zeroamp.hooks.unit_hooks import wrap_forward
-from zeroamp.planning.extensions import PlanExtension
 from zeroamp.planning.groups import ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.parameter_uses import ParameterUses
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.precisions import Precision
+from zeroamp.planning.precisions import PlanExtension, Precision
 from zeroamp.policies.dtypes import FLOAT8_BY_NAME, short_name, stored_dtype
 from zeroamp.policies.errors import ConfigError, WrapError
 from zeroamp.policies.policy import Policy

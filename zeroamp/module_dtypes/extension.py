@@ -8,12 +8,11 @@ from torch import nn
 
 from zeroamp.module_dtypes.kept_in_fp32 import find_fp32_regions
 from zeroamp.module_dtypes.overrides import Override, Overrides, find_overrides
-from zeroamp.planning.extensions import PlanExtension
 from zeroamp.planning.fp32_regions import Fp32Regions
 from zeroamp.planning.groups import ParamPlan
 from zeroamp.planning.parameter_uses import ParameterUses
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.precisions import Compute, Precision
+from zeroamp.planning.precisions import Compute, PlanExtension, Precision
 from zeroamp.planning.safe_parameters import fixed_precision
 from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import ConfigError

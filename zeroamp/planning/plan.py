@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroamp.planning.extensions import PlanExtension
 from zeroamp.planning.fp32_regions import Fp32Regions
 from zeroamp.planning.group_dtypes import GroupKey, ParamDtypes, ignored_dtypes, param_dtypes
 from zeroamp.planning.groups import IGNORED, REPLICATED, GroupPlan, ParamPlan, group_params
 from zeroamp.planning.mesh import local_part
 from zeroamp.planning.mesh_axes import is_expert
 from zeroamp.planning.parameter_uses import ParameterUses, find_uses, innermost_common, refuse_unready, refuse_unusable
-from zeroamp.planning.precisions import Precision
+from zeroamp.planning.precisions import PlanExtension, Precision
 from zeroamp.planning.run_order import UnitRun, run_order, tree_order
 from zeroamp.planning.safe_parameters import param_precisions
 from zeroamp.planning.shard_sizes import may_shard_any_dim

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroamp.planning.extensions import PlanExtension
 from zeroamp.planning.parameter_uses import ParameterUses
-from zeroamp.planning.precisions import Precision
+from zeroamp.planning.precisions import PlanExtension, Precision
 from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.policy import Policy

@@ -26,10 +26,12 @@ from zeroamp.optimizers.optimizer_params import OPTIMIZER_PARAMS
 from zeroamp.optimizers.scheduler_params import SCHEDULER_PARAMS
 from zeroamp.planning.group_dtypes import group_dtypes, param_dtypes
 from zeroamp.planning.mesh import Ranks
-from zeroamp.planning.safe_parameters import Precision
-from zeroamp.policies.accumulation import ACCUMULATE, COMPUTE, refusal
+from zeroamp.planning.precisions import Precision
+from zeroamp.policies.accumulation import ACCUMULATE, COMPUTE
+from zeroamp.policies.conflicts import refusal
+from zeroamp.policies.derived import Mode
 from zeroamp.policies.dtypes import short_name
-from zeroamp.policies.policy import Mode, Policy, policy_from_config
+from zeroamp.policies.policy import Policy, policy_from_config
 from zeroamp.policies.schema.config import Config
 from zeroamp.policies.schema.keys import SAME, Honoured, Key, Native, Unsupported, iter_keys
 from zeroamp.policies.schema.precision import OverrideBlock

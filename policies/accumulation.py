@@ -1,15 +1,12 @@
-"""Decides the dtype in which gradients accumulate, and which pairs of compute and accumulation dtype are allowed."""
-
-from typing import TYPE_CHECKING
+"""Decides the dtype in which gradients accumulate. `conflicts.py` refuses some."""
 
 import torch
 
+from zeroamp.policies.derived import Mode
+from zeroamp.policies.policy import Policy
 from zeroamp.policies.schema.zero import Stage
 
-if TYPE_CHECKING:
-    from zeroamp.policies.policy import Mode, Policy
-
-COMPUTE: "tuple[tuple[Mode, torch.dtype | None], ...]" = (
+COMPUTE: tuple[tuple[Mode, torch.dtype | None], ...] = (
     ("fp32", None),
     ("bf16", torch.bfloat16),
     ("fp16", torch.float16),
@@ -21,19 +18,12 @@ ACCUMULATE = (torch.float32, torch.bfloat16, torch.float16)
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 
 
-def refusal(low_dtype: torch.dtype | None, accumulate: torch.dtype) -> str | None:
-    """Return why gradients of this compute dtype cannot accumulate in `accumulate`, or None if they can."""
-    if accumulate == torch.float16 and low_dtype != torch.float16:
-        return "float16 gradients over- and underflow without loss scaling, which only float16 compute has"
-    return None
-
-
-def accumulation_dtype(policy: "Policy") -> torch.dtype:
+def accumulation_dtype(policy: Policy) -> torch.dtype:
     """Return the dtype in which the gradients of several micro-batches are summed; fp32 for steps of one."""
     return policy.grad_accum_dtype if policy.gradient_accumulation_steps > 1 else torch.float32
 
 
-def unsharded_accumulation(policy: "Policy") -> torch.dtype:
+def unsharded_accumulation(policy: Policy) -> torch.dtype:
     """Return the dtype in which FSDP2 sums unsharded gradients over the config's micro-batches.
 
     fp32 if there is no such sum: at stages 2 and 3, and with one micro-batch per optimizer step.
@@ -41,6 +31,6 @@ def unsharded_accumulation(policy: "Policy") -> torch.dtype:
     return accumulation_dtype(policy) if policy.stage < 2 else torch.float32
 
 
-def sharded_accumulation(policy: "Policy") -> torch.dtype:
+def sharded_accumulation(policy: Policy) -> torch.dtype:
     """Return the dtype in which sharded gradients are summed over several micro-batches; fp32 at stages 0 and 1."""
     return policy.grad_accum_dtype if policy.stage >= 2 else torch.float32

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zeroamp.policies.accumulation import refusal
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import ConfigError, shown
 from zeroamp.policies.extensions import extensions_of
@@ -45,6 +44,13 @@ def check_policy(policy: "Policy") -> None:
             f'data_types.grad_accum_dtype must be "fp32" or "bf16" with compute in {short_name(policy.param_dtype)}, '
             f'but is "{short_name(policy.grad_accum_dtype)}": {reason}. Change one of the two.'
         )
+
+
+def refusal(low_dtype: torch.dtype | None, accumulate: torch.dtype) -> str | None:
+    """Return why gradients of this compute dtype cannot accumulate in `accumulate`, or None if they can."""
+    if accumulate == torch.float16 and low_dtype != torch.float16:
+        return "float16 gradients over- and underflow without loss scaling, which only float16 compute has"
+    return None
 
 
 def _check_communication(key: str, asked: torch.dtype | None, policy: "Policy") -> None:

@@ -1,45 +1,31 @@
 """`Extension`: what a config key adds to a run from a package outside of the core, and the moments at which it does.
 
 The table `zeroamp.EXTENSIONS` names a class of `Extension` for each such key. The core imports the class only if the
-key is on (neither false nor "auto"), or has the value that follows "=" in the table. It calls the methods at these
-moments, in this order:
+key is on (neither false nor "auto"), or has the value that follows "=" in the table. Each package of the core has a
+subclass with the methods that it calls, so a class inherits those of the moments at which it acts:
 
-| method | called by | moment |
+| class | methods | called by |
 |---|---|---|
-| `check_config` | `policy_from_config` | all keys have values |
-| `fp32_regions` | `build_plan` | the units are known |
-| `safe_precisions` | `build_plan` | mode "autocast": before the classes of modules decide the precisions |
-| `precisions` | `build_plan` | each parameter has a precision |
-| `check_model` | `wrap_model` | the plan is made, and nothing was communicated |
-| `check_mesh` | `wrap_model` | the plan and the mesh are the same on all ranks |
-| `attach` | `wrap_model` | the model is sharded and has its hooks |
-| `attach_micro_batches` | `MicroBatches` | a `TrainStep` or an observed step is made |
-| `check_optimizer` | `TrainStep` | for each optimizer |
-| `attach_step` | `TrainStep` | at the end of its constructor |
-| `add_traffic` | `plan_traffic` | the collectives of an optimizer step are counted |
+| `Extension` | `check_config` | `policy_from_config`, when all keys have values |
+| | `check_optimizer` | `TrainStep`, for each optimizer |
+| `PlanExtension` (`planning/precisions.py`) | `fp32_regions`, `safe_precisions`, `precisions` | `build_plan` |
+| `WrapExtension` (`wrapping/extensions.py`) | `check_model`, `check_mesh`, `attach` | `wrap_model` |
+| | `add_traffic` | `plan_traffic` |
+| `MicroBatchesExtension` (`training/micro_batches.py`) | `attach_micro_batches` | `MicroBatches` |
+| `StepExtension` (`training/step.py`) | `attach_step` | `TrainStep`, at the end of its constructor |
 
 A config without such keys has no extensions.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from zeroamp.hooks.collectives.traffic import Traffic
-    from zeroamp.planning.fp32_regions import Fp32Regions
-    from zeroamp.planning.mesh import Ranks
-    from zeroamp.planning.mesh_axes import MeshAxes
-    from zeroamp.planning.parameter_uses import ParameterUses
-    from zeroamp.planning.plan import Plan
-    from zeroamp.planning.safe_parameters import Precision
     from zeroamp.policies.policy import Policy
-    from zeroamp.training.micro_batches import MicroBatches
-    from zeroamp.training.step import TrainStep
-    from zeroamp.wrapping.state import WrapState
 
 
 class Extension:
@@ -58,61 +44,16 @@ class Extension:
     def check_config(self, policy: "Policy") -> None:
         """Raise ConfigError if other keys of the config contradict this one."""
 
-    def fp32_regions(self, model: "nn.Module", policy: "Policy") -> "Fp32Regions | None":
-        """Return the modules and tensors that stay in fp32 in every mode; None for none."""
-
-    def safe_precisions(
-        self,
-        model: "nn.Module",
-        policy: "Policy",
-        uses: "Sequence[ParameterUses]",
-        example_inputs: Any,
-        device_type: str | None,
-    ) -> "Sequence[Precision] | None":
-        """Return the precisions of the parameters `uses`, without fp32 regions and overrides. None: by their classes.
-
-        `example_inputs` and `device_type` are the arguments of `build_plan`.
-        """
-
-    def precisions(
-        self,
-        model: "nn.Module",
-        policy: "Policy",
-        uses: "Sequence[ParameterUses]",
-        precisions: "Iterable[Precision]",
-    ) -> "Iterable[Precision]":
-        """Return the precisions of the parameters `uses`, in their order."""
-        del model, policy, uses
-        return precisions
-
-    def check_model(self, model: "nn.Module", plan: "Plan") -> None:
-        """Raise ConfigError or WrapError if the key does not fit the model."""
-
-    def check_mesh(self, model: "nn.Module", plan: "Plan", axes: "MeshAxes") -> None:
-        """Raise ConfigError or WrapError if the key does not fit the ranks. `axes`: those of the mesh."""
-
-    def attach(self, model: "nn.Module", state: "WrapState") -> None:
-        """Change the hooks of the sharded model."""
-
-    def attach_micro_batches(self, micro_batches: "MicroBatches") -> None:
-        """Change how the micro-batches of optimizer steps run."""
-
     def check_optimizer(self, optimizer: "torch.optim.Optimizer", *, on_shards: bool) -> None:
         """Raise StepError if the key does not fit an optimizer. `on_shards`: the argument of `TrainStep`."""
 
-    def attach_step(self, train: "TrainStep") -> None:
-        """Change a `TrainStep`, or append callbacks to it."""
 
-    def add_traffic(self, plan: "Plan", ranks: "Ranks", traffic: "Traffic") -> None:
-        """Add this key's collectives of one optimizer step to `traffic`."""
+E = TypeVar("E", bound=Extension)
 
 
-def load(key: str) -> Any:
-    """Import and return what `zeroamp.EXTENSIONS` lists under `key`."""
-    from zeroamp import EXTENSIONS  # not at the top, where `zeroamp` is only partly imported
-
-    module, _, name = EXTENSIONS[key].partition(":")
-    return getattr(import_module(module), name)
+def of_class(extensions: Iterable[Extension], moments: type[E]) -> list[E]:
+    """Return those of `extensions` that act at the moments of a class, in their order."""
+    return [extension for extension in extensions if isinstance(extension, moments)]
 
 
 def extensions_of(policy: "Policy", model: "nn.Module | None" = None) -> tuple[Extension, ...]:
@@ -121,7 +62,7 @@ def extensions_of(policy: "Policy", model: "nn.Module | None" = None) -> tuple[E
     Also of what `EXTENSIONS` lists and `model` has: classes of parameters, such as quantized ones, and attributes of
     modules.
     """
-    from zeroamp import EXTENSIONS
+    from zeroamp import EXTENSIONS  # not at the top, where `zeroamp` is only partly imported
 
     classes = set() if model is None else {type(parameter).__name__ for parameter in model.parameters()}
 
@@ -133,5 +74,12 @@ def extensions_of(policy: "Policy", model: "nn.Module | None" = None) -> tuple[E
         found = getattr(policy, name, None)
         return found == value if value else bool(found and found != "auto") or name in classes
 
-    keys = {home: key for key, home in EXTENSIONS.items() if is_on(key)}
-    return tuple(load(key)() for key in keys.values())
+    homes = dict.fromkeys(home for key, home in EXTENSIONS.items() if is_on(key))
+    return tuple(_load(home)() for home in homes)
+
+
+def _load(home: str) -> type[Extension]:
+    """Import and return the class that `EXTENSIONS` writes as "module:name"."""
+    module, _, name = home.partition(":")
+    extension: type[Extension] = getattr(import_module(module), name)
+    return extension

@@ -1,37 +1,42 @@
-"""`Policy`, a frozen value of a validated config in its normal form, and `policy_from_config`, which makes it.
+"""`Policy`, what a validated config asks for as plain values, and `policy_from_config`, which makes it.
 
-Each key is defined once, in `zeroamp.policies.schema`: its type, default, class and note. A policy contains the config
-itself, so a new key is available as `policy.config.<block>.<key>`, with its type. It is also in `str(policy)`, in
-`policy.report()`, in comparisons of policies and in the docs. The attributes below are for readers of a policy: values
-of another shape than their key (`mode`, `loss_scale`, `offload`), and short names for keys that are read in many
-places. A new key does not need one.
+Each key is defined once, in `zeroamp.policies.schema`: its type, default, class and note. `_policy_of` decides which
+field of a policy has its value. Code outside of `policies` reads the fields.
 
 A policy does not depend on a model or on a process group.
 """
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Literal
 
 import torch
 
-from zeroamp.policies.batch_sizes import BATCH_SIZES, data_parallel_ranks
+from zeroamp.policies.batch_sizes import BATCH_SIZES, data_parallel_ranks, resolve_batch_sizes
 from zeroamp.policies.conflicts import check_policy
+from zeroamp.policies.derived import (
+    Mode,
+    Offload,
+    loss_scale_of,
+    low_dtype_of,
+    mode_of,
+    offload_between_steps_of,
+    offload_of,
+    states_dtype_of,
+    unread,
+)
 from zeroamp.policies.dtypes import FLOAT8_BY_NAME
-from zeroamp.policies.errors import ConfigError
-from zeroamp.policies.extensions import load
-from zeroamp.policies.json_values import flatten, json_value, load_config, nest
+from zeroamp.policies.json_values import flatten, json_object, json_value, load_config, nest
 from zeroamp.policies.key_names import path_of_key, rename_keys
-from zeroamp.policies.loss_scale_rule import NO_LOSS_SCALE, LossScale
-from zeroamp.policies.normalise import HELD_BY, low_dtype_of, mode_of, normalised, short_config, to_config
-from zeroamp.policies.normalise import Mode as Mode
-from zeroamp.policies.schema.config import Config, validate
+from zeroamp.policies.loss_scale_rule import LossScale
+from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES
+from zeroamp.policies.schema.config import Config, OptimizerBlock, SchedulerBlock, validate
+from zeroamp.policies.schema.keys import Honoured, iter_keys
+from zeroamp.policies.schema.precision import OverrideBlock
 from zeroamp.policies.schema.zero import LeafModuleBlock
 from zeroamp.policies.schema.zero import Stage as Stage
-
-_T = TypeVar("_T")
 
 LeafModules = LeafModuleBlock
 """Modules that are one unit each, with no unit inside: sparse experts, of which a forward runs only some."""
@@ -39,185 +44,84 @@ LeafModules = LeafModuleBlock
 NO_LEAF_MODULES = LeafModules()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Offload:
-    """The device of sharded parameters, their gradients and the optimizer state. FSDP2 offloads all three together."""
-
-    to_cpu: bool = False
-    """Whether the shards are on the CPU. Unsharded parameters are on the accelerator in any case."""
-
-    pin_memory: bool = True
-    """Whether the shards are in page-locked memory, so that copies overlap with compute. No effect on CPUs."""
-
-
-NO_OFFLOAD = Offload()
-
-
-class _Key(Generic[_T]):
-    """An attribute of `Policy` that reads the config."""
-
-    def __init__(self, read: Callable[[Config], _T]) -> None:
-        self._read = read
-
-    @overload
-    def __get__(self, policy: None, owner: type) -> "_Key[_T]": ...
-    @overload
-    def __get__(self, policy: "Policy", owner: type) -> _T: ...
-    def __get__(self, policy: "Policy | None", owner: type) -> "_Key[_T] | _T":
-        return self if policy is None else self._read(policy.config)
-
-
-@dataclass(frozen=True, init=False, slots=True, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Policy:
     """Precision, sharding stage and optimizer step of a training run. Made by `policy_from_config`.
 
-    Policies of equivalent configs are equal. `str(policy)` is the JSON text of a config from which `policy_from_config`
-    makes an equal policy. `replace` returns a policy with other values of keys.
+    Policies are equal if their fields are, except for the first three: so are those of a config and of the same config
+    with other keys that have no effect. `str(policy)` is the JSON text of the config. `replace` returns a policy with
+    other values of keys.
     """
 
-    config: Config
-    """All keys, in the normal form of `zeroamp.policies.normalise`. Native and unsupported keys have their defaults."""
+    config: Config = field(compare=False)
+    """All keys of the config, with the defaults of those that it does not have."""
 
     given: tuple[tuple[str, Any], ...] = field(compare=False)
-    """(path with dots, value) of the keys that the config had, for `report`. Comparisons of policies ignore it."""
+    """(path with dots, value) of the keys that the config has."""
 
-    def __init__(
-        self, config: Config | None = None, given: tuple[tuple[str, Any], ...] = (), *, num_ranks: int | None = None
-    ) -> None:
-        """Make a policy. Users call `policy_from_config`.
+    num_ranks: int | None = field(compare=False)
+    """Data-parallel ranks, by the caller, the launcher or the batch sizes; None if unknown."""
 
-        Args:
-            config: from `validate`. None stands for the defaults.
-            given: see the attribute.
-            num_ranks: data-parallel ranks, with which batch sizes are derived and checked; None if unknown.
+    mode: Mode
+    """The precision mode. The sharded parameters and the optimizer state are fp32 in every mode.
 
-        Raises:
-            ConfigError: two keys contradict each other.
-        """
-        object.__setattr__(self, "config", normalised(Config() if config is None else config, num_ranks))
-        object.__setattr__(self, "given", given)
-        check_policy(self)
+    "autocast": per-op precision of `torch.autocast`; safe parameters are all-gathered in the low dtype. "bf16",
+    "fp16": all parameters are all-gathered, and all ops computed, in that dtype. "fp32": no mixed precision.
+    """
 
-    def replace(self, **changes: Any) -> "Policy":
-        """Return a policy with other values for some keys: `policy.replace(stage=2)`.
+    low_dtype: torch.dtype | None
+    """The low precision of the mode: bfloat16 or float16; None for mode "fp32"."""
 
-        A key is named as an argument of `policy_from_config` is: by its path with dots (or with `__` for each dot), by
-        its last part, or, for `block.enabled`, by the block. None removes a key. Batch sizes that were derived are
-        derived again, for the same number of ranks. All checks run again.
+    lower_precision_safe_modules: tuple[str, ...] | Literal["auto"]
+    """Names of the classes whose parameters are safe. "auto": a traced run finds the safe parameters.
 
-        Raises:
-            ConfigError: no key, or more than one, has the name; a value is not valid; or two keys contradict each
-                other.
-        """
-        flat = flatten(self.to_config())
-        named = {path for path, _ in self.given}
-        for name, value in changes.items():
-            path = path_of_key(name, value)
-            replaced = [path, *(held for key, held in HELD_BY.items() if _overlap(key, path) and not _any(held, named))]
-            flat = {other: held for other, held in flat.items() if not any(_is_in(other, each) for each in replaced)}
-            flat |= {} if value is None else rename_keys(flatten({path: json_value(value, path)}))
-            named |= {other for other in flat if _is_in(other, path)}
-        flat = {path: value for path, value in flat.items() if path in named or path not in BATCH_SIZES}
-        given = tuple((path, value) for path, value in flat.items() if path in named)
-        num_ranks = self._num_ranks if flat.keys() & BATCH_SIZES else None  # else there is nothing to derive
-        return Policy(validate(nest(flat)), given, num_ranks=num_ranks)
+    See `discover_safe_parameters`. Empty in other modes than "autocast".
+    """
 
-    __replace__ = replace
+    loss_scale: LossScale
+    """The settings of loss scaling; `NO_LOSS_SCALE` unless the mode computes in float16."""
 
-    @property
-    def _num_ranks(self) -> int | None:
-        """The number of ranks that follows from the batch sizes, or without them from the environment."""
-        total, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
-        if total is None or micro is None:
-            return data_parallel_ranks(None)
-        return total // (micro * self.gradient_accumulation_steps)
+    offload: Offload
+    """The device of the shards: see `Offload`."""
 
-    def __str__(self) -> str:
-        """Return the config as JSON text, with defaults written out."""
-        return json.dumps(self.to_config(), indent=2)
-
-    def __repr__(self) -> str:
-        """Return a call that makes an equal policy, with the keys that differ from their defaults."""
-        return f"policy_from_config({short_config(self)!r})"
-
-    def to_config(self) -> dict[str, Any]:
-        """Return a config, with defaults written out, from which `policy_from_config` makes an equal policy."""
-        return to_config(self)
-
-    def report(self, *, defaults: bool = False) -> str:
-        """Return a text that lists each key of the config with its status and its note.
-
-        The status is honoured, native (accepted, without effect), off, or without effect in this config.
-
-        Args:
-            defaults: whether to list also the keys that the config does not have and whose defaults have an effect.
-        """
-        text: str = load("Policy.key_report")(self, defaults=defaults)
-        return text
-
-    # Short names of keys, which their notes in the schema describe (docs/config.md).
-    train_batch_size = _Key(lambda config: config.train_batch_size)
-    train_micro_batch_size_per_gpu = _Key(lambda config: config.train_micro_batch_size_per_gpu)
-    gradient_accumulation_steps = _Key(lambda config: config.gradient_accumulation_steps or 1)
-    gradient_clipping = _Key(lambda config: config.gradient_clipping)
-    communication_data_type = _Key(lambda config: config.communication_data_type)
-    grad_accum_dtype = _Key(lambda config: config.data_types.grad_accum_dtype or torch.float32)
-    optimizer_states_dtype = _Key(
-        lambda config: torch.bfloat16 if config.data_types.optimizer_states_dtype == "bf16" else None
-    )
-    buffer_dtype = _Key(lambda config: config.data_types.buffer_dtype)
-    keep_in_fp32_modules = _Key(lambda config: config.data_types.keep_in_fp32_modules)
-    check_grad_overflow = _Key(lambda config: config.bf16.check_grad_overflow)
-    stage = _Key(lambda config: config.zero_optimization.stage)
-    param_persistence_threshold = _Key(lambda config: config.zero_optimization.stage3_param_persistence_threshold)
-    max_live_parameters = _Key(lambda config: config.zero_optimization.stage3_max_live_parameters)
-    prefetch_bucket_size = _Key(lambda config: config.zero_optimization.stage3_prefetch_bucket_size)
-    hpz_partition_size = _Key(lambda config: config.zero_optimization.zero_hpz_partition_size)
-    leaf_modules = _Key(lambda config: config.zero_optimization.leaf_module or NO_LEAF_MODULES)
-    gather_16bit_weights_on_save = _Key(
-        lambda config: config.zero_optimization.stage3_gather_16bit_weights_on_model_save
-    )
-    reduce_accumulate_dtype = _Key(lambda config: config.zeroamp.reduce_accumulate_dtype)
-    param_gather_dtype = _Key(lambda config: FLOAT8_BY_NAME.get(config.zeroamp.param_gather_dtype or ""))
-    overrides = _Key(lambda config: config.zeroamp.overrides)
-    keep_inputs_in_fp32 = _Key(lambda config: config.zeroamp.keep_inputs_in_fp32)
-    external_autocast = _Key(lambda config: config.zeroamp.external_autocast)
-    offload_between_steps = _Key(lambda config: config.zeroamp.offload_between_steps)
-    dp_replicate_size = _Key(lambda config: config.zeroamp.dp_replicate_size)
-    ranks_per_node = _Key(lambda config: config.zeroamp.ranks_per_node)
-    partials_between_nodes = _Key(lambda config: config.zeroamp.partials_between_nodes)
-    reduce = _Key(lambda config: config.zeroamp.reduce)
-    skip_nonfinite_steps = _Key(lambda config: config.zeroamp.skip_nonfinite_steps)
-    reproducible = _Key(lambda config: config.zeroamp.reproducible)
-    seed = _Key(lambda config: config.zeroamp.seed or 0)
-    sync_module_states = _Key(lambda config: config.zeroamp.sync_module_states)
-    shard_dim = _Key(lambda config: config.zeroamp.shard_dim)
-    own_units = _Key(lambda config: config.zeroamp.own_units)
-    steps_per_print = _Key(lambda config: config.steps_per_print or 0)
-    optimizer = _Key(lambda config: config.optimizer)
-    scheduler = _Key(lambda config: config.scheduler)
-
-    @property
-    def mode(self) -> Mode:
-        """The precision mode. The sharded parameters and the optimizer state are fp32 in every mode.
-
-        "autocast": per-op precision of `torch.autocast`; safe parameters are all-gathered in the low dtype. "bf16",
-        "fp16": all parameters are all-gathered, and all ops computed, in that dtype. "fp32": no mixed precision.
-        """
-        return mode_of(self.config)
-
-    @property
-    def low_dtype(self) -> torch.dtype | None:
-        """The low precision of the mode: bfloat16 or float16; None for mode "fp32"."""
-        return low_dtype_of(self.config)
-
-    @property
-    def lower_precision_safe_modules(self) -> tuple[str, ...] | Literal["auto"]:
-        """Names of the classes whose parameters are safe. "auto": a traced run finds the safe parameters.
-
-        See `discover_safe_parameters`. Empty in other modes than "autocast".
-        """
-        return self.config.torch_autocast.lower_precision_safe_modules or ()
+    # Keys of the config, which their notes in the schema describe (docs/config.md).
+    train_batch_size: int | None
+    train_micro_batch_size_per_gpu: int | None
+    gradient_accumulation_steps: int
+    gradient_clipping: float
+    communication_data_type: torch.dtype | None
+    grad_accum_dtype: torch.dtype
+    optimizer_states_dtype: torch.dtype | None
+    buffer_dtype: torch.dtype | None
+    keep_in_fp32_modules: tuple[str, ...] | Literal["auto"]
+    check_grad_overflow: bool
+    stage: Stage
+    param_persistence_threshold: int
+    max_live_parameters: int
+    prefetch_bucket_size: int
+    hpz_partition_size: int
+    leaf_modules: LeafModules
+    gather_16bit_weights_on_save: bool
+    reduce_accumulate_dtype: Literal["fp32", "native"]
+    param_gather_dtype: torch.dtype | None
+    overrides: tuple[OverrideBlock, ...]
+    keep_inputs_in_fp32: tuple[str, ...]
+    external_autocast: Literal["error", "allow"]
+    offload_between_steps: tuple[Literal["optimizer"], ...]
+    dp_replicate_size: int
+    ranks_per_node: Literal["auto", "off"] | int
+    partials_between_nodes: Literal["fp32", "bf16"]
+    reduce: Literal["mean", "sum"]
+    skip_nonfinite_steps: bool
+    reproducible: bool
+    seed: int
+    sync_module_states: bool
+    shard_dim: Literal["auto", 0]
+    own_units: bool
+    optional_units: tuple[str, ...]
+    steps_per_print: int
+    optimizer: OptimizerBlock | None
+    scheduler: SchedulerBlock | None
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -237,49 +141,74 @@ class Policy:
         """Dtype in which `zeroamp.export_hf` writes parameters if its caller passes none."""
         return self.param_dtype if self.gather_16bit_weights_on_save else torch.float32
 
-    @property
-    def loss_scale(self) -> LossScale:
-        """The settings of loss scaling; `NO_LOSS_SCALE` unless the mode computes in float16."""
-        block = self.config.fp16
-        if self.low_dtype != torch.float16:
-            return NO_LOSS_SCALE
-        if block.loss_scale > 0:
-            return LossScale(initial=block.loss_scale, dynamic=False)
-        return LossScale(
-            initial=2.0**block.initial_scale_power,
-            window=block.loss_scale_window,
-            hysteresis=block.hysteresis,
-            consecutive_hysteresis=block.consecutive_hysteresis,
-            minimum=block.min_loss_scale,
-        )
+    def replace(self, **changes: Any) -> "Policy":
+        """Return a policy with other values for some keys: `policy.replace(stage=2)`.
 
-    @property
-    def offload(self) -> Offload:
-        """The device of the shards: see `Offload`."""
-        block = self.config.zero_optimization.offload_param
-        return NO_OFFLOAD if block is None else Offload(to_cpu=True, pin_memory=block.pin_memory)
+        Name a key as in `policy_from_config`: `zero_optimization.stage`, `zero_optimization__stage`, `stage`; `bf16`
+        for `bf16.enabled`. None removes a key. Batch sizes that were derived are derived again, for the same number of
+        ranks. All checks run again.
+
+        Raises:
+            ConfigError: no key, or more than one, has the name; a value is not valid; or two keys contradict each
+                other.
+        """
+        flat = dict(self.given)
+        for name, value in changes.items():
+            path = path_of_key(name, value)
+            flat = {other: held for other, held in flat.items() if not (_is_in(other, path) or _is_in(path, other))}
+            flat |= {} if value is None else rename_keys(flatten({path: json_value(value, path)}))
+        return _policy_of(flat, self.num_ranks)
+
+    __replace__ = replace
+
+    def __str__(self) -> str:
+        """Return `to_config` as JSON text."""
+        return json.dumps(self.to_config(), indent=2)
+
+    def __repr__(self) -> str:
+        """Return a call that makes an equal policy."""
+        return f"policy_from_config({self.to_config()!r})"
+
+    def to_config(self) -> dict[str, Any]:
+        """Return the config as it was given, from which `policy_from_config` makes an equal policy.
+
+        "auto" values are filled. If it has a batch size, those that were derived are written out.
+        """
+        flat = dict(self.given)
+        if flat.keys() & set(BATCH_SIZES):
+            derived = ((name, getattr(self, name)) for name in BATCH_SIZES)
+            flat |= {name: value for name, value in derived if value is not None}
+        if "steps_per_print" in flat:
+            flat["steps_per_print"] = self.steps_per_print  # may be infinite in the config: JSON has no such number
+        return json_object(nest(flat), "config")
+
+    def effective_values(self) -> dict[str, Any]:
+        """Return {path: value} of the honoured keys that may have an effect, with defaults, as JSON's types.
+
+        Batch sizes are the derived ones. Keys of a block that the config does not have are left out.
+        """
+        held = flatten(self.config.model_dump(mode="json")) | {name: getattr(self, name) for name in BATCH_SIZES}
+        honoured = (key.path for key in iter_keys(Config) if isinstance(key.key_class, Honoured))
+        # `optimizer.params` is one key, whose block depends on the type.
+        read = {path for path in honoured if unread(path, self.config) is None}
+        return {path: value for path, value in held.items() if read & {path, path.rpartition(".")[0]}}
+
+    def report(self, *, defaults: bool = False) -> str:
+        """Return a text that lists each key of the config with its status and its note.
+
+        The status is honoured, native (accepted, without effect), off, or without effect in this config.
+
+        Args:
+            defaults: whether to list also the keys that the config does not have and whose defaults have an effect.
+        """
+        from zeroamp.reporting.key_report import render_report
+
+        return render_report(self, defaults=defaults)
 
 
 def _is_in(path: str, block: str) -> bool:
     """Return whether the key `path` is `block` itself or in that block."""
     return f"{path}.".startswith(f"{block}.")
-
-
-def _overlap(path: str, other: str) -> bool:
-    return _is_in(path, other) or _is_in(other, path)
-
-
-def _any(block: str, paths: set[str]) -> bool:
-    return any(_is_in(path, block) for path in paths)
-
-
-def _refuse_change(_: Policy, name: str, *_value: object) -> None:
-    raise ConfigError(f"policy.{name} was set, but a Policy is frozen. Call policy.replace({name}=...) instead.")
-
-
-# The methods of a frozen dataclass with slots raise a TypeError without a text for names that are not fields.
-Policy.__setattr__ = _refuse_change  # type: ignore[method-assign, assignment]
-Policy.__delattr__ = _refuse_change  # type: ignore[method-assign, assignment]
 
 
 ConfigLike = Mapping[str, Any] | str | os.PathLike[str]
@@ -322,6 +251,69 @@ def policy_from_config(cfg: ConfigLike, *, world_size: int | None = None, **auto
     """
     flat = rename_keys(flatten(load_config(cfg)))
     if auto or "auto" in flat.values():
-        flat = load("policy_from_config.fill_auto")(flat, auto)
-    filled = nest(flat)
-    return Policy(validate(filled), tuple(flatten(filled).items()), num_ranks=data_parallel_ranks(world_size))
+        from zeroamp.policies.auto_values import fill_auto
+
+        flat = fill_auto(flat, auto)
+    return _policy_of(flat, data_parallel_ranks(world_size))
+
+
+def _policy_of(flat: Mapping[str, Any], num_ranks: int | None) -> Policy:
+    """Return the policy of a config, {path: value}. Here is decided what each key means for those who read a policy."""
+    config = validate(nest(flat))
+    mode, low_dtype = mode_of(config), low_dtype_of(config)
+    autocast, types, zero, ours = config.torch_autocast, config.data_types, config.zero_optimization, config.zeroamp
+    safe_modules = autocast.lower_precision_safe_modules if mode == "autocast" else ()
+    total, micro, steps = resolve_batch_sizes(
+        config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps, num_ranks
+    )
+    if num_ranks is None and total is not None and micro is not None:
+        num_ranks = total // (micro * steps)
+    policy = Policy(
+        config=config,
+        given=tuple(flat.items()),
+        num_ranks=num_ranks,
+        mode=mode,
+        low_dtype=low_dtype,
+        lower_precision_safe_modules=DEFAULT_SAFE_MODULES if safe_modules is None else safe_modules,
+        loss_scale=loss_scale_of(config),
+        offload=offload_of(config),
+        train_batch_size=total,
+        train_micro_batch_size_per_gpu=micro,
+        gradient_accumulation_steps=steps,
+        gradient_clipping=config.gradient_clipping,
+        communication_data_type=config.communication_data_type,
+        grad_accum_dtype=types.grad_accum_dtype or torch.float32,
+        optimizer_states_dtype=states_dtype_of(config),
+        buffer_dtype=types.buffer_dtype,
+        keep_in_fp32_modules=types.keep_in_fp32_modules,
+        check_grad_overflow=config.bf16.enabled and config.bf16.check_grad_overflow,
+        stage=zero.stage,
+        param_persistence_threshold=zero.stage3_param_persistence_threshold,
+        max_live_parameters=zero.stage3_max_live_parameters,
+        prefetch_bucket_size=zero.stage3_prefetch_bucket_size,
+        hpz_partition_size=zero.zero_hpz_partition_size,
+        leaf_modules=zero.leaf_module or NO_LEAF_MODULES,
+        gather_16bit_weights_on_save=zero.stage3_gather_16bit_weights_on_model_save,
+        reduce_accumulate_dtype=ours.reduce_accumulate_dtype,
+        param_gather_dtype=FLOAT8_BY_NAME.get(ours.param_gather_dtype or ""),
+        overrides=ours.overrides,
+        keep_inputs_in_fp32=ours.keep_inputs_in_fp32,
+        external_autocast=ours.external_autocast,
+        offload_between_steps=offload_between_steps_of(config),
+        dp_replicate_size=ours.dp_replicate_size,
+        ranks_per_node=ours.ranks_per_node,
+        partials_between_nodes=ours.partials_between_nodes,
+        reduce=ours.reduce,
+        skip_nonfinite_steps=ours.skip_nonfinite_steps,
+        reproducible=ours.reproducible,
+        seed=ours.seed or 0,
+        sync_module_states=ours.sync_module_states,
+        shard_dim=ours.shard_dim,
+        own_units=ours.own_units,
+        optional_units=ours.optional_units,
+        steps_per_print=config.steps_per_print or 0,
+        optimizer=config.optimizer,
+        scheduler=config.scheduler,
+    )
+    check_policy(policy)
+    return policy

@@ -33,40 +33,12 @@ EXTENSIONS = {
     "zeroamp.offload_between_steps": "zeroamp.host_memory.between_steps:OffloadBetweenSteps",
     "torch.distributed.tensor.DTensor": "zeroamp.meshes.partial_gradients:PartialGradients",
     "torch_autocast.lower_precision_safe_modules=auto": "zeroamp.discovery.extension:Discovery",
-    "build_plan.find_optional": "zeroamp.module_dtypes.optional_units:find_optional",
-    "Ledger.plan_traffic": "zeroamp.dry_run.planned_traffic:plan_traffic",
-    "Ledger.bytes_per_step": "zeroamp.dry_run.planned_traffic:bytes_per_step",
-    "Ledger.text": "zeroamp.reporting.ledger_tables:ledger_text",
-    "Ledger.parameter_text": "zeroamp.reporting.ledger_tables:parameter_text",
-    "Verification.text": "zeroamp.reporting.ledger_tables:verification_text",
-    "validate.explain": "zeroamp.policies.schema.config_errors:explain",
-    "policy_from_config.fill_auto": "zeroamp.policies.auto_values:fill_auto",
-    "Policy.key_report": "zeroamp.reporting.key_report:render_report",
-    "optimizer.types": "zeroamp.optimizers.optimizer_params:TYPES",
-    "scheduler.types": "zeroamp.optimizers.scheduler_params:TYPES",
-    "wrap_model.round_sums": "zeroamp.accumulation.shard_accumulator:round_sums",
-    "wrap_model.find_axes": "zeroamp.meshes.axes:find_axes",
-    "wrap_model.refuse_combinations": "zeroamp.meshes.refused_meshes:refuse_combinations",
-    "StepAllReduce.gradients_of_copies": "zeroamp.meshes.tensor_parallel_replicas:GradientsOfCopies",
-    "wrap_model.materialize_model": "zeroamp.weights.materialize:materialize_model",
-    "wrap_model.nodes_of_mesh": "zeroamp.two_level.layout:nodes_of_mesh",
-    "TrainStep.kind_of_other": "zeroamp.optimizers.kinds:kind_of_other",
-    "TrainStep.refuse_other": "zeroamp.optimizers.kinds:refuse_other",
-    "optimizer.step.prepare_other": "zeroamp.optimizers.kinds:prepare_other",
-    "TrainStep.shard_state": "zeroamp.optimizers.loaded_state:shard_state",
-    "TrainStep.shard_state_dict": "zeroamp.optimizers.loaded_state:shard_state_dict",
-    "TrainStep.resolve_overrides": "zeroamp.optimizers.kinds:resolve_overrides",
-    "TrainStep.replicated_apart": "zeroamp.optimizers.kinds:replicated_apart",
-    "TrainStep.refuse_on_two_axes": "zeroamp.meshes.tensor_parallel_replicas:refuse_on_two_axes",
-    "torch.optim.Muon": "zeroamp.optimizers.muon:updating_matrices",
 }
-"""Name -> a class or function that is loaded at its first use, as "module:name".
+"""What a run has -> the `Extension` (`zeroamp/policies/extensions.py`) that is loaded for it, as "module:name".
 
-The name is a config key, "key=value", the class of a parameter or "model." and an attribute of a module, for an
-`Extension` (`zeroamp/policies/extensions.py`); or the class of an optimizer or an attribute of the core, which loads
-the function at its first use. The core (policies, hooks, planning, wrapping, training, ledger) depends on other
-packages only through this table. Extensions are called in its order: float8 chooses among the weights that no override
-names."""
+What a run has is written as a config key, as "key=value", as the class of a parameter, or as "model." and an attribute
+of a module. Extensions are called in this order: float8 chooses among the weights that no override names. What else the
+core uses from other packages it imports inside of the function that needs it: `pyproject.toml` has the list."""
 
 __all__ = sorted(_HOMES)
 

@@ -1,12 +1,11 @@
 """The top level of the config, and the block `zeroamp`."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
 from zeroamp.policies.errors import ConfigError, shown
-from zeroamp.policies.extensions import load
 from zeroamp.policies.schema.foreign import with_foreign_keys
 from zeroamp.policies.schema.keys import (
     Block,
@@ -23,6 +22,9 @@ from zeroamp.policies.schema.keys import (
 )
 from zeroamp.policies.schema.precision import Bf16Block, DataTypesBlock, Fp16Block, OverrideBlock, TorchAutocastBlock
 from zeroamp.policies.schema.zero import ZeroOptimizationBlock
+
+if TYPE_CHECKING:
+    from zeroamp.optimizers.typed_params import TypedParams
 
 
 def _no_deepcompile(block: object) -> object:
@@ -150,40 +152,54 @@ class ZeroampBlock(Block):
 class _TypedBlock(Block):
     """A block with the name of a class, and its arguments: `zeroamp/optimizers` has the types and the keys of each."""
 
-    _types: ClassVar[str]
-    """The name under which `zeroamp.EXTENSIONS` lists the types. They are loaded for a config with this block."""
+    @classmethod
+    def types(cls) -> "TypedParams":
+        """Return the types. Loads their module, so that a config without the block does not."""
+        raise NotImplementedError
 
     @field_validator("type", mode="before", check_fields=False)
     @classmethod
     def _known_type(cls, value: object) -> object:
-        return load(cls._types).known_type(value)
+        return cls.types().known_type(value)
 
     @field_validator("params", mode="before", check_fields=False)
     @classmethod
     def _of_the_type(cls, value: object, info: ValidationInfo) -> object:
         # Without a valid type the keys of params cannot be checked, and the error of the type is raised.
-        return load(cls._types).params_of(info.data["type"], value) if "type" in info.data else value
+        return cls.types().params_of(info.data["type"], value) if "type" in info.data else value
 
 
 class OptimizerBlock(_TypedBlock):
     """`optimizer`: read by `optimizer_from_config` only."""
 
-    _types = "optimizer.types"
     type: Annotated[str, Honoured("name of the optimizer, in any case")]
     params: Annotated[Any, Honoured("arguments of the optimizer: see the table of its type")] = Field(
         default=None, validate_default=True
     )
     legacy_fusion: Annotated[bool, Native("torch's optimizers have no such variant")] = False
 
+    @classmethod
+    def types(cls) -> "TypedParams":
+        """Return the types of optimizers."""
+        from zeroamp.optimizers.optimizer_params import TYPES
+
+        return TYPES
+
 
 class SchedulerBlock(_TypedBlock):
     """`scheduler`: read by `scheduler_from_config` only."""
 
-    _types = "scheduler.types"
     type: Annotated[str, Honoured("name of the scheduler, in any case")]
     params: Annotated[Any, Honoured("arguments of the scheduler: see the table of its type")] = Field(
         default=None, validate_default=True
     )
+
+    @classmethod
+    def types(cls) -> "TypedParams":
+        """Return the types of schedulers."""
+        from zeroamp.optimizers.scheduler_params import TYPES
+
+        return TYPES
 
 
 @with_foreign_keys("")
@@ -243,4 +259,6 @@ def validate(cfg: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(dict(cfg))
     except ValidationError as error:
-        raise ConfigError(load("validate.explain")(error, cfg)) from None
+        from zeroamp.policies.schema.config_errors import explain
+
+        raise ConfigError(explain(error, cfg)) from None

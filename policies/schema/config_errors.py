@@ -11,8 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from zeroamp.policies.errors import describe, is_quoted, shown
-from zeroamp.policies.extensions import load
-from zeroamp.policies.schema.config import Config
+from zeroamp.policies.schema.config import Config, OptimizerBlock, SchedulerBlock
 from zeroamp.policies.schema.keys import REMOVE_IT, Block, Unsupported, inner_block, iter_keys, nearest, own_class
 
 _VALID = {
@@ -137,7 +136,7 @@ def _nearest(path: str, siblings: list[str]) -> str:
     if near := nearest(name, siblings):
         return near
     elsewhere = {key.path.rpartition(".")[2]: key.path for key in iter_keys(Config)}
-    types = load("scheduler.types" if block == "scheduler" else "optimizer.types")
+    types = (SchedulerBlock if block == "scheduler" else OptimizerBlock).types()
     for of_type in types.blocks.values():
         elsewhere |= {key.path: f"{block or 'optimizer'}.params.{key.path}" for key in iter_keys(of_type)}
     names = difflib.get_close_matches(name, elsewhere, n=1)

@@ -7,7 +7,8 @@ from torch.distributed.tensor import DTensor
 import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import config, wrapped
-from zeroamp.policies.accumulation import ACCUMULATE, STAGES, refusal
+from zeroamp.policies.accumulation import ACCUMULATE, STAGES
+from zeroamp.policies.conflicts import refusal
 from zeroamp.policies.dtypes import short_name
 
 NAME = "llama_untied"

@@ -130,6 +130,12 @@ BAD = [
         "Write the same value in both",
     ),
     (
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zeroamp": {"offload_between_steps": []}},
+        "zeroamp.offload_between_steps",
+        "is [], but zero_optimization.offload_optimizer.device",
+        "Remove one of them",
+    ),
+    (
         {"zero_optimization.stage": 3},
         "config",
         "'zero_optimization.stage'",

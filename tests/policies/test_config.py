@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import sys
+from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from torch import nn
 
 from tests.models.small import Llama
 from zeroamp import ConfigError, policy_from_config
+from zeroamp.policies.derived import NO_OFFLOAD, Offload
 from zeroamp.policies.json_values import flatten, nest
-from zeroamp.policies.policy import NO_OFFLOAD, Offload
 from zeroamp.policies.safe_modules import resolve_safe_classes
 from zeroamp.policies.schema.config import Config
 from zeroamp.policies.schema.keys import Honoured, iter_keys
@@ -259,6 +260,8 @@ def test_replace_derives_the_batch_sizes_again_that_were_derived():
     changed = policy.replace(train_micro_batch_size_per_gpu=3)
     assert (policy.gradient_accumulation_steps, changed.gradient_accumulation_steps) == (3, 2)
     assert changed.replace(stage=2).replace(stage=0) == changed
+    sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    assert policy_from_config(sizes).replace(gradient_accumulation_steps=1, train_batch_size=None).train_batch_size == 4
     removed = policy.replace(train_batch_size=None)
     assert (removed.train_batch_size, removed.gradient_accumulation_steps) == (4, 1)
 
@@ -270,12 +273,28 @@ def test_replace_takes_dtypes_and_says_which_blocks_have_enabled():
         policy.replace(enabled=True)
 
 
-def test_a_policy_is_frozen_and_says_what_to_call():
+def test_a_policy_is_frozen():
     policy = policy_from_config({})
-    with pytest.raises(ConfigError, match=r"^policy\.stage was set, .* frozen. Call policy.replace\(stage="):
-        policy.stage = 1
-    with pytest.raises(ConfigError, match="^policy.stage"):
+    for name in ("stage", "param_dtype", "stagee"):
+        with pytest.raises(FrozenInstanceError, match=f"cannot assign to field '{name}'"):
+            setattr(policy, name, 1)
+    with pytest.raises(FrozenInstanceError, match="cannot delete field 'stage'"):
         del policy.stage
+
+
+def test_the_text_of_a_policy_is_the_config_with_its_autos_filled_and_batch_sizes_derived():
+    cfg = {"zero_optimization": {"overlap_comm": True, "stage": "auto"}, "bf16": {}, "train_batch_size": 12}
+    policy = policy_from_config(cfg, world_size=3, stage=2)
+    assert json.loads(str(policy)) == {
+        **cfg,
+        "zero_optimization": {"overlap_comm": True, "stage": 2},
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+    }
+    assert policy_from_config(json.loads(str(policy))) == policy
+    policy.to_config()["bf16"]["enabled"] = True
+    assert policy.replace(bf16=True).mode == "bf16"
+    assert (policy.mode, dict(policy.given)["bf16"]) == ("fp32", {})
 
 
 def test_the_seed_of_a_reproducible_run_is_that_of_the_config():

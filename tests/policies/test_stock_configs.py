@@ -98,7 +98,9 @@ def test_a_dtype_by_any_of_its_names(dtype):
 
 
 def test_an_infinite_number_of_steps_between_prints_is_never():
-    assert policy_from_config({"steps_per_print": float("inf")}) == policy_from_config({})
+    never = policy_from_config({"steps_per_print": float("inf")})
+    assert never == policy_from_config({})
+    assert json.loads(str(never)) == {"steps_per_print": 0}
     assert policy_from_config({"steps_per_print": 2e3}).steps_per_print == 2000
 
 

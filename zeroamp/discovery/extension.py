@@ -9,14 +9,14 @@ from zeroamp.discovery.fake_run import example_arguments
 from zeroamp.discovery.traced_parameters import discover_safe_parameters
 from zeroamp.planning.mesh import current_device_type
 from zeroamp.planning.parameter_uses import ParameterUses
-from zeroamp.planning.safe_parameters import Precision, refuse_all_ignored
+from zeroamp.planning.precisions import PlanExtension, Precision
+from zeroamp.planning.safe_parameters import refuse_all_ignored
 from zeroamp.policies.errors import ConfigError
-from zeroamp.policies.extensions import Extension
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, KEY, resolve_safe_classes, unsafe_owner
 
 
-class Discovery(Extension):
+class Discovery(PlanExtension):
     """Runs the model once, and decides by it which parameters are safe in low precision."""
 
     model_may_cast = True

@@ -19,7 +19,8 @@ from zeroamp.planning.groups import PARAMETERS_PER_NUMBER
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.shard_sizes import padded_numel
-from zeroamp.policies.extensions import extensions_of
+from zeroamp.policies.extensions import extensions_of, of_class
+from zeroamp.wrapping.extensions import WrapExtension
 
 _NUMBERS_PER_REPLICATED = 2
 """Numbers of a 0-D parameter in the step's all-reduce: its gradient, and whether there is one."""
@@ -63,7 +64,7 @@ def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
     for calls in _calls(plan, ranks):
         traffic.calls[calls.key] += calls.number
         traffic.num_bytes[calls.key] += sum(calls.num_bytes.values())
-    for extension in extensions_of(plan.policy):
+    for extension in of_class(extensions_of(plan.policy), WrapExtension):
         extension.add_traffic(plan, ranks, traffic)
     # The step's all-reduce: the mean loss, the sum of squares, and how many ranks used each sharded parameter.
     num_numbers = 2 + math.ceil(sum(len(group.params) for group in plan.groups) / PARAMETERS_PER_NUMBER)

@@ -47,13 +47,13 @@ CONFLICTS: tuple[Conflict, ...] = (
         name="zero_optimization.stage 0",
         why="no parameter is all-gathered",
         instead="Use stage 1, 2 or 3.",
-        applies=lambda policy: policy.config.zero_optimization.stage == 0,
+        applies=lambda policy: policy.stage == 0,
     ),
     Conflict(
         name="zero_optimization.zero_hpz_partition_size",
         why="FSDP2 cannot all-gather a weight in another dtype from a secondary partition",
         instead="Remove one of the two keys.",
-        applies=lambda policy: policy.config.zero_optimization.zero_hpz_partition_size > 1,
+        applies=lambda policy: policy.hpz_partition_size > 1,
     ),
     Conflict(
         name="zero_optimization.offload_param",

@@ -26,17 +26,17 @@ from zeroamp.planning.groups import ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.parameter_uses import ParameterUses
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.safe_parameters import Precision
+from zeroamp.planning.precisions import PlanExtension, Precision
 from zeroamp.policies.dtypes import FLOAT8_BY_NAME, short_name, stored_dtype
 from zeroamp.policies.errors import ConfigError, WrapError
-from zeroamp.policies.extensions import Extension
 from zeroamp.policies.policy import Policy
+from zeroamp.wrapping.extensions import WrapExtension
 from zeroamp.wrapping.state import WrapState
 
 LEAST_TORCHAO = (0, 18)
 
 
-class Float8(Extension):
+class Float8(PlanExtension, WrapExtension):
     """Lets FSDP2 all-gather weights of Linears in float8."""
 
     data_axes_only = KEY

@@ -17,10 +17,9 @@ from zeroamp.host_memory.storages import HostCopies, offloaders, restore
 from zeroamp.optimizers.bf16_states import Bf16StatesAdamW
 from zeroamp.planning.mesh import device_of, local_part
 from zeroamp.policies.errors import ConfigError
-from zeroamp.policies.extensions import Extension
 from zeroamp.policies.policy import Policy
 from zeroamp.training.optimizer_kinds import has_own_step, has_step_hooks
-from zeroamp.training.step import TrainStep, driver_of
+from zeroamp.training.step import StepExtension, TrainStep, driver_of
 from zeroamp.training.update import OptimizerUpdate
 from zeroamp.wrapping.optimizer_hooks import ELEMENTWISE
 from zeroamp.wrapping.state import wrap_state
@@ -31,7 +30,7 @@ PART_BYTES = 256 * 2**20
 Part = list[torch.Tensor]
 
 
-class OffloadBetweenSteps(Extension):
+class OffloadBetweenSteps(StepExtension):
     """Lets a `TrainStep`'s optimizers update in parts, whose state is in host memory before and after."""
 
     needs_train_step = 'offload_optimizer is "cpu" (or zeroamp.offload_between_steps is ["optimizer"])'

@@ -15,7 +15,6 @@ from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import describe
-from zeroamp.policies.extensions import load
 
 REPLICAS = "replicas"
 """The boundary of the all-reduce of shards over replicas (HSDP), which has no column in the ledger."""
@@ -74,8 +73,9 @@ class Verification:
     @property
     def planned(self) -> Traffic:
         """Calls and bytes of collectives that the ledger expects in the optimizer step."""
-        traffic: Traffic = load("Ledger.plan_traffic")(self.plan, self.ranks)
-        return traffic
+        from zeroamp.dry_run.planned_traffic import plan_traffic
+
+        return plan_traffic(self.plan, self.ranks)
 
     @property
     def is_traffic_as_planned(self) -> bool:
@@ -85,8 +85,9 @@ class Verification:
 
     def __str__(self) -> str:
         """Return a table of two rows per group: the expected and the observed dtypes."""
-        text: str = load("Verification.text")(self)
-        return text
+        from zeroamp.reporting.ledger_tables import verification_text
+
+        return verification_text(self)
 
     def __repr__(self) -> str:
         """Return the result in one line."""

@@ -13,7 +13,6 @@ from zeroamp.ledger.verify_step import verify
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.mesh_axes import ranks_of_axes
 from zeroamp.planning.plan import Plan
-from zeroamp.policies.extensions import load
 from zeroamp.training.loss import LossFunction
 from zeroamp.wrapping.state import wrap_state
 
@@ -37,8 +36,9 @@ class Ledger:
 
     def __str__(self) -> str:
         """Return the summary, one row per module class and dtypes, and one per group; equal neighbours share one."""
-        text: str = load("Ledger.text")(self)
-        return text
+        from zeroamp.reporting.ledger_tables import ledger_text
+
+        return ledger_text(self)
 
     def __repr__(self) -> str:
         """Return mode, stage, units, groups and parameters in one line."""
@@ -46,8 +46,9 @@ class Ledger:
 
     def per_parameter(self) -> str:
         """Return a table of one row per parameter: class, group, dtypes, bytes and the reason for the dtypes."""
-        text: str = load("Ledger.parameter_text")(self)
-        return text
+        from zeroamp.reporting.ledger_tables import parameter_text
+
+        return parameter_text(self)
 
     def group_rows(self) -> list[dict[str, Any]]:
         """Return one dict per group: name, kind, numbers of parameters and elements, the seven dtypes, and bytes.

@@ -16,7 +16,6 @@ from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.shard_sizes import param_memory
 from zeroamp.policies.dtypes import short_name
-from zeroamp.policies.extensions import load
 
 DTYPE_COLUMNS = tuple(column.name for column in fields(ParamDtypes))
 PER_STEP = ("all_gathered_bytes_per_step", "reduced_bytes_per_step")
@@ -56,13 +55,15 @@ class LedgerRows:
 
 def ledger_rows(plan: Plan, ranks: Ranks) -> LedgerRows:
     """Return all rows of `plan` on `ranks`. Bytes are None if they depend on a number of ranks that is not known."""
+    from zeroamp.dry_run.planned_traffic import plan_traffic
+
     costs = _costs(plan, ranks)
     ranks_of_group = {group.name: ranks.of(is_expert=group.is_expert) for group in plan.all_groups}
     shards = {name: of_group.shards(plan.policy) for name, of_group in ranks_of_group.items()}
     on_ranks = {
         group.name: group_dtypes(group.key, plan.policy, ranks_of_group[group.name]) for group in plan.all_groups
     }
-    traffic = load("Ledger.plan_traffic")(plan, ranks)
+    traffic = plan_traffic(plan, ranks)
     return LedgerRows(
         summary=_summary(plan, on_ranks, costs),
         classes=_classes(plan, on_ranks, costs),
@@ -87,7 +88,9 @@ def ledger_rows(plan: Plan, ranks: Ranks) -> LedgerRows:
 
 def _costs(plan: Plan, ranks: Ranks) -> Costs:
     """Return the five columns of bytes of every parameter, by FQN."""
-    moved = load("Ledger.bytes_per_step")(plan, ranks)
+    from zeroamp.dry_run.planned_traffic import bytes_per_step
+
+    moved = bytes_per_step(plan, ranks)
     costs: Costs = {}
     for group in plan.all_groups:
         num_shards = ranks.of(is_expert=group.is_expert).shards(plan.policy)

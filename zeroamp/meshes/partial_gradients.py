@@ -31,11 +31,11 @@ from zeroamp.hooks.group_gradients import GroupGradients, by_module
 from zeroamp.hooks.observers.trace_labels import label
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.mesh import device_of, ranks_of
-from zeroamp.policies.extensions import Extension
+from zeroamp.wrapping.extensions import WrapExtension
 from zeroamp.wrapping.state import WrapState
 
 
-class PartialGradients(Extension):
+class PartialGradients(WrapExtension):
     """Sums partial gradients over the tensor axis. Made for a model with DTensors: see [Note: Partial gradients]."""
 
     def attach(self, model: nn.Module, state: WrapState) -> None:

@@ -12,14 +12,14 @@ from zeroamp.planning.fp32_regions import Fp32Regions
 from zeroamp.planning.groups import ParamPlan
 from zeroamp.planning.parameter_uses import ParameterUses
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.safe_parameters import Compute, Precision, fixed_precision
+from zeroamp.planning.precisions import Compute, PlanExtension, Precision
+from zeroamp.planning.safe_parameters import fixed_precision
 from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import ConfigError
-from zeroamp.policies.extensions import Extension
 from zeroamp.policies.policy import Policy
 
 
-class ModuleDtypes(Extension):
+class ModuleDtypes(PlanExtension):
     """Gives some modules other dtypes. Also made for a model of transformers that keeps modules in fp32 itself."""
 
     def __init__(self) -> None:

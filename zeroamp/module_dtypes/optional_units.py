@@ -25,7 +25,7 @@ def find_optional(model: nn.Module, policy: Policy) -> set[nn.Module]:
         ConfigError: a pattern matches no module, or the root.
     """
     found: set[nn.Module] = set()
-    for pattern in policy.config.zeroamp.optional_units:
+    for pattern in policy.optional_units:
         matches = find_matches(model, pattern).modules
         if "" in matches:
             raise ConfigError(

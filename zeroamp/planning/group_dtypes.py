@@ -20,7 +20,7 @@ from torch import nn
 
 from zeroamp.hooks.collectives.traffic import ReduceOp
 from zeroamp.planning.mesh import Ranks
-from zeroamp.planning.safe_parameters import Precision
+from zeroamp.planning.precisions import Precision
 from zeroamp.policies.accumulation import accumulation_dtype, sharded_accumulation, unsharded_accumulation
 from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.policy import Policy

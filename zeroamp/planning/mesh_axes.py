@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zeroamp.planning.mesh import Ranks, ranks_of
-from zeroamp.policies.extensions import load
 
 ROLES: Mapping[str, Literal["replicate", "shard", "context", "tensor", "expert", "pipeline"]] = {
     "replicate": "replicate",
@@ -128,5 +127,6 @@ def find_axes(model: nn.Module, mesh: DeviceMesh | None) -> MeshAxes | None:
     """
     if mesh is None and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return None
-    axes: MeshAxes | None = load("wrap_model.find_axes")(model, mesh)
-    return axes
+    from zeroamp.meshes.axes import find_axes as find_named_axes  # no other mesh needs it
+
+    return find_named_axes(model, mesh)

@@ -18,13 +18,14 @@ from zeroamp.planning.groups import IGNORED, REPLICATED, GroupPlan, ParamPlan, g
 from zeroamp.planning.mesh import local_part
 from zeroamp.planning.mesh_axes import is_expert
 from zeroamp.planning.parameter_uses import ParameterUses, find_uses, innermost_common, refuse_unready, refuse_unusable
+from zeroamp.planning.precisions import PlanExtension, Precision
 from zeroamp.planning.run_order import UnitRun, run_order, tree_order
-from zeroamp.planning.safe_parameters import Precision, param_precisions
+from zeroamp.planning.safe_parameters import param_precisions
 from zeroamp.planning.shard_sizes import may_shard_any_dim
 from zeroamp.policies.auto_wrap import AutoWrapPolicy, OwnUnits, find_own_units, find_units
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import WrapError
-from zeroamp.policies.extensions import Extension, extensions_of, load
+from zeroamp.policies.extensions import Extension, extensions_of, of_class
 from zeroamp.policies.policy import ConfigLike, Policy, as_policy
 
 logger = logging.getLogger("zeroamp")
@@ -143,8 +144,10 @@ def build_plan(
     """
     policy = as_policy(policy)
     optional: set[nn.Module] = set()
-    if policy.config.zeroamp.optional_units:
-        optional = load("build_plan.find_optional")(model, policy)
+    if policy.optional_units:
+        from zeroamp.module_dtypes.optional_units import find_optional
+
+        optional = find_optional(model, policy)
     units = _find_units(model, policy, auto_wrap_policy, optional)
     ignored_params = _listed(ignored_params)
     own_units = OwnUnits()
@@ -155,13 +158,16 @@ def build_plan(
         units = (*units, *own_units)
     extensions = extensions_of(policy, model)
     regions = Fp32Regions()
-    for extension in extensions:
+    plan_extensions = of_class(extensions, PlanExtension)
+    for extension in plan_extensions:
         regions = extension.fp32_regions(model, policy) or regions
     uses, ignored = _without_ignored(find_uses(model, units), ignored_params)
     for use in uses:
         refuse_unusable(use)
-    precisions: Iterable[Precision] = param_precisions(model, policy, uses, extensions, example_inputs, device_type)
-    for extension in extensions:
+    precisions: Iterable[Precision] = param_precisions(
+        model, policy, uses, plan_extensions, example_inputs, device_type
+    )
+    for extension in plan_extensions:
         precisions = extension.precisions(model, policy, uses, precisions)
     params = [
         _param_plan(use, policy, *param_dtypes(use.parameter, policy, precision), precision.reason)

@@ -1,45 +1,24 @@
 """Decides which parameters are all-gathered and computed in low precision, and records the reasons."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from zeroamp.planning.parameter_uses import ParameterUses
+from zeroamp.planning.precisions import PlanExtension, Precision
 from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import ConfigError, describe
-from zeroamp.policies.extensions import Extension
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.safe_modules import KEY, resolve_safe_classes, unsafe_owner
-
-Compute = Literal["low", "per op", "fp32", "as stored"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Precision:
-    """The precision of one parameter, and the reason for it."""
-
-    is_low: bool
-    """Whether it is all-gathered in the mode's low precision, if it is stored in fp32."""
-    compute: Compute
-    """ "low": in the mode's low precision; "per op": `torch.autocast` decides; "fp32": in an fp32 region; "as
-    stored": nothing casts it."""
-    reason: str
-    communication: torch.dtype | None = None
-    """Communication dtype of its gradient, if an override sets it. None: from the other keys of the config."""
-    param: torch.dtype | None = None
-    """The dtype in which it is all-gathered and unsharded, if `is_low`. None: the mode's low precision."""
-    is_overridden: bool = False
-    """Whether an override sets the dtype of its all-gather or of its ops."""
 
 
 def param_precisions(
     model: nn.Module,
     policy: Policy,
     uses: Sequence[ParameterUses],
-    extensions: Iterable[Extension],
+    extensions: Iterable[PlanExtension],
     example_inputs: Any,
     device_type: str | None,
 ) -> Iterator[Precision]:
@@ -72,7 +51,7 @@ def _by_mode(
     model: nn.Module,
     policy: Policy,
     uses: Sequence[ParameterUses],
-    extensions: Iterable[Extension],
+    extensions: Iterable[PlanExtension],
     example_inputs: Any,
     device_type: str | None,
 ) -> Sequence[Precision]:

@@ -4,8 +4,7 @@ import json
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from zeroamp.policies.json_values import flatten
-from zeroamp.policies.normalise import to_config, unread
+from zeroamp.policies.derived import unread
 from zeroamp.policies.schema.config import Config
 from zeroamp.policies.schema.keys import Honoured, Key, Native, Unsupported, iter_keys
 from zeroamp.reporting.tables import terminal_width
@@ -29,14 +28,14 @@ def report_rows(policy: "Policy") -> list[dict[str, str]]:
     The status is "honoured", "native" (accepted, without effect; the note is the reason), "off" (an unsupported key
     whose value disables it), "no effect" (a key of a mode or stage that is not on) or "default".
     """
-    given, effective = dict(policy.given), flatten(to_config(policy))
+    given, effective = dict(policy.given), policy.effective_values()
     rows = []
     for key in iter_keys(Config):
         mine = {path: value for path, value in given.items() if path == key.path or path.startswith(f"{key.path}.")}
         for path, value in mine.items():
             status, note = _status(path, value, key, policy)
             rows.append({"key": path, "value": json.dumps(value, default=str), "status": status, "note": note})
-        if not mine and key.path in effective and isinstance(key.key_class, Honoured):
+        if not mine and isinstance(key.key_class, Honoured) and effective.get(key.path) is not None:
             value = json.dumps(effective[key.path])
             rows.append({"key": key.path, "value": value, "status": "default", "note": key.key_class.note})
     rows += [

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from zeroamp.hooks.observers.trace_labels import LABEL_PREFIX, label_forwards
 from zeroamp.policies.errors import StepError
 from zeroamp.reporting.tables import Row, render
-from zeroamp.training.callbacks import Callback, on_new_train_step
-from zeroamp.training.step import TrainStep
+from zeroamp.training.callbacks import Callback
+from zeroamp.training.step import TrainStep, on_new_train_step
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.state import wrap_state
 

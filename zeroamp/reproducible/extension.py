@@ -9,19 +9,19 @@ from zeroamp.hooks.collectives.traffic import STEP, Traffic, TrafficKey
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.mesh_axes import MeshAxes
 from zeroamp.planning.plan import Plan
-from zeroamp.policies.extensions import Extension
 from zeroamp.policies.policy import Policy
 from zeroamp.reproducible.arithmetic import ReproducibleArithmetic
 from zeroamp.reproducible.checks import check_config, check_reproducible, refuse_dependence_on_shards
 from zeroamp.reproducible.exact_sum import NUM_NUMBERS
 from zeroamp.reproducible.seeds import MicroBatchRandomness, micro_batch_seed
 from zeroamp.reproducible.tree_sums import TreeSum
-from zeroamp.training.micro_batches import MicroBatches
-from zeroamp.training.step import TrainStep, driver_of
+from zeroamp.training.micro_batches import MicroBatches, MicroBatchesExtension
+from zeroamp.training.step import StepExtension, TrainStep, driver_of
+from zeroamp.wrapping.extensions import WrapExtension
 from zeroamp.wrapping.state import WrapState
 
 
-class Reproducible(Extension):
+class Reproducible(WrapExtension, MicroBatchesExtension, StepExtension):
     """Gives a run the same bits on any number of ranks."""
 
     needs_train_step = "reproducible True"

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from zeroamp.hooks.collectives.collective_calls import issue
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
 from zeroamp.hooks.tensors import HostCopy
-from zeroamp.policies.extensions import load
 from zeroamp.training.callbacks import Callbacks, Receive
 from zeroamp.training.micro_batches import MicroBatches
 from zeroamp.training.rank_agreement import RankAgreement
@@ -125,10 +124,9 @@ class StepAllReduce:
         if state.axes.tensor is None or state.axes.num_tensor == 1:
             return [], []
         if self._copies is None:
-            gradients_of_copies = load("StepAllReduce.gradients_of_copies")
-            self._copies = gradients_of_copies(
-                state.axes, state.axes.tensor, lambda: dict(state.root.named_parameters())
-            )
+            from zeroamp.meshes.tensor_parallel_replicas import GradientsOfCopies
+
+            self._copies = GradientsOfCopies(state.axes, state.axes.tensor, lambda: dict(state.root.named_parameters()))
         ignored = self._micro_batches.ignored
         numbers = self._copies.statistics([p for p in self._micro_batches.with_gradient() if p not in ignored])
         return numbers, [(sum(map(len, numbers)), self._copies.compare)]

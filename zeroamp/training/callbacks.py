@@ -2,12 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from zeroamp.training.step_report import StepReport
-
-if TYPE_CHECKING:
-    from zeroamp.training.step import TrainStep
 
 Phase = Literal["backward", "optimizer"]
 """"backward" is the backward of one micro-batch. "optimizer" is the end of an optimizer step: norm, clip, update,
@@ -16,9 +13,6 @@ scheduler. If `clip_grad_norm` and `update` are called separately, each is one "
 Receive = Callable[[Sequence[float]], None]
 """Called with the sums over the ranks of the numbers that were returned with it: on a CPU in the same step, before the
 update; on other devices in the next step, so that the host does not wait for the device."""
-
-on_new_train_step: "list[Callable[[TrainStep], None]]" = []
-"""Called with each `TrainStep` at the end of its constructor. For a profiler that starts before the model is built."""
 
 
 def _ignore(_sums: Sequence[float]) -> None:

@@ -22,6 +22,7 @@ from zeroamp.hooks.guards import BackwardGuard
 from zeroamp.hooks.observers.trace_labels import label
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import StepError
+from zeroamp.policies.extensions import Extension, of_class
 from zeroamp.training.arithmetic import StepArithmetic
 from zeroamp.training.loop_mistakes import EarlierGradients
 from zeroamp.training.scalar_parameters import ReplicatedGradients
@@ -29,6 +30,13 @@ from zeroamp.wrapping.state import WrapState, reshard
 from zeroamp.wrapping.step_state import Phase
 
 Where = Literal["backward", "step", "optimizer.step"]
+
+
+class MicroBatchesExtension(Extension):
+    """What one config key changes in the backwards of an optimizer step."""
+
+    def attach_micro_batches(self, micro_batches: "MicroBatches") -> None:
+        """Change how the micro-batches of optimizer steps run. Called for a `TrainStep` and for an observed step."""
 
 
 class MicroBatches:
@@ -55,7 +63,7 @@ class MicroBatches:
         self._earlier = EarlierGradients()
         self.arithmetic = StepArithmetic(state, self)
         """How losses and gradients are divided and added."""
-        for extension in state.extensions:
+        for extension in of_class(state.extensions, MicroBatchesExtension):
             extension.attach_micro_batches(self)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:

@@ -17,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from zeroamp.policies.errors import StepError
-from zeroamp.policies.extensions import load
 from zeroamp.wrapping.optimizer_hooks import ELEMENTWISE, concerns
 
 Kind = Literal["shards", "muon", "DTensors"]
@@ -30,8 +29,9 @@ def kind_of(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> Kind:
     """Return how an optimizer is updated. `on_shards`: the caller states that the optimizer is element-wise."""
     if on_shards or type(optimizer) in ELEMENTWISE:
         return "shards"
-    kind: Kind = load("TrainStep.kind_of_other")(optimizer)
-    return kind
+    from zeroamp.optimizers.kinds import kind_of_other
+
+    return kind_of_other(optimizer)
 
 
 def checked_on_shards(on_shards: bool | Sequence[bool], num_optimizers: int) -> tuple[bool, ...]:
@@ -52,7 +52,9 @@ def checked_on_shards(on_shards: bool | Sequence[bool], num_optimizers: int) -> 
 def refuse_unsupported(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> None:
     """Raise StepError for an optimizer that would fail on sharded parameters, or update them wrongly."""
     if type(optimizer) not in ELEMENTWISE:
-        load("TrainStep.refuse_other")(optimizer, on_shards=on_shards)
+        from zeroamp.optimizers.kinds import refuse_other
+
+        refuse_other(optimizer, on_shards=on_shards)
 
 
 def shard_loaded_state(optimizer: torch.optim.Optimizer, root: nn.Module) -> None:
@@ -66,10 +68,14 @@ def shard_loaded_state(optimizer: torch.optim.Optimizer, root: nn.Module) -> Non
     names = {id(parameter): fqn for fqn, parameter in root.named_parameters()}
 
     def before_load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Any:
-        return load("TrainStep.shard_state_dict")(optimizer, state_dict, names)
+        from zeroamp.optimizers.loaded_state import shard_state_dict
+
+        return shard_state_dict(optimizer, state_dict, names)
 
     if optimizer.state:
-        load("TrainStep.shard_state")(optimizer, names)
+        from zeroamp.optimizers.loaded_state import shard_state
+
+        shard_state(optimizer, names)
     with suppress(AttributeError):  # a wrapper that does not call `Optimizer.__init__` has no hooks
         optimizer.register_load_state_dict_pre_hook(before_load)
 

@@ -1,6 +1,6 @@
 """`TrainStep`: runs the optimizer steps of a wrapped model, from the backwards of the micro-batches to the update."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -8,11 +8,22 @@ import torch
 from torch import nn
 
 from zeroamp.policies.errors import StepError
-from zeroamp.training.callbacks import Callbacks, on_new_train_step
+from zeroamp.policies.extensions import Extension, of_class
+from zeroamp.training.callbacks import Callbacks
 from zeroamp.training.refused_arguments import Scheduler, checked_max_norm
 from zeroamp.training.step_driver import StepDriver
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.state import autocast_of
+
+on_new_train_step: "list[Callable[[TrainStep], None]]" = []
+"""Called with each `TrainStep` at the end of its constructor. For a profiler that starts before the model is built."""
+
+
+class StepExtension(Extension):
+    """What one config key adds to a `TrainStep`."""
+
+    def attach_step(self, train: "TrainStep") -> None:
+        """Change a `TrainStep`, or append callbacks to it. Called at the end of its constructor."""
 
 
 class TrainStep:
@@ -73,7 +84,7 @@ class TrainStep:
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
         schedulers = scheduler if isinstance(scheduler, Sequence) else (scheduler,) * (scheduler is not None)
         self._driver = StepDriver(model, optimizers, tuple(schedulers) or (None,) * len(optimizers), on_shards)
-        for extension in self._driver.state.extensions:
+        for extension in of_class(self._driver.state.extensions, StepExtension):
             extension.attach_step(self)
         for attach in tuple(on_new_train_step):
             attach(self)

@@ -21,7 +21,6 @@ from zeroamp.hooks.observers.trace_labels import label
 from zeroamp.planning.mesh import device_of, is_first_rank
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import StepError
-from zeroamp.policies.extensions import load
 from zeroamp.training.all_reduce import StepAllReduce
 from zeroamp.training.callbacks import Callbacks
 from zeroamp.training.loop_mistakes import SchedulerSteps
@@ -118,7 +117,9 @@ class StepDriver:
             refuse_unsupported(optimizer, on_shards=on_shards)
             shard_loaded_state(optimizer, self.state.root)
             if not self.state.axes.is_plain:
-                load("TrainStep.refuse_on_two_axes")(optimizer, on_shards=on_shards)
+                from zeroamp.meshes.tensor_parallel_replicas import refuse_on_two_axes
+
+                refuse_on_two_axes(optimizer, on_shards=on_shards)
             for extension in self.state.extensions:
                 extension.check_optimizer(optimizer, on_shards=on_shards)
         return None, description_of(self.state.root, self.optimizers, self.schedulers, self._on_shards)

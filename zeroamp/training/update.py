@@ -23,9 +23,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeroamp.planning.mesh import local_part, num_shards_of, sharded_like
-from zeroamp.policies.extensions import load
 from zeroamp.training.optimizer_kinds import has_own_step, has_step_hooks, kind_of
-from zeroamp.wrapping.optimizer_hooks import OwnedOptimizers
+from zeroamp.wrapping.owned_optimizers import OwnedOptimizers
 from zeroamp.wrapping.state import WrapState
 
 
@@ -57,14 +56,20 @@ class OptimizerUpdate:
     def _step(self) -> None:
         if works_on_shards(self.optimizer, on_shards=self._on_shards):
             if self._on_shards:
-                load("TrainStep.resolve_overrides")(self.optimizer)
+                from zeroamp.optimizers.kinds import resolve_overrides
+
+                resolve_overrides(self.optimizer)
             with _plain_shards(self.optimizer, as_parameters=self._on_shards):
                 self.optimizer.step()
         elif kind_of(self.optimizer, on_shards=self._on_shards) == "muon":
-            with load("torch.optim.Muon")(self._state, self.optimizer):
+            from zeroamp.optimizers.muon import updating_matrices
+
+            with updating_matrices(self._state, self.optimizer):
                 self.optimizer.step()
         else:
-            with load("TrainStep.replicated_apart")(self.optimizer):
+            from zeroamp.optimizers.kinds import replicated_apart
+
+            with replicated_apart(self.optimizer):
                 self.optimizer.step()
 
 

@@ -34,7 +34,7 @@ from zeroamp.hooks.unit_hooks import UnitHooks, return_no_view
 from zeroamp.planning.parameter_uses import modules_around
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import sharded_accumulation
-from zeroamp.policies.extensions import Extension, load
+from zeroamp.policies.extensions import Extension
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, resolve_safe_classes
 from zeroamp.wrapping.collectives import attach_collectives
 from zeroamp.wrapping.refused_calls import refuse_calls
@@ -76,7 +76,9 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     for module in state.plan.fp32_regions.modules_of(model):
         run_in_fp32(module, state.mesh.device_type, output_dtype)
     if sharded_accumulation(policy) != torch.float32:
-        load("wrap_model.round_sums")(state)
+        from zeroamp.accumulation.shard_accumulator import round_sums
+
+        round_sums(state)
     _add_own_units(model, state, hooks)
     hooks.register()
     refuse_calls(model)

@@ -21,11 +21,8 @@ from zeroamp.planning.parameter_uses import quantization_tensors
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.dtypes import INTEGER_BY_NUM_BYTES, short_name
 from zeroamp.policies.errors import ConfigError, WrapError, shown, some_of
-from zeroamp.policies.json_values import flatten
 from zeroamp.policies.numbers import LOCAL_WORLD_SIZE, size_from_launcher
 from zeroamp.policies.policy import Policy
-from zeroamp.policies.schema.config import Config
-from zeroamp.policies.schema.keys import Honoured, iter_keys
 from zeroamp.version import __version__
 from zeroamp.wrapping.run_alike import Description
 
@@ -43,15 +40,12 @@ def description_of(model: nn.Module, plan: Plan, axes: MeshAxes | None) -> Descr
         ConfigError: LOCAL_WORLD_SIZE in the environment is not a whole number from 1 on.
     """
     policy = plan.policy
-    given = flatten(Policy(policy.config).to_config())
-    keys = dict.fromkeys((*(key.path for key in iter_keys(Config) if isinstance(key.key_class, Honoured)), *given))
-    config = {path: json.dumps(given.get(path)) for path in keys if not path.startswith(_OF_ONE_RANK)}
     made = "made by wrap_model"
     layout = made if axes is None else _layout(axes)
     return {
         "torch's version": torch.__version__,
         "zeroamp's version": __version__,
-        **config,
+        **{path: json.dumps(value) for path, value in policy.effective_values().items() if path != _OF_ONE_RANK},
         "the mesh": layout,
         "whether one node has all ranks": str(is_one_node(policy)),
         **_parameters(model, plan, expected_shards(policy, None if axes is None else axes.fsdp)),

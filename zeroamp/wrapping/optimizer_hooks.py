@@ -23,10 +23,9 @@ it only on a rank that did not use a parameter of a unit that ran. Gradients tha
 """
 
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -42,7 +41,7 @@ from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
 from zeroamp.hooks.group_gradients import GroupGradients, refuse_lost_gradients
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import StepError
-from zeroamp.policies.extensions import load
+from zeroamp.wrapping.owned_optimizers import OwnedOptimizers
 from zeroamp.wrapping.reduction_order import compare_orders, order_bytes
 from zeroamp.wrapping.state import WrapState, reshard, wrap_state, wrapped_models
 
@@ -60,35 +59,6 @@ ELEMENTWISE = (
     torch.optim.SGD,
 )
 """Element-wise optimizers whose state has the parameter's shape or one element. Subclasses may update differently."""
-
-
-class OwnedOptimizers:
-    """The optimizers that `TrainStep` steps."""
-
-    is_updating: ClassVar[bool] = False
-    """Whether a `TrainStep` of this process steps its optimizers now."""
-    _all: ClassVar["WeakSet[torch.optim.Optimizer]"] = WeakSet()
-
-    @classmethod
-    def add(cls, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse calls of `optimizer.step` inside of an optimizer step, unless they come from `TrainStep`."""
-        cls._all.add(optimizer)
-
-    @classmethod
-    def has(cls, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a `TrainStep` steps this optimizer."""
-        return optimizer in cls._all
-
-    @classmethod
-    @contextmanager
-    def updating(cls) -> Iterator[None]:
-        """Step optimizers inside the context without the checks of [Note: Optimizer-step hooks]."""
-        cls.is_updating = True
-        try:
-            yield
-        finally:
-            cls.is_updating = False
-            torch.clear_autocast_cache()  # casts of the old weights
 
 
 @dataclass(slots=True, kw_only=True)
@@ -225,7 +195,9 @@ def _held(optimizer: torch.optim.Optimizer) -> _Held:
     if held is None or held.found_at != found_at:
         groups = _find_groups(optimizer)
         if groups and type(optimizer) not in ELEMENTWISE:
-            load("optimizer.step.prepare_other")(optimizer, [root for root, _ in groups])
+            from zeroamp.optimizers.kinds import prepare_other
+
+            prepare_other(optimizer, [root for root, _ in groups])
         held = _held_by[optimizer] = _Held(found_at=found_at, groups=groups)
     return held
 

@@ -28,7 +28,7 @@ from zeroamp.planning.mesh import device_of, ranks_of, shard_size
 from zeroamp.planning.mesh_axes import MeshAxes
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.schedule import backward_order, fits, live_units, reshards_after_forward
-from zeroamp.policies.policy import Offload
+from zeroamp.policies.derived import Offload
 
 logger = logging.getLogger("zeroamp")
 

@@ -38,10 +38,11 @@ from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.batch_sizes import check_batch_sizes
 from zeroamp.policies.errors import WrapError, describe
-from zeroamp.policies.extensions import load
+from zeroamp.policies.extensions import of_class
 from zeroamp.policies.policy import ConfigLike, Policy, as_policy
 from zeroamp.wrapping.attach import attach_hooks
 from zeroamp.wrapping.collectives import compile_sums
+from zeroamp.wrapping.extensions import WrapExtension
 from zeroamp.wrapping.fsdp_methods import FsdpMethods
 from zeroamp.wrapping.job_log import log_once_per_job
 from zeroamp.wrapping.model_checks import (
@@ -166,10 +167,12 @@ def _agreed_plan(
         _refuse_unusable(model)
         plan = build()
         check_input_names(model, plan)
-        for extension in plan.extensions:
+        for extension in of_class(plan.extensions, WrapExtension):
             extension.check_model(model, plan)
         if axes is not None and not axes.is_data_only:
-            load("wrap_model.refuse_combinations")(model, plan, axes, materialize=materialize)
+            from zeroamp.meshes.refused_meshes import refuse_combinations
+
+            refuse_combinations(model, plan, axes, materialize=materialize)
         return plan, description_of(model, plan, axes)
 
     # Before other communication: ranks that differ would wait for each other, or abort in the backend.
@@ -195,7 +198,7 @@ def _axes_of_stage(policy: Policy, mesh: DeviceMesh | None, given: MeshAxes | No
 
 def _check_and_equalise(model: nn.Module, plan: Plan, axes: MeshAxes) -> None:
     """Check the model on these axes. Ranks must have the same values, or get the first rank's if the config asks."""
-    for extension in plan.extensions:
+    for extension in of_class(plan.extensions, WrapExtension):
         extension.check_mesh(model, plan, axes)
     check_integers(model, axes.fsdp, plan.ignored_fqns)
     if plan.policy.sync_module_states:
@@ -216,13 +219,17 @@ def _shard(
     return_no_views(model.get_submodule(fqn) for fqn in plan.own_units)
     holders = shard_model(model, plan, axes)
     if is_meta and materialize:
-        load("wrap_model.materialize_model")(model, mesh, device_of(mesh), shard_device(policy, mesh))
+        from zeroamp.weights.materialize import materialize_model
+
+        materialize_model(model, mesh, device_of(mesh), shard_device(policy, mesh))
     nodes, traffic = MeshNodes(), Traffic()
     containers = CallersContainers(copies_of_root=mesh.device_type != "cpu")
     issued = IssuedInStep(frozenset(group.name for group in plan.groups if group.unit in plan.own_units))
     # Of all ranks, not of the mesh: on nodes of different sizes, all ranks must decide alike.
     if policy.reduce_accumulate_dtype == "fp32" and not is_one_node(policy):
-        nodes = load("wrap_model.nodes_of_mesh")(policy, mesh, world)
+        from zeroamp.two_level.layout import nodes_of_mesh
+
+        nodes = nodes_of_mesh(policy, mesh, world)
     return WrapState(
         root=model,
         plan=plan,
@@ -245,7 +252,7 @@ def _shard(
 def _attach(model: nn.Module, state: WrapState) -> None:
     attach_hooks(model, state)
     compile_sums(state)
-    for extension in state.extensions:
+    for extension in of_class(state.extensions, WrapExtension):
         extension.attach(model, state)
     FsdpMethods(state).attach()
 

@@ -46,11 +46,11 @@ def llama(tmp_path):
 @pytest.fixture
 def asked(monkeypatch):
     """The arguments with which the commands call `policy_from_config`: the config's path, and keywords."""
-    calls = []
+    calls, policy = [], zeroamp.policy_from_config({})
 
     def record(cfg, **keywords):
         calls.append((str(cfg), keywords))
-        return zeroamp.Policy()
+        return policy
 
     monkeypatch.setattr(zeroamp, "policy_from_config", record)
     return calls

@@ -9,7 +9,7 @@ import zeroamp
 from tests.processes.training import config
 from zeroamp.planning.group_dtypes import GroupKey, group_dtypes, param_dtypes
 from zeroamp.planning.mesh import Ranks
-from zeroamp.planning.safe_parameters import Precision
+from zeroamp.planning.precisions import Precision
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM

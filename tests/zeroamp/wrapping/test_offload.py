@@ -14,7 +14,7 @@ from tests.processes.training import SmallTraining, config, policy, same_bits, w
 from zeroamp.accumulation.shard_accumulator import RoundedSum, ShardAccumulator
 from zeroamp.hooks._torch.fsdp import groups_of
 from zeroamp.planning.mesh import shard_device
-from zeroamp.policies.policy import NO_OFFLOAD, Offload
+from zeroamp.policies.derived import NO_OFFLOAD, Offload
 from zeroamp.training.norm_and_clip import local_sum_of_squares, multiply_gradients
 from zeroamp.weights.materialize import materialize_model
 from zeroamp.wrapping.shard import offload_policy

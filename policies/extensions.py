@@ -13,7 +13,7 @@ moments, in this order:
 | `check_model` | `wrap_model` | the plan is made, and nothing was communicated |
 | `check_mesh` | `wrap_model` | the plan and the mesh are the same on all ranks |
 | `attach` | `wrap_model` | the model is sharded and has its hooks |
-| `attach_micro_batches` | `MicroBatches` | a `TrainStep` or an observed step is made |
+| `attach_arithmetic` | `Step` | a `TrainStep` or an observed step is made |
 | `check_optimizer` | `TrainStep` | for each optimizer |
 | `attach_step` | `TrainStep` | at the end of its constructor |
 | `add_traffic` | `plan_traffic` | the collectives of an optimizer step are counted |
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from zeroamp.planning.plan import Plan
     from zeroamp.planning.safe_parameters import Precision
     from zeroamp.policies.policy import Policy
-    from zeroamp.training.micro_batches import MicroBatches
+    from zeroamp.training.optimizer_step import Step
     from zeroamp.training.step import TrainStep
     from zeroamp.wrapping.state import WrapState
 
@@ -94,8 +94,8 @@ class Extension:
     def attach(self, model: "nn.Module", state: "WrapState") -> None:
         """Change the hooks of the sharded model."""
 
-    def attach_micro_batches(self, micro_batches: "MicroBatches") -> None:
-        """Change how the micro-batches of optimizer steps run."""
+    def attach_arithmetic(self, step: "Step") -> None:
+        """Replace how the optimizer steps divide losses and gradients, and add them."""
 
     def check_optimizer(self, optimizer: "torch.optim.Optimizer", *, on_shards: bool) -> None:
         """Raise StepError if the key does not fit an optimizer. `on_shards`: the argument of `TrainStep`."""

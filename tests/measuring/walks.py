@@ -1,11 +1,12 @@
 """Counts how many of the library's files and functions an optimizer step passes: python -m tests.measuring.walks
 
-The model has three blocks, on two ranks at stage 2. Steps that warm up are not counted. "forward" is apart; "plain loop"
-and "TrainStep" are backward and update.
+The model has three blocks, on two ranks at stage 2. Steps that warm up are not counted. The forward is counted apart;
+"plain loop" and "TrainStep" are backward and update.
 """
 
 import sys
 from collections import Counter
+from functools import partial
 
 import torch
 from torch import nn
@@ -65,13 +66,13 @@ def _walks(stage):
 
         for _ in range(NUM_WARM_UP):
             update(model(inputs).square().mean())
-        output, found["forward"] = _calls(lambda model=model, inputs=inputs: model(inputs))
-        _, found[name] = _calls(lambda loss=output.square().mean(), update=update: update(loss))
+        output, found["forward"] = _calls(partial(model, inputs))
+        _, found[name] = _calls(partial(update, output.square().mean()))
     return found
 
 
 def walks(stage=2):
-    """Return "forward", "plain loop" and "TrainStep" -> file -> calls of its functions in one step of the first rank."""
+    """Return "forward", "plain loop" and "TrainStep" -> file -> calls of its functions by the first rank in a step."""
     ranks = Ranks(2)
     try:
         found = ranks.run(_walks, stage)[0]

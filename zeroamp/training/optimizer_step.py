@@ -64,6 +64,7 @@ class Step:
         for extension in state.extensions:
             extension.attach_arithmetic(self)
         self._policy = state.plan.policy
+        self._stage = self._policy.stage
         self.scaler = LossScaler(self._policy.loss_scale, enabled=self._policy.low_dtype == torch.float16)
         self.callbacks = Callbacks(state.callbacks)
         self.num_steps = 0
@@ -242,7 +243,7 @@ class Step:
 
     def _set_accumulation(self, dtype: torch.dtype) -> None:
         """Sum unsharded gradients in `dtype` in this optimizer step, which may have another number of micro-batches."""
-        if self._policy.stage >= 2 or dtype == self.current.accumulates_in:
+        if self._stage >= 2 or dtype == self.current.accumulates_in:
             return
         if not all(set_accumulation_dtype(unit, dtype) for unit in self.units):
             raise StepError(
@@ -260,12 +261,11 @@ class Step:
         optimizer step. Stage 3 does so for the model-wide group only, because the next forward unshards that group
         first. docs/precision.md has the table.
         """
-        stage = self._policy.stage
         # The methods of the class: those that `wrap_model` sets on a unit are for callers.
         FSDPModule.set_is_last_backward(self._root, last)
         for unit in self.units:  # FSDP2's recursive setters would walk through all modules twice
-            FSDPModule.set_requires_gradient_sync(unit, last or stage >= 2, recurse=False)
-            FSDPModule.set_reshard_after_backward(unit, last or stage == 3, recurse=False)
+            FSDPModule.set_requires_gradient_sync(unit, last or self._stage >= 2, recurse=False)
+            FSDPModule.set_reshard_after_backward(unit, last or self._stage == 3, recurse=False)
         for switch in self.state.replica_switches:
             switch(last)
         for group in self.state.plan.groups:

@@ -210,9 +210,9 @@ class TrainStep:
 
     def _is_last(self, is_last: bool | None) -> bool:
         """Return whether a backward is the last of its optimizer step. Raise StepError if it contradicts the others."""
-        step, current = self._step, self._step.current
-        is_first = step.is_between_steps
-        if step.phase is Phase.REDUCED:
+        phase, current = self._step.phase, self._step.current
+        is_first = phase in (Phase.IDLE, Phase.FAILED)
+        if phase is Phase.REDUCED:
             raise StepError("TrainStep.backward was called between clip_grad_norm() and update(). Call update() first.")
         if self._is_in_no_sync and is_last:
             raise StepError("TrainStep.backward got is_last=True inside no_sync(). Run the last backward after it.")
@@ -226,7 +226,7 @@ class TrainStep:
                     "TrainStep.backward got is_last for some micro-batches of an optimizer step, but not for all. Pass "
                     "it for each of them, or for none; no_sync() counts as is_last=False."
                 )
-            if step.is_complete or (is_last is None and not current.is_stepped):
+            if phase is Phase.COMPLETE or (is_last is None and not current.is_stepped):
                 raise StepError(
                     "TrainStep.backward was called twice without step() in between. Call step() after each backward. "
                     "For several losses of one micro-batch call it once, with their sum: backward(loss + other_loss)."
@@ -250,14 +250,13 @@ class TrainStep:
         """
         step, current = self._step, self._step.current
         current.refuse_after_failure("TrainStep.step")
-        if step.phase is not Phase.REDUCED:
-            if step.is_between_steps or current.is_stepped:
-                raise StepError(
-                    "TrainStep.step was called without a backward since the last step. Call backward first."
-                )
-            if current.is_counted and not step.is_complete:
-                current.is_stepped = True
-                return None
+        phase = step.phase
+        if phase is not Phase.REDUCED and (phase in (Phase.IDLE, Phase.FAILED) or current.is_stepped):
+            raise StepError("TrainStep.step was called without a backward since the last step. Call backward first.")
+        if phase is Phase.OPEN and current.is_counted:
+            current.is_stepped = True
+            return None
+        if phase is Phase.OPEN:
             self._refuse_incomplete("step")
         with step.callbacks.phase("optimizer"):
             step.reduce(self._policy.gradient_clipping)

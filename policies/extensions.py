@@ -11,7 +11,7 @@ subclass with the methods that it calls, so a class inherits those of the moment
 | `PlanExtension` (`planning/precisions.py`) | `fp32_regions`, `safe_precisions`, `precisions` | `build_plan` |
 | `WrapExtension` (`wrapping/extensions.py`) | `check_model`, `check_mesh`, `attach` | `wrap_model` |
 | | `add_traffic` | `plan_traffic` |
-| `MicroBatchesExtension` (`training/micro_batches.py`) | `attach_micro_batches` | `MicroBatches` |
+| `ArithmeticExtension` (`training/optimizer_step.py`) | `attach_arithmetic` | `Step` |
 | `StepExtension` (`training/step.py`) | `attach_step` | `TrainStep`, at the end of its constructor |
 
 A config without such keys has no extensions.

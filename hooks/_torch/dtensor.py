@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
-def local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the local shard of each DTensor, in its memory. Return other tensors unchanged."""
-    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+def local_parts(values: Iterable[Any]) -> list[Any]:
+    """Return the local shard of each DTensor, in its memory. Return other values unchanged."""
+    return [value._local_tensor if isinstance(value, DTensor) else value for value in values]
 
 
 def without_wrapper(tensor: torch.Tensor) -> torch.Tensor:

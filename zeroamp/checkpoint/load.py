@@ -40,7 +40,7 @@ from zeroamp.policies.errors import CheckpointError, ZeroAmpError, describe, som
 from zeroamp.policies.numbers import is_integer
 from zeroamp.rank_group import RankGroup
 from zeroamp.training.refused_arguments import StatefulScheduler
-from zeroamp.training.step import TrainStep, driver_of
+from zeroamp.training.step import TrainStep, step_of
 from zeroamp.wrapping.state import WrapState, reshard
 
 logger = logging.getLogger("zeroamp")
@@ -113,7 +113,7 @@ def load_checkpoint(
     loading.has_optimizer, loading.has_scheduler = loaded["optimizers"], loaded["schedulers"]
     with readable(state):
         ranks.run(lambda: loading.prepare(extra_rank))
-    with marked(state, parts, driver_of(train).recover if train is not None and loading.has_optimizer else None):
+    with marked(state, parts, step_of(train).recover if train is not None and loading.has_optimizer else None):
         ranks.run(loading.load_counts)
         ranks.run(loading.read_tensors)
         ranks.run(loading.finish)

@@ -43,7 +43,7 @@ from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.policies.numbers import is_integer
 from zeroamp.rank_group import RankGroup
 from zeroamp.training.refused_arguments import Scheduler, StatefulScheduler, refuse_unsharded
-from zeroamp.training.step import TrainStep, driver_of
+from zeroamp.training.step import TrainStep
 from zeroamp.version import __version__
 from zeroamp.weights.files import MANIFEST
 from zeroamp.weights.replacement import sync_to_disk
@@ -109,7 +109,7 @@ def save_checkpoint(
         {'sample': 4}
     """
     state = wrap_state(model)
-    driver_of(train).micro_batches.refuse_after_failure("save_checkpoint")  # the state may be half updated
+    state.step.refuse_after_failure("save_checkpoint")  # the state may be half updated
     wait_for_save(model)
     ranks = RankGroup.for_saving(state.axes.whole, "save_checkpoint")
     step = train.num_steps if step is None else step

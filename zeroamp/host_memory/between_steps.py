@@ -19,7 +19,7 @@ from zeroamp.planning.mesh import device_of, local_part
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Policy
 from zeroamp.training.optimizer_kinds import has_own_step, has_step_hooks
-from zeroamp.training.step import StepExtension, TrainStep, driver_of
+from zeroamp.training.step import StepExtension, TrainStep, step_of
 from zeroamp.training.update import OptimizerUpdate
 from zeroamp.wrapping.optimizer_hooks import ELEMENTWISE
 from zeroamp.wrapping.state import wrap_state
@@ -46,7 +46,7 @@ class OffloadBetweenSteps(StepExtension):
     def attach_step(self, train: TrainStep) -> None:
         """Let the optimizers update in parts."""
         device = device_of(wrap_state(train.model).mesh)
-        for update in driver_of(train).updates:
+        for update in step_of(train).updates:
             update.parts = _OffloadedState(update, device).parts
 
 

@@ -72,7 +72,7 @@ from zeroamp.integrations.loop_driver import LoopDriver, refuse_shared_samples
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.errors import CheckpointError, ConfigError, StepError, WrapError
 from zeroamp.policies.policy import Policy, policy_from_config
-from zeroamp.training.step import TrainStep, driver_of
+from zeroamp.training.step import TrainStep, step_of
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.state import reshard, wrap_state
 from zeroamp.wrapping.wrap import wrap_model
@@ -319,7 +319,7 @@ class ZeroampStrategy(DDPStrategy):
             whole = {name: self._whole(value) for name, value in checkpoint["state_dict"].items()}
             super().save_checkpoint({**checkpoint, "state_dict": whole}, filepath, storage_options)
             return
-        if not driver_of(driver.train).is_between_steps:
+        if not step_of(driver.train).is_between_steps:
             raise CheckpointError(
                 f"{filepath} cannot be saved inside an optimizer step: the gradients of its micro-batches would be "
                 "lost. Set val_check_interval to a multiple of accumulate_grad_batches. For a ModelCheckpoint with "

@@ -4,11 +4,12 @@ Lightning, accelerate and transformers' Trainer share it.
 
 [Note: Optimizers of a loop]
 A loop calls `step()` of each optimizer, but a `TrainStep` ends an optimizer step for all of them at once. So the driver
-updates each optimizer when it is stepped. It ends the optimizer step when every other optimizer has no gradients, was
-stepped, or had its gradients discarded by `zero_grad()`.
+applies each optimizer when it is stepped. It ends the optimizer step when every other optimizer has no gradients, was
+stepped, or had its gradients discarded by `zero_grad()`. What was done in an optimizer step is in `StepState`, which
+forgets it at the end of the step, however it ends.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -17,11 +18,10 @@ from torch.optim import Optimizer
 
 from zeroamp.optimizers.kinds import is_of_bitsandbytes
 from zeroamp.planning.mesh import local_part
-from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import StepError, WrapError
 from zeroamp.training.norm_and_clip import clip_factor, multiply_gradients
-from zeroamp.training.step import TrainStep, driver_of
-from zeroamp.training.step_driver import Clipped, StepDriver
+from zeroamp.training.optimizer_step import Step
+from zeroamp.training.step import TrainStep, step_of
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.state import wrap_state
 from zeroamp.wrapping.step_state import Phase
@@ -49,9 +49,6 @@ class LoopDriver:
         self._policy = wrap_state(root).plan.policy
         self._train: TrainStep | None = None
         self._how_to_accumulate, self._reopens = how_to_accumulate, reopens
-        self._is_clipped = False
-        self._done: list[Optimizer] = []  # stepped in this optimizer step, or their gradients were discarded
-        self._has_stepped = False
 
     @property
     def train(self) -> TrainStep:
@@ -68,12 +65,8 @@ class LoopDriver:
         return self._train
 
     @property
-    def _step(self) -> StepDriver:
-        return driver_of(self.train)
-
-    @property
-    def _clipped(self) -> Clipped | None:
-        return self._step.clipped if self._step.phase is Phase.CLIPPED else None
+    def _step(self) -> Step:
+        return step_of(self.train)
 
     def add(self, optimizers: Iterable[Optimizer]) -> None:
         """Add optimizers of the wrapped model's parameters, before the first backward."""
@@ -95,37 +88,35 @@ class LoopDriver:
 
     def backward(self, loss: torch.Tensor, *, divide: bool = False) -> None:
         """Run the backward of one micro-batch. `divide`: see `TrainStep.backward`."""
-        if self._clipped is not None:
+        step = self._step
+        if step.phase is Phase.REDUCED:
             self._end_or_refuse()
-        if self._step.is_between_steps:
-            self._forget()
-        if self._reopens:
-            reopen(self._step)
-        if self._step.is_reduced:
+        if step.is_complete and not self._reopens:
             raise StepError(
                 "A backward was called again before optimizer.step(). Call optimizer.zero_grad() to discard the "
                 f"gradients. To accumulate, run {self._how_to_accumulate}"
             )
-        self.train.backward(loss, is_last=not self.is_accumulating, divide=divide)
+        step.backward(loss, last=not self.is_accumulating, divide=divide)
 
     def _end_or_refuse(self) -> None:
         left = [own for own in self._left() if _has_gradient(own)]
-        if not self._has_stepped or left:
+        if not self._step.current.is_applied or left:
             names = ", ".join(type(own).__name__ for own in left)
             raise StepError(
                 f"A backward was called while optimizers have unused gradients of an earlier one ({names}). Call "
                 "step() or zero_grad() of each optimizer first."
             )
-        self._end([])
+        self.report = self.train.update([])
 
     def norm(self, max_norm: float | None = 0) -> torch.Tensor:
         """Average and unscale the gradients, and return their norm over all ranks, 0-D fp32.
 
         `max_norm`: see `TrainStep.clip_grad_norm`. It has no effect if the norm was computed before.
         """
-        if (clipped := self._clipped) is not None:
-            return clipped.norm
-        if not self._step.is_reduced:
+        step = self._step
+        if step.phase is Phase.REDUCED:
+            return step.reduce().norm
+        if not step.is_complete:
             raise StepError(
                 "An optimizer was stepped, or gradients were clipped, without a last backward of the optimizer step. "
                 f"Run {self._how_to_accumulate}"
@@ -135,11 +126,12 @@ class LoopDriver:
     def clip_norm(self, max_norm: float) -> torch.Tensor:
         """Clip the gradients of all optimizers by their norm, and return the norm before."""
         self._refuse_clipping()
-        is_first = self._clipped is None
+        step = self._step
+        is_first = step.phase is not Phase.REDUCED
         norm = self.norm(max_norm)
-        self._is_clipped = True
+        step.current.is_clipped = True
         if max_norm > 0 and not is_first:
-            multiply_gradients(self._step.micro_batches.with_gradient(), clip_factor(norm, max_norm))
+            multiply_gradients(step.gradients.present(), clip_factor(norm, max_norm))
         return norm
 
     def clip_value(self, limit: float) -> None:
@@ -151,15 +143,16 @@ class LoopDriver:
                 "Remove one of the two."
             )
         self.norm()
-        self._is_clipped = True
-        for parameter in self._step.micro_batches.with_gradient():
+        self._step.current.is_clipped = True
+        for parameter in self._step.gradients.present():
             if parameter.grad is not None:
                 local_part(parameter.grad).clamp_(-limit, limit)
 
     def _refuse_clipping(self) -> None:
-        if self._is_clipped:
+        current = self._step.current
+        if current.is_clipped:
             raise StepError("Gradients were clipped twice in one optimizer step. Clip them once, before step().")
-        if self._has_stepped:
+        if current.is_applied:
             raise StepError(
                 "Gradients were clipped after the step of another optimizer: TrainStep computes one norm of all. Clip "
                 "before the first step()."
@@ -168,21 +161,19 @@ class LoopDriver:
     def step(self, optimizer: Optimizer) -> None:
         """Update the parameters of one optimizer. `report` changes if this ends the optimizer step."""
         self._refuse_foreign(optimizer)
-        limit = self._policy.gradient_clipping
-        if not self._is_clipped and limit > 0:
+        step, limit = self._step, self._policy.gradient_clipping
+        if not step.current.is_clipped and limit > 0:
             self.clip_norm(limit)
         self.norm()
-        if any(optimizer is done for done in self._done):
+        if not any(optimizer is own for own in self._left()):
             name = type(optimizer).__name__
             raise StepError(f"{name}.step() was called again without a backward. Call backward first.")
-        if (clipped := self._clipped) is not None:
-            self.was_skipped = clipped.skipped
-        self._is_clipped = self._has_stepped = True
-        self._done.append(optimizer)
-        if any(map(_has_gradient, self._left())):
-            update_part(self._step, optimizer)
+        self.was_skipped = step.reduce().skipped
+        if any(own is not optimizer and _has_gradient(own) for own in self._left()):
+            with step.callbacks.phase("optimizer"):
+                step.apply(optimizer)
         else:
-            self._end([optimizer])
+            self.report = self.train.update([optimizer])
         torch.clear_autocast_cache()  # the loop's own autocast has cached casts of the old values
 
     def zero_grad(self, optimizer: Optimizer) -> None:
@@ -193,66 +184,28 @@ class LoopDriver:
                 for parameter in group["params"]:
                     parameter.grad = None
             return
-        if not any(optimizer is done for done in self._done):
-            self._done.append(optimizer)
-        if any(map(_has_gradient, self._left())) or (self._clipped is None and self._left()):
+        step = self._step
+        if any(optimizer is own for own in self._left()):
+            step.current.done.append(optimizer)
+        if any(map(_has_gradient, self._left())) or (step.phase is not Phase.REDUCED and self._left()):
             return
-        if self._has_stepped:
-            self._end([])
+        if step.current.is_applied:
+            self.report = self.train.update([])
         else:
             self._train.zero_grad()
-            self._forget()
 
     def _refuse_foreign(self, optimizer: Optimizer) -> None:
         if not any(optimizer is own for own in self.optimizers):
             raise StepError(f"A {type(optimizer).__name__} was not set up with this model. Set up both together.")
 
     def _left(self) -> list[Optimizer]:
-        return [own for own in self.optimizers if not any(own is done for done in self._done)]
-
-    def _end(self, optimizers: Sequence[Optimizer]) -> None:
-        self.report = self.train.update(optimizers)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._is_clipped, self._done, self._has_stepped = False, [], False
+        """Return the optimizers that were neither stepped nor had their gradients discarded."""
+        done = self._step.current.done
+        return [own for own in self.optimizers if not any(own is each for each in done)]
 
 
 def _has_gradient(optimizer: Optimizer) -> bool:
     return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
-
-
-def reopen(driver: StepDriver) -> None:
-    """Continue an optimizer step whose last micro-batch has run: the next backward adds to its gradients.
-
-    For loops that learn only after a backward whether it was the last one. Such a loop passes `is_last=True` to every
-    backward, so every backward reduces its gradients. Nothing happens if the last micro-batch has not run.
-
-    Raises:
-        StepError: `data_types.grad_accum_dtype` is not fp32.
-    """
-    if not driver.is_reduced:
-        return
-    dtype = driver.state.plan.policy.grad_accum_dtype
-    if dtype != torch.float32:
-        raise StepError(
-            "A backward after the last one of an optimizer step needs sums of micro-batches in fp32, but "
-            f"data_types.grad_accum_dtype is {short_name(dtype)}. Leave it out, or mark the backwards before the last "
-            "one."
-        )
-    driver.step_state.phase = Phase.OPEN
-    driver.micro_batches.note_gradients(are_reduced=True)
-
-
-def update_part(driver: StepDriver, optimizer: Optimizer) -> None:
-    """Step one of several optimizers after `clip`, and leave the optimizer step open.
-
-    `StepDriver.update(others)` ends the optimizer step: it steps the optimizers that are left, and discards all
-    gradients. The scheduler of `optimizer` is not stepped.
-    """
-    driver.refuse_update("update", [optimizer])
-    with driver.callbacks.phase("optimizer"), driver.micro_batches.noting("optimizer.step"):
-        driver.step_optimizers([optimizer])
 
 
 def refuse_shared_samples(model: nn.Module, library: str, num_ranks: int) -> None:

@@ -13,8 +13,7 @@ from zeroamp.hooks.observers.observed_dtypes import Observations
 from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.ledger.observed_optimizer import state_dtypes
 from zeroamp.planning.plan import Plan
-from zeroamp.training.loss_scaler import LossScaler
-from zeroamp.training.micro_batches import MicroBatches
+from zeroamp.training.optimizer_step import Step
 from zeroamp.wrapping.state import WrapState, reshard
 
 
@@ -26,13 +25,10 @@ class ObservedStep:
 
     def __init__(self, state: WrapState, observations: Observations) -> None:
         self._state = state
-        self._micro_batches = MicroBatches(state)
+        self._step = Step(state)
         self._observations = observations
         self._names = {id(parameter): fqn for fqn, parameter in state.root.named_parameters()}
-        policy = state.plan.policy
-        is_float16 = policy.low_dtype == torch.float16
-        self._scaler = LossScaler(policy.loss_scale, enabled=is_float16)
-        for parameter in self._micro_batches.parameters:
+        for parameter in self._step.gradients.parameters:
             observations.seen.setdefault(self._names[id(parameter)], {})
             self._see(parameter, "stored", parameter.dtype, "the shard")
 
@@ -41,39 +37,38 @@ class ObservedStep:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward of one micro-batch, and record the dtypes of the gradients that it leaves."""
-        policy, micro_batches = self._state.plan.policy, self._micro_batches
+        policy, step = self._state.plan.policy, self._step
         num_micro_batches = policy.gradient_accumulation_steps
-        step = self._state.step
-        is_last = step.num_micro_batches + 1 == num_micro_batches
-        if not step.is_open:
-            micro_batches.refuse_other_gradients()
-        with micro_batches.noting("backward"):  # FSDP2 cannot go on after a backward that raised
-            micro_batches.backward(self._scaler.scale_loss(loss.float() / num_micro_batches), is_last=is_last)
+        is_last = step.current.num_micro_batches + 1 == num_micro_batches
+        if not step.current.is_open:
+            step.gradients.refuse_other(step)
+        with step.noting("backward"):  # FSDP2 cannot go on after a backward that raised
+            step.run_backward(step.scaler.scale_loss(loss.float() / num_micro_batches), last=is_last)
         if policy.stage < 2 and num_micro_batches > 1:
             if not is_last:
-                for parameter, total in (pair for unit in micro_batches.units for pair in unsharded_sums(unit)):
+                for parameter, total in (pair for unit in step.units for pair in unsharded_sums(unit)):
                     self._see(parameter, "accumulate", total.dtype, "the unsharded sum")
         elif self._state.step.shard_accumulator is not None and num_micro_batches > 1:
             for parameter, total in self._state.step.shard_accumulator.sums.items():
                 self._see(parameter, "accumulate", total.dtype, "the sharded sum")
         else:
-            for parameter in micro_batches.with_gradient():
+            for parameter in step.gradients.present():
                 if parameter.grad is not None:
                     self._see(parameter, "accumulate", parameter.grad.dtype, "the sharded gradient")
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Record the dtypes of the state of `optimizers`, one parameter after the other, and discard the gradients."""
-        self._micro_batches.finish()
-        for parameter in self._micro_batches.with_gradient():
+        self._step.finish()
+        for parameter in self._step.gradients.present():
             gradient, parameter.grad = parameter.grad, None
             for dtype, where in state_dtypes(optimizers, parameter, gradient):
                 self._see(parameter, "optimizer", dtype, where)
-        self._micro_batches.end()
+        self._step.end()
 
     def abandon(self) -> None:
         """Discard the step after an error."""
-        self._micro_batches.discard()
-        reshard(self._micro_batches.units)
+        self._step.abandon()
+        reshard(self._step.units)
 
 
 @contextmanager

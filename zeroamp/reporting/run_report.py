@@ -32,7 +32,7 @@ from zeroamp.rank_group import RankGroup
 from zeroamp.reporting.step_clock import StepClock, time_communication
 from zeroamp.reporting.step_record import StepRecord
 from zeroamp.training.callbacks import Callback, Phase
-from zeroamp.training.step import TrainStep, driver_of
+from zeroamp.training.step import TrainStep, step_of
 from zeroamp.training.step_report import StepReport
 from zeroamp.version import __version__
 from zeroamp.wrapping.state import WrapState, wrap_state
@@ -243,7 +243,7 @@ def count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None
 
 
 def _check_is_possible(train: "TrainStep", state: WrapState) -> None:
-    if not driver_of(train).is_between_steps:
+    if not step_of(train).is_between_steps:
         raise StepError(
             "RunReport must be constructed between two optimizer steps, but a backward of this TrainStep has begun. "
             "Construct it after step() returned a report."

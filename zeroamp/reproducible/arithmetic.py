@@ -9,7 +9,7 @@ from zeroamp.reproducible.checks import refuse_division
 from zeroamp.reproducible.exact_sum import ExactSum, total_of
 from zeroamp.reproducible.seeds import MicroBatchRandomness
 from zeroamp.training.arithmetic import StepArithmetic
-from zeroamp.training.micro_batches import MicroBatches
+from zeroamp.training.gradients import Gradients
 from zeroamp.training.norm_and_clip import by_device, local_gradients
 from zeroamp.wrapping.state import WrapState
 from zeroamp.wrapping.step_state import LossSum
@@ -23,8 +23,8 @@ class ReproducibleArithmetic(StepArithmetic):
 
     retains_losses = True
 
-    def __init__(self, state: WrapState, micro_batches: MicroBatches) -> None:
-        super().__init__(state, micro_batches)
+    def __init__(self, state: WrapState, gradients: Gradients) -> None:
+        super().__init__(state, gradients)
         self._policy = state.plan.policy
         self.randomness: MicroBatchRandomness | None = None
         """Seeds the generators for each micro-batch. None outside of a `TrainStep`."""
@@ -58,7 +58,7 @@ class ReproducibleArithmetic(StepArithmetic):
         device = device_of(self._state.mesh)
         of_losses, of_squares = ExactSum(device), ExactSum(device, squares=True)
         of_losses.add(loss.terms for loss in losses)
-        for tensors in by_device(local_gradients(self._micro_batches.with_gradient())).values():
+        for tensors in by_device(local_gradients(self._gradients.present())).values():
             of_squares.add(tensors)
         return torch.cat([of_losses.numbers(), of_squares.numbers()])
 

@@ -15,13 +15,13 @@ from zeroamp.reproducible.checks import check_config, check_reproducible, refuse
 from zeroamp.reproducible.exact_sum import NUM_NUMBERS
 from zeroamp.reproducible.seeds import MicroBatchRandomness, micro_batch_seed
 from zeroamp.reproducible.tree_sums import TreeSum
-from zeroamp.training.micro_batches import MicroBatches, MicroBatchesExtension
-from zeroamp.training.step import StepExtension, TrainStep, driver_of
+from zeroamp.training.optimizer_step import ArithmeticExtension, Step
+from zeroamp.training.step import StepExtension, TrainStep, step_of
 from zeroamp.wrapping.extensions import WrapExtension
 from zeroamp.wrapping.state import WrapState
 
 
-class Reproducible(WrapExtension, MicroBatchesExtension, StepExtension):
+class Reproducible(WrapExtension, ArithmeticExtension, StepExtension):
     """Gives a run the same bits on any number of ranks."""
 
     needs_train_step = "reproducible True"
@@ -46,11 +46,11 @@ class Reproducible(WrapExtension, MicroBatchesExtension, StepExtension):
                 module.set_gradient_divide_factor(1.0)
         accumulate_shards(state, TreeSum)
 
-    def attach_micro_batches(self, micro_batches: MicroBatches) -> None:
+    def attach_arithmetic(self, step: Step) -> None:
         """Replace the arithmetic of the steps."""
         if self._state is None:
             raise AssertionError("expected `attach` to be called before")
-        micro_batches.arithmetic = ReproducibleArithmetic(self._state, micro_batches)
+        step.arithmetic = ReproducibleArithmetic(self._state, step.gradients)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer, *, on_shards: bool) -> None:
         """Raise for an optimizer whose updates may depend on the shards."""
@@ -58,9 +58,9 @@ class Reproducible(WrapExtension, MicroBatchesExtension, StepExtension):
 
     def attach_step(self, train: TrainStep) -> None:
         """Seed the random numbers of each micro-batch."""
-        arithmetic = driver_of(train).micro_batches.arithmetic
+        arithmetic = step_of(train).arithmetic
         if self._state is None or not isinstance(arithmetic, ReproducibleArithmetic):
-            raise AssertionError("expected the arithmetic of `attach_micro_batches`")
+            raise AssertionError("expected the arithmetic of `attach_arithmetic`")
         arithmetic.randomness = MicroBatchRandomness(self._state, lambda: micro_batch_seed(train))
 
     def add_traffic(self, plan: Plan, ranks: Ranks, traffic: Traffic) -> None:

@@ -8,7 +8,7 @@ of two: each reduction then adds a subtree.
 """
 
 from zeroamp.planning.mesh import shard_size
-from zeroamp.training.step import TrainStep, driver_of
+from zeroamp.training.step import TrainStep, step_of
 from zeroamp.wrapping.state import wrap_state
 
 
@@ -17,8 +17,8 @@ def micro_batch_index(train: TrainStep) -> int:
 
     After the last micro-batch, until `step` has ended the optimizer step, this is the last micro-batch's index.
     """
-    driver = driver_of(train)
-    number = 0 if driver.is_between_steps else driver.state.step.num_micro_batches - driver.is_reduced
+    step = step_of(train)
+    number = 0 if step.is_between_steps else step.current.num_micro_batches - step.is_complete
     indices = micro_batch_indices(train)
     return indices.start + number * indices.step
 

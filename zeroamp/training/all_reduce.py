@@ -17,6 +17,7 @@ device, so it reads them in the next step. Only the device type decides this, so
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,8 +26,9 @@ import torch.distributed as dist
 from zeroamp.hooks.collectives.collective_calls import issue
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
 from zeroamp.hooks.tensors import HostCopy
+from zeroamp.training.arithmetic import StepArithmetic
 from zeroamp.training.callbacks import Callbacks, Receive
-from zeroamp.training.micro_batches import MicroBatches
+from zeroamp.training.gradients import Gradients
 from zeroamp.training.rank_agreement import RankAgreement
 from zeroamp.training.refused_arguments import no_gradient
 from zeroamp.training.unused_parameters import UnusedParameters
@@ -40,30 +42,50 @@ Reader = tuple[int, Receive]
 """How many sums the host reads for a function, and the function."""
 
 
+@dataclass(slots=True)
+class OwnNumbers:
+    """The numbers of one rank in an optimizer step."""
+
+    losses: Sequence[LossSum]
+    of_step: torch.Tensor
+    """Loss and squared norm: see `StepArithmetic.local`."""
+    of_copies: list[torch.Tensor]
+    on_host: list[float]
+    """The numbers that are not on the device yet."""
+    readers: list[Reader]
+    """The functions that get the sums of the last two."""
+
+
 class StepAllReduce:
     """Sums the numbers of the optimizer steps of one `TrainStep` over the ranks."""
 
+    agreement: RankAgreement | None = None
+    """Compares the ranks. None on one rank."""
+
     def __init__(
-        self, state: WrapState, micro_batches: MicroBatches, callbacks: Callbacks, agreement: RankAgreement | None
+        self, state: WrapState, gradients: Gradients, arithmetic: StepArithmetic, callbacks: Callbacks
     ) -> None:
-        """Store the arguments. `agreement` compares the ranks; None on one rank."""
         self._state = state
-        self._micro_batches = micro_batches
+        self._gradients = gradients
+        self._arithmetic = arithmetic
         self._callbacks = callbacks
-        self._agreement = agreement
         self._unused = UnusedParameters(state)
         self._copies: GradientsOfCopies | None = None  # made in the first step with a tensor axis
         self.is_late = state.mesh.device_type != "cpu"
         """Whether the host reads sums in the next step: see [Note: One step late]."""
         self._before: tuple[HostCopy, list[Reader]] | None = None  # of the previous step
 
-    def run(self, losses: Sequence[LossSum], *, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def own_numbers(self, losses: Sequence[LossSum]) -> OwnNumbers:
+        """Return this rank's numbers, without a collective. `losses`: the sums of its losses."""
+        return OwnNumbers(losses, self._arithmetic.local(losses), *self._read_on_host())
+
+    def run(self, own: OwnNumbers, *, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum the parts over the ranks. This is the only collective of a step besides those of the micro-batches.
 
         Gradients of parameters that no rank used are discarded.
 
         Args:
-            losses: the sums of this rank's losses.
+            own: this rank's numbers.
             scale: the factor by which the gradients are scaled.
 
         Returns:
@@ -73,36 +95,32 @@ class StepAllReduce:
             StepError: no parameter has a gradient, the ranks differ, or the ranks of a tensor axis have different
                 gradients of copies.
         """
-        replicated, arithmetic = self._micro_batches.replicated, self._micro_batches.arithmetic
-        with self._micro_batches.noting("step"):
-            self._micro_batches.finish()
-            of_step = arithmetic.local(losses)
-            of_copies, on_host, readers = self._read_on_host()
-            has_gradient = bool(self._micro_batches.with_gradient())
-        if not has_gradient:
+        if not self._gradients.present():
             raise no_gradient()
+        of_step, replicated = own.of_step, self._gradients.replicated
         usage, of_replicated = self._unused.usage(), replicated.statistics(of_step.device)
-        parts = [of_step, usage, *of_replicated, *of_copies]
-        if on_host:
+        parts = [of_step, usage, *of_replicated, *own.of_copies]
+        if own.on_host:
             # Built on the host and copied: to build it on the device, the host would wait for the whole backward.
-            parts.append(torch.tensor(on_host, dtype=of_step.dtype, device="cpu").to(of_step.device, non_blocking=True))
+            on_host = torch.tensor(own.on_host, dtype=of_step.dtype, device="cpu")
+            parts.append(on_host.to(of_step.device, non_blocking=True))
         summed = torch.cat(parts)
         issued = IssuedCollective("all_reduce", summed, STEP, self._state.world)
         issue(lambda: dist.all_reduce(summed, group=self._state.world), issued, self._state.listeners)
-        sizes = [len(of_step), len(usage), sum(map(len, of_replicated)), sum(num for num, _ in readers)]
+        sizes = [len(of_step), len(usage), sum(map(len, of_replicated)), sum(num for num, _ in own.readers)]
         of_step, usage, sums_of_replicated, to_read = torch.split(summed, sizes)
         self._unused.discard_gradients(usage)
-        loss, squares = arithmetic.totals(of_step, losses)
+        loss, squares = self._arithmetic.totals(of_step, own.losses)
         if of_replicated:
-            squares = squares + replicated.set_gradients(sums_of_replicated, arithmetic.divide_factor())
-        self._hand_out(to_read, readers)
+            squares = squares + replicated.set_gradients(sums_of_replicated, self._arithmetic.divide_factor())
+        self._hand_out(to_read, own.readers)
         return loss, squares.sqrt() / scale
 
     def _read_on_host(self) -> tuple[list[torch.Tensor], list[float], list[Reader]]:
         """Return the numbers whose sums the host reads: those on the device, those on the host, and their functions."""
         of_copies, readers = self._of_copies()
         on_host: list[float] = []
-        own = [] if self._agreement is None else [self._agreement.number(is_late=self.is_late)]
+        own = [] if self.agreement is None else [self.agreement.number(is_late=self.is_late)]
         for numbers, receive in (*own, *(callback.statistics() for callback in self._callbacks.all())):
             on_host.extend(numbers)
             readers.append((len(numbers), receive))
@@ -127,6 +145,6 @@ class StepAllReduce:
             from zeroamp.meshes.tensor_parallel_replicas import GradientsOfCopies
 
             self._copies = GradientsOfCopies(state.axes, state.axes.tensor, lambda: dict(state.root.named_parameters()))
-        ignored = self._micro_batches.ignored
-        numbers = self._copies.statistics([p for p in self._micro_batches.with_gradient() if p not in ignored])
+        ignored = self._gradients.ignored
+        numbers = self._copies.statistics([p for p in self._gradients.present() if p not in ignored])
         return numbers, [(sum(map(len, numbers)), self._copies.compare)]

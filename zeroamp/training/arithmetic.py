@@ -1,30 +1,27 @@
 """`StepArithmetic`: how an optimizer step divides losses, adds micro-batches, and sums loss and norm over the ranks."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from zeroamp.hooks._torch.fsdp import divide_factors
 from zeroamp.planning.mesh import device_of, num_holders, replicate_size
+from zeroamp.training.gradients import Gradients
 from zeroamp.training.norm_and_clip import local_sum_of_squares, squares_counted_once
 from zeroamp.wrapping.state import WrapState
 from zeroamp.wrapping.step_state import LossSum
 
-if TYPE_CHECKING:
-    from zeroamp.training.micro_batches import MicroBatches
-
 
 class StepArithmetic:
-    """The arithmetic of the optimizer steps of one `MicroBatches`. An extension may replace it by a subclass."""
+    """The arithmetic of the optimizer steps of one `Step`. An extension may replace it by a subclass."""
 
     retains_losses = False
     """Whether the loss of each micro-batch is retained, instead of their sum."""
 
-    def __init__(self, state: WrapState, micro_batches: "MicroBatches") -> None:
+    def __init__(self, state: WrapState, gradients: Gradients) -> None:
         self._state = state
-        self._micro_batches = micro_batches
+        self._gradients = gradients
         self._holders: dict[nn.Parameter, int] = {}  # how many ranks hold the parameter's shard
 
     def loss_divisor(self, *, divide: bool, others: bool | None) -> int:
@@ -57,9 +54,9 @@ class StepArithmetic:
         mesh, num_ranks = self._state.mesh, self._state.axes.whole.size()
         device = device_of(mesh)  # the collective runs here; loss and shards may be elsewhere
         parts = [loss.terms[0].to(device, torch.float64) / (loss.divisor * num_ranks) for loss in losses]
-        with_gradient, ignored = self._micro_batches.with_gradient(), self._micro_batches.ignored
+        with_gradient, ignored = self._gradients.present(), self._gradients.ignored
         averaged = [parameter for parameter in with_gradient if parameter not in ignored] if ignored else with_gradient
-        sharded = self._micro_batches.replicated.sharded(averaged)
+        sharded = self._gradients.replicated.sharded(averaged)
         if self._state.axes.is_plain:  # one number for all parameters
             squares = local_sum_of_squares(sharded, device) / replicate_size(mesh)
         else:

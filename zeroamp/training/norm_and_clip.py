@@ -15,7 +15,7 @@ from zeroamp.hooks._torch.dtensor import local_parts
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """Return this rank's shards of the gradients, as plain tensors. Each parameter must have a gradient."""
-    return local_parts(parameter.grad for parameter in parameters)  # type: ignore[misc]
+    return local_parts([parameter.grad for parameter in parameters])
 
 
 @torch.no_grad()

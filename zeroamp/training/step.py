@@ -1,19 +1,28 @@
 """`TrainStep`: runs the optimizer steps of a wrapped model, from the backwards of the micro-batches to the update."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from zeroamp.planning.mesh import device_of, is_first_rank
 from zeroamp.policies.errors import StepError
 from zeroamp.policies.extensions import Extension, of_class
 from zeroamp.training.callbacks import Callbacks
-from zeroamp.training.refused_arguments import Scheduler, checked_max_norm
-from zeroamp.training.step_driver import StepDriver
-from zeroamp.training.step_report import StepReport
-from zeroamp.wrapping.state import autocast_of
+from zeroamp.training.optimizer_kinds import checked_on_shards, refuse_unsupported, shard_loaded_state
+from zeroamp.training.optimizer_step import Step
+from zeroamp.training.rank_agreement import description_of
+from zeroamp.training.refused_arguments import Scheduler, checked_max_norm, refuse_different_factors, refuse_unusable
+from zeroamp.training.scheduler_steps import SchedulerSteps
+from zeroamp.training.step_report import StepReport, learning_rates
+from zeroamp.wrapping.run_alike import Description, run_alike
+from zeroamp.wrapping.state import autocast_of, wrap_state
+from zeroamp.wrapping.step_state import Phase
+
+logger = logging.getLogger("zeroamp")
 
 on_new_train_step: "list[Callable[[TrainStep], None]]" = []
 """Called with each `TrainStep` at the end of its constructor. For a profiler that starts before the model is built."""
@@ -81,47 +90,70 @@ class TrainStep:
             WrapError: the model is not wrapped.
         """
         self.model = model
-        optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+        self.optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+        """All optimizers, in the order in which they step."""
         schedulers = scheduler if isinstance(scheduler, Sequence) else (scheduler,) * (scheduler is not None)
-        self._driver = StepDriver(model, optimizers, tuple(schedulers) or (None,) * len(optimizers), on_shards)
-        for extension in of_class(self._driver.state.extensions, StepExtension):
+        self.schedulers = tuple(schedulers) or (None,) * len(self.optimizers)
+        """One entry per optimizer: its scheduler, or None."""
+        self._on_shards = checked_on_shards(on_shards, len(self.optimizers))
+        self._step = Step(wrap_state(model))
+        self._policy = self._step.state.plan.policy
+        self._scheduler_steps = SchedulerSteps()
+        self._is_in_no_sync = False
+        run_alike(
+            self._checked,
+            what="TrainStep",
+            remedy="Pass the same optimizers and schedulers on all ranks.",
+            error_type=StepError,
+            group=self._step.state.world,
+            device=device_of(self._step.state.mesh),
+        )
+        self._step.attach(self.optimizers, self._on_shards)
+        for extension in of_class(self._step.state.extensions, StepExtension):
             extension.attach_step(self)
         for attach in tuple(on_new_train_step):
             attach(self)
 
-    @property
-    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """All optimizers, in the order in which they step."""
-        return self._driver.optimizers
+    def _checked(self) -> tuple[None, Description]:
+        """Check the arguments on this rank, and return them as text."""
+        state = self._step.state
+        self._step.gradients.refuse_low_shards()
+        refuse_different_factors(state.root)
+        refuse_unusable(self.optimizers, self.schedulers, state.root, self._step.gradients.parameters)
+        for optimizer, on_shards in zip(self.optimizers, self._on_shards, strict=True):
+            refuse_unsupported(optimizer, on_shards=on_shards)
+            shard_loaded_state(optimizer, state.root)
+            if not state.axes.is_plain:
+                from zeroamp.meshes.tensor_parallel_replicas import refuse_on_two_axes
 
-    @property
-    def schedulers(self) -> tuple[Scheduler | None, ...]:
-        """One entry per optimizer: its scheduler, or None."""
-        return self._driver.schedulers
+                refuse_on_two_axes(optimizer, on_shards=on_shards)
+            for extension in state.extensions:
+                extension.check_optimizer(optimizer, on_shards=on_shards)
+        return None, description_of(state.root, self.optimizers, self.schedulers, self._on_shards)
 
     @property
     def num_steps(self) -> int:
         """Optimizer steps taken."""
-        return self._driver.num_steps
+        return self._step.num_steps
 
     @property
     def num_skipped(self) -> int:
         """Optimizer steps skipped because a gradient was not finite."""
-        return self._driver.num_skipped
+        return self._step.num_skipped
 
     @property
     def loss_scale(self) -> float:
         """The factor by which the next `backward` multiplies its loss. 1 except in float16."""
-        return self._driver.scaler.scale
+        return self._step.scaler.scale
 
     @property
     def callbacks(self) -> Callbacks:
         """The callbacks of this TrainStep, called in the order of the list. See `zeroamp.Callback`."""
-        return self._driver.callbacks
+        return self._step.callbacks
 
     @callbacks.setter
     def callbacks(self, callbacks: object) -> None:
-        if callbacks is self._driver.callbacks:  # train.callbacks += [...]
+        if callbacks is self._step.callbacks:  # train.callbacks += [...]
             return
         raise StepError(
             "TrainStep.callbacks was set, which would remove the callbacks of zeroamp (reports, saving). "
@@ -134,9 +166,10 @@ class TrainStep:
         With `torch_autocast` this is `torch.autocast(device_type, dtype)`, the same as around the forward. In other
         modes the context manager does nothing.
         """
-        return autocast_of(self._driver.state)
+        return autocast_of(self._step.state)
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Pass `is_last=False` to each backward inside the context, like the `no_sync` of DDP and of accelerate.
 
         The first backward after the context is the last one of its optimizer step, if it is not given `is_last`::
@@ -146,7 +179,11 @@ class TrainStep:
             train.backward(loss_of(second), divide=False)
             report = train.step()
         """
-        return self._driver.no_sync()
+        outer, self._is_in_no_sync = self._is_in_no_sync, True
+        try:
+            yield
+        finally:
+            self._is_in_no_sync = outer
 
     def zero_grad(self) -> None:
         """Discard the current optimizer step and all gradients of this model.
@@ -157,7 +194,7 @@ class TrainStep:
         Raises:
             StepError: an earlier backward or step raised.
         """
-        self._driver.discard()
+        self._step.discard()
 
     def backward(self, loss: torch.Tensor, *, is_last: bool | None = None, divide: bool = True) -> None:
         """Run the backward of one micro-batch.
@@ -179,7 +216,36 @@ class TrainStep:
                 of the losses would make the bits depend on the number of ranks.
             PeerError: the backend ended a collective, because it timed out or another rank's process ended.
         """
-        self._driver.backward(loss, is_last=is_last, divide=divide)
+        is_counted, current = is_last is None and not self._is_in_no_sync, self._step.current
+        self._step.backward(loss, last=self._is_last(is_last), divide=divide)
+        current.is_counted, current.was_in_no_sync = is_counted, self._is_in_no_sync
+
+    def _is_last(self, is_last: bool | None) -> bool:
+        """Return whether a backward is the last of its optimizer step. Raise StepError if it contradicts the others."""
+        phase, current = self._step.phase, self._step.current
+        is_first = phase in (Phase.IDLE, Phase.FAILED)
+        if phase is Phase.REDUCED:
+            raise StepError("TrainStep.backward was called between clip_grad_norm() and update(). Call update() first.")
+        if self._is_in_no_sync and is_last:
+            raise StepError("TrainStep.backward got is_last=True inside no_sync(). Run the last backward after it.")
+        if self._is_in_no_sync:
+            is_last = False
+        elif is_last is None and not is_first and current.was_in_no_sync:
+            is_last = True
+        if not is_first:
+            if current.is_counted != (is_last is None):
+                raise StepError(
+                    "TrainStep.backward got is_last for some micro-batches of an optimizer step, but not for all. Pass "
+                    "it for each of them, or for none; no_sync() counts as is_last=False."
+                )
+            if phase is Phase.COMPLETE or (is_last is None and not current.is_stepped):
+                raise StepError(
+                    "TrainStep.backward was called twice without step() in between. Call step() after each backward. "
+                    "For several losses of one micro-batch call it once, with their sum: backward(loss + other_loss)."
+                )
+        if is_last is not None:
+            return is_last
+        return (0 if is_first else current.num_micro_batches) + 1 == self._policy.gradient_accumulation_steps
 
     def step(self) -> StepReport | None:
         """End the optimizer step after its last micro-batch: run `clip_grad_norm()`, then `update()`.
@@ -194,7 +260,31 @@ class TrainStep:
             PeerError: the backend ended a collective, because it timed out or another rank's process ended.
             CheckpointError: a background save failed. The optimizer step was taken.
         """
-        return self._driver.step()
+        step, current = self._step, self._step.current
+        current.refuse_after_failure("TrainStep.step")
+        phase = step.phase
+        if phase is not Phase.REDUCED and (phase in (Phase.IDLE, Phase.FAILED) or current.is_stepped):
+            raise StepError("TrainStep.step was called without a backward since the last step. Call backward first.")
+        if phase is Phase.OPEN and current.is_counted:
+            current.is_stepped = True
+            return None
+        if phase is Phase.OPEN:
+            self._refuse_incomplete("step")
+        with step.callbacks.phase("optimizer"):
+            step.reduce(self._policy.gradient_clipping)
+            report = self._update(self.optimizers)
+        return self._ended(report)
+
+    def _refuse_incomplete(self, method: str) -> None:
+        step = self._step
+        if step.phase is Phase.REDUCED:
+            raise StepError(f"TrainStep.{method} was called twice in one optimizer step. Call update() after it.")
+        if not step.is_complete:
+            when = "without a backward" if step.is_between_steps else "before the last micro-batch of an optimizer step"
+            raise StepError(
+                f"TrainStep.{method} was called {when}. Call it after the backward that ends the step: the config's "
+                "last, or the one with is_last=True."
+            )
 
     def clip_grad_norm(self, max_norm: float | None = None) -> torch.Tensor:
         """Clip the gradients of the optimizer step and return their norm before clipping. Call `update` next.
@@ -215,9 +305,11 @@ class TrainStep:
                 backward or step raised.
             PeerError: the backend ended a collective, because it timed out or another rank's process ended.
         """
-        self._driver.micro_batches.refuse_after_failure("TrainStep.clip_grad_norm")
-        clipping = self._driver.state.plan.policy.gradient_clipping
-        return self._driver.clip(clipping if max_norm is None else checked_max_norm(max_norm))
+        self._step.current.refuse_after_failure("TrainStep.clip_grad_norm")
+        limit = self._policy.gradient_clipping if max_norm is None else checked_max_norm(max_norm)
+        self._refuse_incomplete("clip_grad_norm")
+        with self._step.callbacks.phase("optimizer"):
+            return self._step.reduce(limit).norm
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer] | None = None) -> StepReport:
         """Update the parameters after `clip_grad_norm`, step the schedulers, and discard the gradients.
@@ -233,7 +325,57 @@ class TrainStep:
                 backward or step raised.
             CheckpointError: a background save failed. The optimizer step was taken.
         """
-        return self._driver.update(optimizers)
+        optimizers = self.optimizers if optimizers is None else optimizers
+        self._step.current.refuse_after_failure("TrainStep.update")
+        if self._step.phase is not Phase.REDUCED:
+            raise StepError("TrainStep.update was called without clip_grad_norm(). Call it first, or step() alone.")
+        for optimizer in optimizers:
+            if not any(optimizer is own for own in self.optimizers):
+                raise StepError(
+                    f"TrainStep.update was given a {type(optimizer).__name__} that is not one of this TrainStep. "
+                    "Pass those of TrainStep.optimizers."
+                )
+        with self._step.callbacks.phase("optimizer"):
+            report = self._update(optimizers)
+        return self._ended(report)
+
+    def _update(self, optimizers: Sequence[torch.optim.Optimizer]) -> StepReport:
+        """Apply these optimizers, step their schedulers, and end the optimizer step."""
+        step = self._step
+        reduced = step.reduce()
+        try:
+            self._scheduler_steps.check()
+            rates = tuple(rate for optimizer in self.optimizers for rate in learning_rates(optimizer))
+            chosen = [index for index, own in enumerate(self.optimizers) if any(own is each for each in optimizers)]
+            for index in chosen:
+                step.apply(self.optimizers[index])
+            step.num_steps += not reduced.skipped
+            step.num_skipped += reduced.skipped
+            with step.noting("optimizer.step"):
+                for index in () if reduced.skipped else chosen:
+                    if (scheduler := self.schedulers[index]) is not None:
+                        self._scheduler_steps.step(index, scheduler)
+        finally:
+            step.end()
+        report = StepReport(
+            step=self.num_steps,
+            loss_tensor=reduced.loss,
+            grad_norm_tensor=reduced.norm,
+            loss_scale=reduced.scale,
+            skipped=reduced.skipped,
+            num_skipped=self.num_skipped,
+            lr_values=rates,
+        )
+        every = self._policy.steps_per_print
+        if every and (self.num_steps + self.num_skipped) % every == 0 and is_first_rank(step.state.axes.whole):
+            logger.info("%s", report)  # waits for the device
+        return report
+
+    def _ended(self, report: StepReport) -> StepReport:
+        with ExitStack() as calls:  # runs all of them, last pushed first, even if one raises
+            for callback in reversed(self.callbacks.all()):
+                calls.callback(callback.on_step_end, report)
+        return report
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of steps and the loss scale, as plain numbers. Save optimizers and schedulers separately.
@@ -241,11 +383,11 @@ class TrainStep:
         Raises:
             StepError: called inside an optimizer step, whose gradients would be lost.
         """
-        self._driver.micro_batches.refuse_unfinished("TrainStep.state_dict")
+        self._step.current.refuse_unfinished("TrainStep.state_dict")
         return {
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
-            "loss_scale": self._driver.scaler.state_dict(),
+            "loss_scale": self._step.scaler.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -254,13 +396,13 @@ class TrainStep:
         Raises:
             StepError: called inside an optimizer step, or the state has another kind of loss scale than the config.
         """
-        self._driver.micro_batches.refuse_unfinished("TrainStep.load_state_dict")
+        self._step.current.refuse_unfinished("TrainStep.load_state_dict")
         if "loss_scale" in state:
-            self._driver.scaler.load_state_dict(state["loss_scale"])
-        self._driver.num_steps, self._driver.num_skipped = state["num_steps"], state["num_skipped"]
-        self._driver.scheduler_steps.forget()
+            self._step.scaler.load_state_dict(state["loss_scale"])
+        self._step.num_steps, self._step.num_skipped = state["num_steps"], state["num_skipped"]
+        self._scheduler_steps.forget()
 
 
-def driver_of(train: TrainStep) -> StepDriver:
+def step_of(train: TrainStep) -> Step:
     """Return what runs the steps of a `TrainStep`. Integrations and extensions need more than its methods."""
-    return train._driver
+    return train._step

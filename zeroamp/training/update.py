@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zeroamp.hooks._torch.dtensor import local_parts
 from zeroamp.planning.mesh import local_part, num_shards_of, sharded_like
 from zeroamp.training.optimizer_kinds import has_own_step, has_step_hooks, kind_of
 from zeroamp.wrapping.owned_optimizers import OwnedOptimizers
@@ -98,7 +99,8 @@ def _plain_shards(optimizer: torch.optim.Optimizer, *, as_parameters: bool) -> I
         for group, params in zip(optimizer.param_groups, own_params, strict=True):
             group["params"] = params
         for each in shards.values():
-            each.release_gradient()
+            if each.shard is not each.parameter:
+                each.shard.grad = None
         # An update of the DTensors does this too: autograd, and caches keyed by the version, detect the change.
         updated = [each.parameter for each in shards.values() if each.parameter.grad is not None]
         torch.autograd.graph.increment_version(updated)
@@ -121,28 +123,20 @@ class _Shard:
 
     def __init__(self, parameter: torch.Tensor, state: dict[str, Any] | None, as_parameter: bool) -> None:
         self.parameter = parameter
-        local = local_part(parameter)
+        state = state or {}
+        local, grad, *values = local_parts((parameter, parameter.grad, *state.values()))
         self._shape = local.shape
         self._is_empty = local.numel() == 0 and num_shards_of(parameter) > 1
-        shard = self._shown(local)
-        self.shard = nn.Parameter(shard, requires_grad=parameter.requires_grad) if as_parameter else shard
+        if self._is_empty:
+            local, grad = _row(local), None if grad is None else _row(grad)
+            whole = zip(state.values(), values, strict=True)
+            values = [_row(value) if isinstance(own, DTensor) else value for own, value in whole]
+        self.shard = nn.Parameter(local, requires_grad=parameter.requires_grad) if as_parameter else local
         """A plain tensor in the parameter's memory, whose `grad` is the shard of the parameter's gradient."""
-        if self.shard is not parameter and parameter.grad is not None:
-            self.shard.grad = self._shown(local_part(parameter.grad))
-        self.state = {
-            name: self._shown(local_part(value)) if isinstance(value, DTensor) else value
-            for name, value in (state or {}).items()
-        }
+        if self.shard is not parameter and grad is not None:
+            self.shard.grad = grad
+        self.state = dict(zip(state, values, strict=True))
         """The parameter's state with plain shards, as the optimizer gets it."""
-
-    def _shown(self, local: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of a tensor, or a row of zeros if the shard has no elements."""
-        return local.new_zeros([length or 1 for length in local.shape]) if self._is_empty else local
-
-    def release_gradient(self) -> None:
-        """Release the shard's gradient, but not that of the parameter."""
-        if self.shard is not self.parameter:
-            self.shard.grad = None
 
     def copy_back(self) -> None:
         """Copy the shard to the parameter's memory if the optimizer assigned `parameter.data`."""
@@ -184,6 +178,11 @@ class _Shard:
         return sharded_like(value, like)
 
 
+def _row(shard: torch.Tensor) -> torch.Tensor:
+    """Return a row of zeros in place of a shard without elements."""
+    return shard.new_zeros([length or 1 for length in shard.shape])
+
+
 def works_on_shards(optimizer: torch.optim.Optimizer, *, on_shards: bool = False) -> bool:
     """Return whether `step` would run on plain shards, with the optimizer's present gradients and state.
 
@@ -216,16 +215,12 @@ def _is_usable(parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any
         return False
     if not isinstance(parameter, DTensor):
         return not any(isinstance(value, DTensor) for value in state.values())
+    mesh, placements = parameter.device_mesh, parameter.placements
     for value in (grad, *state.values()):
         if isinstance(value, DTensor):
-            if not _is_sharded_like(value, parameter):
+            # By identity first, because comparing two meshes by value takes longer than everything else here.
+            if (value.device_mesh is not mesh and value.device_mesh != mesh) or value.placements != placements:
                 return False
         elif isinstance(value, torch.Tensor) and value.dim() > 0 and num_shards_of(parameter) > 1:
             return False
     return True
-
-
-def _is_sharded_like(tensor: DTensor, parameter: DTensor) -> bool:
-    own, mesh = tensor.device_mesh, parameter.device_mesh
-    # By identity first, because comparing two meshes by value takes longer than everything else here.
-    return (own is mesh or own == mesh) and tensor.placements == parameter.placements

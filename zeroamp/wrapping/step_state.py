@@ -1,7 +1,7 @@
 """`StepState`: the optimizer step of a wrapped model: its phase, its micro-batches, and the scale of its gradients.
 
-One object per wrapped model, `WrapState.step`, because the gradients belong to the model. The `StepDriver` of a
-`TrainStep` and the observed step of `Ledger.verify` change it. Everybody else reads it.
+One object per wrapped model, `WrapState.step`, because the gradients belong to the model. The `Step` of a `TrainStep`
+or of the observed step of `Ledger.verify` changes it. Everybody else reads it.
 """
 
 from dataclasses import dataclass, field
@@ -9,6 +9,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
+
+from zeroamp.policies.errors import StepError
 
 if TYPE_CHECKING:
     from zeroamp.accumulation.shard_accumulator import ShardAccumulator
@@ -19,15 +21,15 @@ class Phase(Enum):
 
     IDLE = "between two optimizer steps"
     OPEN = "between the micro-batches of an optimizer step"
-    REDUCED = "after the last backward of an optimizer step"
-    CLIPPED = "after the all-reduce of an optimizer step, with averaged, unscaled, clipped gradients"
+    COMPLETE = "after the last backward of an optimizer step"
+    REDUCED = "after the all-reduce of an optimizer step, with averaged, unscaled, clipped gradients"
     FAILED = "after a failure"
 
 
 class Owner(Protocol):
     """Runs the micro-batches of an optimizer step."""
 
-    def discard(self) -> None:
+    def abandon(self) -> None:
         """Discard the optimizer step and all its gradients."""
 
 
@@ -43,6 +45,20 @@ class LossSum(NamedTuple):
 
 
 @dataclass(slots=True)
+class Reduced:
+    """The results of the all-reduce of an optimizer step."""
+
+    loss: torch.Tensor
+    """0-D fp64: see `StepReport.loss_tensor`."""
+    norm: torch.Tensor
+    """0-D fp32: unscaled, before clipping."""
+    scale: float
+    """The loss scale of this step's losses."""
+    skipped: bool = False
+    """Whether a gradient is not finite, so that nothing is updated."""
+
+
+@dataclass(slots=True)
 class StepState:
     """The state of the current optimizer step of a model."""
 
@@ -51,8 +67,8 @@ class StepState:
     """Who runs the optimizer step. None between two steps."""
     num_micro_batches: int = 0
     """Backwards that have run in this optimizer step."""
-    is_ended_by_caller: bool = False
-    """Whether the caller passes `is_last` to the backwards of this step. Otherwise the config counts them."""
+    is_counted: bool = False
+    """Whether the config counts the backwards of this step. Otherwise the caller passes `is_last`."""
     is_stepped: bool = True
     """Whether `TrainStep.step` was called since the last backward."""
     was_in_no_sync: bool = False
@@ -61,6 +77,14 @@ class StepState:
     """The factor by which the gradients of the shards are scaled: the loss scale, or 1 after the unscaling."""
     num_divided: int = 0
     """Losses of this step that `backward` divided by `gradient_accumulation_steps`."""
+    reduced: Reduced | None = None
+    """The results of the all-reduce, until the step ends."""
+    is_clipped: bool = False
+    """Whether the loop of an integration has clipped the gradients itself."""
+    is_applied: bool = False
+    """Whether an optimizer was stepped."""
+    done: list[torch.optim.Optimizer] = field(default_factory=list)
+    """The optimizers that were stepped, or whose gradients the loop of an integration has discarded."""
     _terms: dict[bool, list[torch.Tensor]] = field(default_factory=lambda: {True: [], False: []})
     """The losses of this rank, by whether `backward` divided them."""
 
@@ -77,12 +101,7 @@ class StepState:
     @property
     def is_open(self) -> bool:
         """Whether an optimizer step has run a backward and has not ended."""
-        return self.phase in (Phase.OPEN, Phase.REDUCED, Phase.CLIPPED)
-
-    @property
-    def is_reduced(self) -> bool:
-        """Whether the last backward of an optimizer step has run, so that its gradients are complete."""
-        return self.phase in (Phase.REDUCED, Phase.CLIPPED)
+        return self.phase in (Phase.OPEN, Phase.COMPLETE, Phase.REDUCED)
 
     def add_loss(self, loss: torch.Tensor, *, is_divided: bool, retains_each: bool) -> None:
         """Add the loss of one micro-batch, a tensor of one element in any floating-point dtype, in fp32."""
@@ -109,9 +128,26 @@ class StepState:
             self.failure = failure
             self.phase, self.owner = Phase.FAILED, None
 
+    def refuse_after_failure(self, method: str) -> None:
+        """Raise StepError if a failure is recorded. The error names `method`."""
+        if (failure := self.failure) is not None:
+            raise StepError(
+                f"{method} was called after an earlier failure in {failure}. Load the last checkpoint on every rank "
+                "(zeroamp.load_checkpoint with the TrainStep), or restart from it."
+            )
+
+    def refuse_unfinished(self, method: str) -> None:
+        """Raise StepError if an optimizer step has run a backward but has not ended."""
+        if self.is_open:
+            raise StepError(
+                f"{method} was called after {self.num_micro_batches} micro-batch(es) of an optimizer step. "
+                "Call it between two optimizer steps, after step() returned a report."
+            )
+
     def reset(self) -> None:
         """End the optimizer step."""
         self.phase = Phase.IDLE if self.failure is None else Phase.FAILED
         self.owner, self.num_micro_batches, self.gradient_scale = None, 0, 1.0
-        self.is_ended_by_caller, self.is_stepped = False, True
+        self.is_counted, self.is_stepped = False, True
+        self.reduced, self.is_clipped, self.is_applied, self.done = None, False, False, []
         self._terms, self.num_divided = {True: [], False: []}, 0

@@ -20,7 +20,7 @@ from tests.models.families import FAMILIES
 from tests.models.small import VOCAB, WIDTH, Block, RMSNorm
 from tests.processes.trainer import DDP, REDUCES_EACH, forget_accelerate, reduce_each
 from tests.processes.training import SmallTraining, adamw, config, full_parameters, same_bits
-from zeroamp.training.step import driver_of
+from zeroamp.training.step import step_of
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: it is what ZeroampAccelerator is a subclass of")
 
@@ -388,14 +388,14 @@ def _misused():
         assert not os.path.exists(folder)  # accelerate has not begun: it removes older states first
         script.optimizer.step()  # nothing: the optimizer step goes on
         script.optimizer.zero_grad()
-    assert driver_of(accelerator.train_step).state.step.num_micro_batches == 1
+    assert step_of(accelerator.train_step).state.step.num_micro_batches == 1
     with accelerator.accumulate(model):
         accelerator.backward(model(**batch)["loss"])
         raises("model.parameters()", accelerator.clip_grad_norm_, model.head.parameters(), 1.0)
         raises("2-norm", accelerator.clip_grad_norm_, model.parameters(), 1.0, 1)
         before = script.parameters()
         script.optimizer.zero_grad()  # instead of a step: the optimizer step is discarded
-    assert driver_of(accelerator.train_step).is_between_steps
+    assert step_of(accelerator.train_step).is_between_steps
     assert same_bits(script.parameters(), before) == []
     with model.no_sync():
         accelerator.backward(model(**batch)["loss"])

@@ -6,7 +6,7 @@ import torch.distributed as dist
 import zeroamp
 from tests.models.small import batch, loss_of
 from tests.processes.training import wrapped
-from zeroamp.training.step import driver_of
+from zeroamp.training.step import step_of
 
 NAME = "llama_tied"
 
@@ -22,7 +22,7 @@ def take_steps(train, num_steps, first=0):
     """Return the reports of the steps."""
     reports = []
     while len(reports) < num_steps:
-        for micro in range(driver_of(train).state.plan.policy.gradient_accumulation_steps):
+        for micro in range(step_of(train).state.plan.policy.gradient_accumulation_steps):
             index = 100 * (first + len(reports)) + 10 * micro + dist.get_rank()
             train.backward(loss_of(train.model, batch(NAME, index)))
             report = train.step()

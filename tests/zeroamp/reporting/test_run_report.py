@@ -17,7 +17,7 @@ from tests.zeroamp.reporting.runs import NAME, take_steps, train_step
 from zeroamp.hooks._torch.fsdp import communication_methods
 from zeroamp.policies.numbers import gib_text
 from zeroamp.reporting.run_report import RunReport, count_tokens
-from zeroamp.training.step import driver_of
+from zeroamp.training.step import step_of
 
 
 def _with_everything(cfg, folder):
@@ -149,7 +149,7 @@ def _around_other_forwards(path):
         take_steps(train, 1)
         assert run.last.num_tokens == num_tokens
     run.close()
-    state = driver_of(train).state
+    state = step_of(train).state
     assert not any(isinstance(each, RunReport) for each in (*train.callbacks, *state.listeners))
     assert "unshard" not in vars(next(communication_methods(state.root))[0])
 

@@ -11,8 +11,7 @@ import zeroamp
 from tests.oracles import one_process
 from tests.processes.training import Run, SmallTraining, adamw, check_errors, check_runs, config, errors_of, same_bits
 from tests.selection import slow_but
-from zeroamp.integrations.loop_driver import reopen, update_part
-from zeroamp.training.step import driver_of
+from zeroamp.training.step import step_of
 
 NAME = "llama_tied"
 COUNTS = (1, 3, 2, 4)
@@ -42,7 +41,7 @@ def _trained(cfg, how):
         else:
             report = train.step()
         assert report.step == step + 1
-        assert driver_of(train).is_between_steps
+        assert step_of(train).is_between_steps
         norms.append(report.grad_norm)
         mean_losses.append(report.loss)
     return Run(losses=losses, norms=norms, parameters=training.parameters(), mean_losses=mean_losses)
@@ -100,17 +99,17 @@ def test_between_norm_and_update_gradients_are_unscaled_and_clipped(ranks2):
 def _lose_gradients(training):
     """Discard the gradients of a micro-batch that was given as the last one and is not."""
     training.backward(100, is_last=True)
-    reopen(driver_of(training.train))
+    step_of(training.train).backward(training.loss(101), last=False)
     training.optimizer.zero_grad()
     for _ in range(2):
         with pytest.raises(zeroamp.StepError, match="between two micro-batches"):
-            training.backward(101, is_last=True)
+            training.backward(102, is_last=True)
 
 
 def _run_micro_batches(training):
     for micro in range(2):
         training.backward(100 + micro, is_last=False)
-    assert not driver_of(training.train).is_between_steps
+    assert not step_of(training.train).is_between_steps
 
 
 def _leave_gradients(training):
@@ -129,7 +128,7 @@ def _with_zero_grad(stage):
             if gives_up:
                 fault(training)
                 training.train.zero_grad()
-                assert driver_of(training.train).is_between_steps
+                assert step_of(training.train).is_between_steps
             reports = [training.step(3 * step + micro) for micro in range(3)]
             norms.append(reports[-1].grad_norm)
         found.append((norms, training.parameters()))
@@ -163,7 +162,7 @@ def _update(train):
 
 
 def _one_by_one(train):
-    update_part(driver_of(train), train.optimizers[0])
+    step_of(train).apply(train.optimizers[0])
     train.update(train.optimizers[1:])
 
 
@@ -202,7 +201,7 @@ def _first_only():
     before = training.parameters()
     training.backward()
     training.train.clip_grad_norm()
-    update_part(driver_of(training.train), training.train.optimizers[0])
+    step_of(training.train).apply(training.train.optimizers[0])
     training.train.update([])
     return same_bits(training.parameters(), before), list(before)[::2], training.train.num_steps
 
@@ -273,43 +272,41 @@ def test_calls_in_the_wrong_order_are_named(ranks2):
     check_errors(ranks2.run(_misuses), {name: f"^StepError: .*{text}" for name, (_, text) in MISUSES.items()})
 
 
-def _reopened(stage, mesh_shape):
+def _continued(stage, mesh_shape):
     """The norms and parameters where the last micro-batch is known, and where others are given as the last one, too."""
     found = []
     for marks in ((False, False, True), (True, True, True), (True, False, True), (False, True, True)):
         training = SmallTraining(config(stage, comm="fp32"), mesh_shape=mesh_shape)
         norms = []
         for step in range(2):
-            reopen(driver_of(training.train))  # nothing to continue
             for micro, is_last in enumerate(marks):
                 loss = training.loss(3 * step + micro).float() / 3
-                reopen(driver_of(training.train))
-                training.train.backward(loss, is_last=is_last, divide=False)
+                step_of(training.train).backward(loss, last=is_last, divide=False)
             norms.append(training.train.step().grad_norm)
         found.append((norms, training.parameters()))
     return found
 
 
 @pytest.mark.parametrize(("stage", "mesh_shape"), [(1, None), (3, None), (2, (2, 2))])
-def test_an_optimizer_step_goes_on_after_reopen(request, stage, mesh_shape):
+def test_an_optimizer_step_goes_on_after_its_last_backward(request, stage, mesh_shape):
     ranks = request.getfixturevalue("ranks2" if mesh_shape is None else "ranks4")
-    for (norms, known), *others in ranks.run(_reopened, stage, mesh_shape):
-        for own_norms, reopened in others:
+    for (norms, known), *others in ranks.run(_continued, stage, mesh_shape):
+        for own_norms, continued in others:
             if stage == 3:  # which reduces every micro-batch in any case
-                assert (own_norms, same_bits(reopened, known)) == (norms, [])
+                assert (own_norms, same_bits(continued, known)) == (norms, [])
                 continue
             # Micro-batches are added after the reduction, or before replicas are summed: in another order.
             assert own_norms == pytest.approx(norms, rel=1e-5)
             for name in known:
-                torch.testing.assert_close(reopened[name], known[name], rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(continued[name], known[name], rtol=1e-5, atol=1e-6)
 
 
-def _reopened_with_low_sums():
+def _continued_with_low_sums():
     training = SmallTraining(config(2, data_types={"grad_accum_dtype": "bf16"}))
     training.backward(is_last=True)
     with pytest.raises(zeroamp.StepError, match="data_types.grad_accum_dtype is bf16"):
-        reopen(driver_of(training.train))
+        step_of(training.train).backward(training.loss(1), last=True)
 
 
-def test_reopen_is_refused_for_low_sums(ranks2):
-    ranks2.run(_reopened_with_low_sums)
+def test_a_backward_after_the_last_one_is_refused_for_low_sums(ranks2):
+    ranks2.run(_continued_with_low_sums)

@@ -9,7 +9,7 @@ import zeroamp
 from tests.models.small import ThreeUnits, loss_of
 from tests.oracles.plain_loop import PlainStep
 from tests.processes.training import SmallTraining, adamw, config, full_parameters, policy, same_bits
-from zeroamp.training.step import driver_of
+from zeroamp.training.step import step_of
 
 
 def _left_gradients(stage, options):
@@ -22,7 +22,7 @@ def _left_gradients(stage, options):
                 training.loss(7).backward()
                 with pytest.raises(zeroamp.StepError) as raised:
                     training.backward(is_last=False)
-                assert driver_of(training.train).is_between_steps
+                assert step_of(training.train).is_between_steps
                 training.train.zero_grad()
             training.backward(first, is_last=False)
             training.backward(first + 1, is_last=True)
@@ -132,7 +132,7 @@ def _two_steps_of_one_model(stage):
     first.step()
     second.backward(training.loss(2), is_last=False)
     first.zero_grad()  # of the model: what the second has run is discarded, too
-    assert driver_of(second).is_between_steps
+    assert step_of(second).is_between_steps
     second.backward(training.loss(3), is_last=True)
     loss = second.step().loss
     return loss, float(training.loss(3).detach()), [train.num_steps for train in (first, second)]

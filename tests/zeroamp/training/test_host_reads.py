@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroamp
 from tests.processes.training import SmallTraining, config
-from zeroamp.training.step import driver_of
+from zeroamp.training.step import step_of
 
 BF16 = {"dtype": None, "bf16": {"enabled": True}}
 MODES = {
@@ -82,7 +82,7 @@ def _count(mode, folder, fused):
     lr = torch.tensor(1e-3) if fused and mode != "run report" else 1e-3
     training = SmallTraining(MODES[mode], lambda parameters: torch.optim.AdamW(parameters, lr=lr, fused=fused))
     train = training.train
-    driver_of(train).all_reduce.is_late = True  # as on a device
+    step_of(train).all_reduce.is_late = True  # as on a device
     context, prepare = _instrument(mode, folder, training.model, train)
     reads = Reads()
     with context:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import zeroamp
 from tests.processes.ranks import Ranks
 from tests.processes.training import SmallTraining, config
-from zeroamp.training.step import driver_of
+from zeroamp.training.step import step_of
 from zeroamp.wrapping.state import wrap_state
 
 
@@ -41,7 +41,7 @@ def test_ranks_whose_value_is_the_mean_of_all_differ_too(ranks4, values, text):
 def _late():
     training = SmallTraining(config(3))
     group = training.optimizer.param_groups[0]
-    driver_of(training.train).all_reduce.is_late = True
+    step_of(training.train).all_reduce.is_late = True
     for index in range(2):
         group["lr"] = 0.1 + 0.1 * (index == 1) * dist.get_rank()
         training.step(index)
@@ -94,7 +94,7 @@ class _Part(zeroamp.Callback):
 def _handed_out(is_late):
     """What the callbacks got in two steps, by name. `is_late`: whether sums are read one step late, as on a device."""
     training = SmallTraining(config(3))
-    driver_of(training.train).all_reduce.is_late = is_late
+    step_of(training.train).all_reduce.is_late = is_late
     got = []
     training.train.callbacks.append(_Part("b", [], got))
     wrap_state(training.model).callbacks.append(_Part("a", [1.0, dist.get_rank()], got))  # those of the model first

@@ -20,7 +20,7 @@ from tests.models.small import batch, build, loss_of
 from tests.processes.training import SmallTraining, config, full_parameters, same_bits, wrapped
 from tests.selection import slow_but
 from zeroamp.checkpoint import load as load_module
-from zeroamp.training.step import driver_of
+from zeroamp.training.step import step_of
 from zeroamp.training.update import OptimizerUpdate, works_on_shards
 
 NAME = "llama_tied"
@@ -335,7 +335,7 @@ def _optimizer_outlives():
         train = zeroamp.TrainStep(training.model, training.optimizer)
         train.backward(training.loss())
         train.step()
-    update = weakref.ref(driver_of(train).updates[0])
+    update = weakref.ref(step_of(train).updates[0])
     del train
     gc.collect()
     return update() is None

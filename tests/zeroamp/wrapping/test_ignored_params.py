@@ -11,7 +11,7 @@ import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import Run, check_same_run, config, full_parameters, policy, same_bits, train
 from tests.selection import slow_but
-from zeroamp.training.step import driver_of
+from zeroamp.training.step import step_of
 
 NAME = "llama_untied"
 IGNORED = ("embed.weight", "blocks.0.out.weight", "norm.weight")
@@ -75,7 +75,7 @@ def _norm_of_local_gradients():
     model, step = _training(config(3))
     step.backward(loss_of(model, batch(NAME, dist.get_rank())))
     squares = torch.zeros(2, dtype=torch.float64)
-    driver_of(step).micro_batches.finish()
+    step_of(step).finish()
     for name, parameter in model.named_parameters():
         gradient = parameter.grad.to_local() if isinstance(parameter, DTensor) else parameter.grad
         squares[int(name in IGNORED)] += gradient.double().square().sum()

@@ -45,7 +45,7 @@ from zeroamp.optimizers.parameters_before import ParametersBefore
 from zeroamp.optimizers.schedulers import CurveLR
 from zeroamp.policies.errors import ConfigError, StepError
 from zeroamp.policies.policy import Policy, policy_from_config
-from zeroamp.training.step import TrainStep, driver_of
+from zeroamp.training.step import TrainStep, step_of
 from zeroamp.training.step_report import StepReport
 from zeroamp.weights.export import export_hf
 from zeroamp.wrapping.state import is_wrapped, wrap_state
@@ -392,7 +392,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         return self.loop_driver.clip_norm(max_norm)
 
     def _refuse_part(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> None:
-        trained = sum(p.requires_grad for p in driver_of(self.train_step).micro_batches.parameters)
+        trained = sum(p.requires_grad for p in step_of(self.train_step).gradients.parameters)
         # Counted, not compared: after a forward since the backward, a model yields its unsharded parameters.
         given = sum(p.requires_grad for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters))
         if given < trained:

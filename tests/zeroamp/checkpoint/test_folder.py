@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -98,6 +99,35 @@ def test_a_writer_that_is_killed_while_it_publishes_leaves_the_checkpoint_before
     publish(tmp_path, 3)
     assert order(tmp_path) == [name(3), *[name(2)] * is_published, name(1)]
     assert not draft.path.exists()
+
+
+def _publish_with_a_fault(root, number):
+    """Publish a second checkpoint, with an error in one of the writes to the disk. Return whether there was one."""
+    publish(root, 1)
+    draft, fsync, left = open_draft(root, 2), os.fsync, iter(range(number, -1, -1))
+
+    def fail(descriptor):
+        if next(left, None) == 0:
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(descriptor)
+
+    with mock.patch.object(os, "fsync", fail):
+        try:
+            draft.publish(manifest(step=2))
+        except OSError:
+            draft.discard()
+            return True
+    return False
+
+
+def test_a_checkpoint_whose_save_failed_is_not_published(tmp_path):
+    num_faults = 0
+    while _publish_with_a_fault(root := tmp_path / f"{num_faults}", num_faults):
+        assert (order(root), names(root)) == ([name(1)], {name(1), "latest"})
+        assert (root / "latest").read_text() == name(1)
+        num_faults += 1
+    assert order(root) == [name(2), name(1)]
+    assert num_faults == 5
 
 
 WRITER = """

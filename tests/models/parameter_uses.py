@@ -88,6 +88,17 @@ def by_hand(reads, returns):
     return lambda m, x: F.linear(CastsByHand.apply(x, m.lin.weight, reads, returns), m.w, m.b)
 
 
+def in_chunks(uses):
+    """Each chunk of `w` is cast by itself, the second one in `uses` products."""
+
+    def forward(m, x):
+        first, second = m.w.chunk(2)
+        products = [F.linear(m.lin(x), second, m.b[4:]) for _ in range(uses)]
+        return torch.cat([F.linear(x, first), *products], dim=-1)
+
+    return forward
+
+
 def list_outputs(m, x):
     return {"out": [F.linear(m.lin(x), m.w, m.b)], "weight": m.lin.weight}
 
@@ -106,6 +117,8 @@ USES = {
         trainable(lambda m, x: F.linear(x, m.w[:3]).sum() + F.linear(m.lin(x), m.w[3:], m.b[3:])),
         {"b", "lin.weight"},
     ),
+    "in chunks": (trainable(in_chunks(1)), ALL),
+    "in chunks, of which one is cast twice": (trainable(in_chunks(2)), {"lin.weight"}),
     "concatenated with another": (
         trainable(lambda m, x: F.linear(x, torch.cat([m.w, m.lin.weight]), torch.cat([m.b, m.b.detach()]))),
         set(),

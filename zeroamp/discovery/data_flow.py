@@ -12,8 +12,12 @@ from typing import Any
 
 import torch
 
+from zeroamp.discovery.use_recorder import MOVES
 from zeroamp.hooks._torch.dispatch import StorageWeakRef, TorchDispatchMode, is_view_op, run_op, storage_of
 from zeroamp.hooks.tensors import map_tensors, tensors_in
+
+_MADE_CONTIGUOUS = {"convolution": 0, "convolution_backward": 1}
+"""Op -> position of the tensor that torch makes contiguous if it has 3 dimensions. Its strides change no bit then."""
 
 
 class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -28,8 +32,12 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._aliases: dict[StorageWeakRef, tuple[int, int]] = {}
         """Storage of a cast -> hash of the storage that has the same values, and the offset there. That storage is of a
         parameter in the low dtype, or of a tensor that was cast from the low dtype and back."""
-        self._before_cast: dict[StorageWeakRef, Any] = {}
-        """Storage of a cast from the low dtype -> key of what was cast."""
+        self._before_cast: dict[StorageWeakRef | None, tuple[Any, Any]] = {}
+        """Storage of a cast from the low dtype, or of such casts that an op moved -> its size and strides, and the key
+        that it has without the casts."""
+        self._copies: dict[StorageWeakRef | None, tuple[Any, Any]] = {}
+        """Storage of a cast to the low dtype -> its size and strides, and the key of a tensor with the same values in
+        other strides."""
         self._num_inputs = self._num_random = 0
         self.outputs: list[Any] = []
         self.gradients: dict[str, list[Any]] = {}
@@ -67,15 +75,18 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "prim" or is_view_op(func):
             return run_op(func, args, kwargs)
         inputs = list(tensors_in((args, kwargs)))
-        keys = [self._key(tensor) for tensor in inputs]
+        keys, name = [self._key(tensor) for tensor in inputs], func.overloadpacket.__name__
+        if (index := _MADE_CONTIGUOUS.get(name)) is not None and inputs[index].dim() == 3 and not inputs[index].is_xpu:
+            keys[index] = _key_of_whole(self._copies, inputs[index]) or keys[index]
         others = repr(map_tensors(lambda _tensor: None, (args, kwargs)))
         out = run_op(func, args, kwargs)
-        is_cast = func.overloadpacket.__name__ == "_to_copy"
+        is_cast = name == "_to_copy"
         if is_cast and self._is_named_cast(inputs[0], out, keys[0]):
             return out
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._num_random += 1
             others += f" {self._num_random}"
+        before_casts = [_key_of_whole(self._before_cast, each) for each in inputs] if name in MOVES else [None]
         mutated = [
             value
             for argument, value in zip(func._schema.arguments, args, strict=False)
@@ -86,7 +97,11 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._aliases.pop(storage, None)
                 if not is_cast:
                     self._before_cast.pop(storage, None)
+                    self._copies.pop(storage, None)
                 self._hashes[storage] = hash((str(func), others, tuple(keys), index))
+                if all(before_casts):
+                    moved, shape = hash((str(func), others, tuple(before_casts), index)), _shape(tensor)
+                    self._before_cast[storage] = shape, (moved, 0, *shape, self._dtype)
         return out
 
     def _is_named_cast(self, source: torch.Tensor, out: torch.Tensor, key: Any) -> bool:
@@ -95,14 +110,17 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if storage is None or cast is None:
             return False
         if source.dtype == self._dtype:
-            self._before_cast[cast] = key
+            self._before_cast[cast] = _shape(out), key
         if out.dtype != self._dtype or out.stride() != source.stride():
             return False
         if storage in self._parameters:
             self._aliases[cast] = hash(("low", self._parameters[storage])), int(source.storage_offset())
             return True
-        before = self._before_cast.get(storage)
-        if before is None or before[2:4] != (tuple(out.size()), out.stride()):  # only the whole tensor
+        before = _key_of_whole(self._before_cast, source)
+        if before is None:
+            return False
+        if before[2:4] != _shape(out):
+            self._copies[cast] = _shape(out), before
             return False
         self._aliases[cast] = before[0], before[1]
         return True
@@ -112,7 +130,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = storage_of(tensor)
         if storage is None:
             return (object(),)  # equal to no other
-        shape = tuple(tensor.size()), tensor.stride(), tensor.dtype
+        shape = *_shape(tensor), tensor.dtype
         if storage in self._aliases:
             made, offset = self._aliases[storage]
             return made, offset + tensor.storage_offset(), *shape
@@ -122,6 +140,15 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._hashes[storage], tensor.storage_offset(), *shape
 
     def _note_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        storage = storage_of(gradient)
-        key = self._before_cast.get(storage) if storage is not None else None
-        self.gradients.setdefault(name, []).append(key or self._key(gradient))
+        key = _key_of_whole(self._before_cast, gradient) or self._key(gradient)
+        self.gradients.setdefault(name, []).append(key)
+
+
+def _key_of_whole(keys: dict[StorageWeakRef | None, tuple[Any, Any]], tensor: torch.Tensor) -> Any:
+    """Return the key that `keys` has for a tensor; None if it has none, or if the tensor is a part of what it has."""
+    shape, key = keys.get(storage_of(tensor), (None, None))
+    return key if shape == _shape(tensor) else None
+
+
+def _shape(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(tensor.size()), tensor.stride()

@@ -7,8 +7,8 @@ bits. Every other use is undecided, and the parameter stays in fp32:
 
 * any other op, a copy of the parameter included;
 * a read of its dtype, if the model runs other ops with the low dtype: see `data_flow`;
-* a gradient that is not one cast from the low dtype. If the parameter was cast several times, autograd adds the
-  gradients in fp32. All-gathered in the low dtype, it would add them in that dtype.
+* a gradient that is not cast from the low dtype, as a whole or by the parts of one `split`. If the parameter was cast
+  several times, autograd adds the gradients in fp32. All-gathered in the low dtype, it would add them in that dtype.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,8 +34,9 @@ from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import some_of
 
-_MOVES = frozenset({"clone", "slice_backward", "select_backward"})
-"""Ops that copy values of a gradient unchanged, and at most add zeros around them."""
+MOVES = frozenset({"cat", "clone", "slice_backward", "select_backward"})
+"""Ops that copy values of gradients unchanged, and at most add zeros around them. `cat` joins those of the parts of a
+parameter, as `nn.MultiheadAttention` splits its `in_proj_weight`."""
 
 
 @dataclass(slots=True)
@@ -50,7 +51,7 @@ class ParameterRecord:
     casts: list[str] = field(default_factory=list)
     """The FQN of the module, for each cast to the low dtype."""
     gradients: list[bool] = field(default_factory=list)
-    """For each gradient: whether its last op was a cast from the low dtype. Its values then fit into the low dtype."""
+    """For each gradient: whether it was cast from the low dtype, as one or in parts. It then fits into that dtype."""
 
     def safety(self, dtype: torch.dtype, *, ignore_dtype_read: bool = False) -> tuple[bool, str]:
         """Return whether a run has the same bits if the parameter is all-gathered in `dtype`, and the reason."""
@@ -135,7 +136,7 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "_to_copy":
             is_widened = inputs[0].dtype == self._dtype and out.dtype.itemsize > self._dtype.itemsize
         else:
-            is_widened = name in _MOVES and storage_of(inputs[0]) in self._widened
+            is_widened = name in MOVES and all(storage_of(tensor) in self._widened for tensor in inputs)
         for storage in filter(None, map(storage_of, tensors_in(out))):
             if is_widened:
                 self._widened.add(storage)

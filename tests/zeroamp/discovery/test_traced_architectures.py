@@ -5,6 +5,8 @@ import torch
 
 import zeroamp
 from tests.models.architectures import ARCHITECTURES, TRANSFORMERS
+from tests.models.small import batch, build
+from tests.oracles.autocast_reads import dtypes_read
 from tests.oracles.low_precision_gather import gathered, is_unchanged, randomise, rounded
 from tests.selection import slow_but
 
@@ -17,14 +19,10 @@ ONLY_ROUNDED = {
 """Parameters whose rounding changes nothing, and which are not safe all the same: gathered low, their gradients would
 add up in bf16."""
 
-UNDECIDED = {
-    "attention": 3,  # in_proj of nn.MultiheadAttention where query and key are different tensors: cast in parts
-    "mamba": 2,  # conv1d: x is cast to its dtype, which the traced run does not find to be the cast of autocast
-}
-"""Parameters that would change no bit, and stay in fp32 all the same."""
+LOW = {torch.bfloat16}
 
 
-@pytest.fixture(params=slow_but(ARCHITECTURES, "llama", "conv_net"))
+@pytest.fixture(params=slow_but(ARCHITECTURES, "llama", "conv_net", "attention"))
 def architecture(request):
     if request.param in TRANSFORMERS:
         pytest.importorskip("transformers", reason="the model is transformers'")
@@ -48,8 +46,30 @@ def test_what_is_safe_changes_no_bit(architecture):
         if not unchanged and is_unchanged(model, rounded(model, [parameter]), args, kwargs):
             only_rounded.append(parameter)
     assert len(only_rounded) == ONLY_ROUNDED.get(name, 0), only_rounded
-    assert len(undecided) == UNDECIDED.get(name, 0), undecided
+    assert undecided == []
     assert is_unchanged(model, gathered(model, found.safe), args, kwargs)
+
+
+def _agreement(model, args, kwargs):
+    """Return how many parameters are decided as plain autocast reads them, and the reasons of the others."""
+    found = zeroamp.discover_safe_parameters(model, args, kwargs)
+    read = dtypes_read(model, args, kwargs, torch.bfloat16)
+    others = {name: reason for name, reason in found.reasons.items() if (name in found.safe) != (read[name] == LOW)}
+    return len(read) - len(others), others
+
+
+def test_every_parameter_is_decided_as_plain_autocast_reads_it(architecture):
+    """Low if autocast only casts it, fp32 if an op reads it in fp32: also if another op reads it low (tied weights)."""
+    _, model, args, kwargs = architecture
+    num_agreed, others = _agreement(model, args, kwargs)
+    assert (num_agreed, others) == (len(list(model.parameters())), {})
+
+
+@pytest.mark.parametrize("name", slow_but(["llama_tied", "llama_untied", "conv", "encoder"], "encoder"))
+def test_small_models_are_decided_as_plain_autocast_reads_them(name):
+    model = randomise(build(name))
+    num_agreed, others = _agreement(model, (batch(name, 0),), {})
+    assert (num_agreed, others) == (len(list(model.parameters())), {})
 
 
 def test_transformers_dummy_inputs_give_the_same_answer():

@@ -103,6 +103,27 @@ def test_a_parameter_that_the_run_cannot_replace_is_undecided():
     assert model.lin.weight.grad is None
 
 
+class CastsToTheWeight(nn.Module):
+    """Casts half of a product to the dtype of a convolution's weight, as Mamba does. The cast has other strides."""
+
+    def __init__(self, dims):
+        super().__init__()
+        self.lin = nn.Linear(8, 16)
+        self.conv = (nn.Conv1d if dims == 1 else nn.Conv2d)(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        half = self.lin(x).transpose(1, -1).chunk(2, dim=1)[0]
+        return self.conv(half.to(self.conv.weight.dtype))
+
+
+def test_a_cast_that_only_changes_strides_counts_where_torch_ignores_them():
+    """torch makes the input of a Conv1d contiguous. That of a Conv2d may choose another kernel."""
+    convolved = zeroamp.discover_safe_parameters(CastsToTheWeight(1), (torch.randn(2, 5, 8),))
+    assert {"conv.weight", "lin.weight"} <= convolved.safe
+    in_planes = zeroamp.discover_safe_parameters(CastsToTheWeight(2), (torch.randn(2, 5, 4, 8),))
+    assert "conv.weight" not in in_planes.safe
+
+
 class Routed(nn.Module):
     """Runs what the values of its input choose."""
 

@@ -13,24 +13,13 @@ import os
 import re
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from zeroamp.checkpoint.drafts import (
-    WRITER,
-    has_writer,
-    make_draft,
-    make_folder,
-    remove_lock_file,
-    replace_durably,
-    unlock,
-    write_durably,
-)
 from zeroamp.checkpoint.manifest import Manifest, read_manifest
 from zeroamp.policies.errors import CheckpointError, error_text
+from zeroamp.weights.drafts import Draft, remove_leftovers, replace_durably, sync_to_disk, write_durably
 from zeroamp.weights.files import MANIFEST
-from zeroamp.weights.replacement import sync_to_disk
 from zeroamp.weights.untrusted_files import read_regular
 
 logger = logging.getLogger("zeroamp")
@@ -95,14 +84,13 @@ def is_checkpoint_name(name: str) -> bool:
     return _PUBLISHED.fullmatch(name) is not None
 
 
-@dataclass(slots=True)
-class Draft:
+class CheckpointDraft(Draft):
     """A checkpoint that is being written. Only the first rank has this object."""
 
-    path: Path
-    target: Path
-    """The checkpoint's path once it is published."""
-    _lock: int
+    @property
+    def target(self) -> Path:
+        """The checkpoint's path once it is published."""
+        return self.path.with_name(self.path.name.removeprefix(_DRAFT))
 
     def publish(self, manifest: Manifest) -> None:
         """Rename the draft to a checkpoint, and let `latest` name it. Call `finish` next.
@@ -142,22 +130,12 @@ class Draft:
 
     def finish(self, run: str, keep: int | None) -> None:
         """After `publish`: remove earlier checkpoints of the run beyond the newest `keep`. Failures are warnings."""
-        unlock(self._lock)
-        remove_lock_file(self.path)
+        self.release()
         if keep is not None:
             try:
                 _prune(self.target, run, keep)
             except OSError as error:
                 logger.warning("%s is saved, but checkpoints before it cannot be removed: %s", self.target, error)
-
-    def discard(self) -> None:
-        """Remove the draft and all files in it."""
-        unlock(self._lock)
-        shutil.rmtree(self.path, ignore_errors=True)
-        if os.path.lexists(self.path):
-            logger.warning("%s is not a checkpoint, but cannot be removed. The next save tries again.", self.path)
-        else:
-            remove_lock_file(self.path)
 
 
 def _pointer(root: Path) -> bytes | None:
@@ -168,19 +146,19 @@ def _pointer(root: Path) -> bytes | None:
         return None
 
 
-def open_draft(root: Path, step: int) -> Draft:
+def open_draft(root: Path, step: int) -> CheckpointDraft:
     """Create an empty draft, and remove the drafts that killed writers left. Only the first rank calls this.
 
     Checkpoints are never overwritten: if the step exists, the new checkpoint is its second attempt.
     """
-    make_folder(root)
-    _remove_leftovers(root)
+    root.mkdir(parents=True, exist_ok=True)
+    sync_to_disk(root.parent)
+    remove_leftovers(root, _DRAFT, _is_unused)
     for attempt in count(1):
         target = root / (f"step_{step:08d}" if attempt == 1 else f"step_{step:08d}_{attempt}")
-        path = root / f"{_DRAFT}{target.name}"
         if not os.path.lexists(target):
             with suppress(FileExistsError):  # another job writes it
-                return Draft(path, target, make_draft(path))
+                return CheckpointDraft.make(root / f"{_DRAFT}{target.name}")
     raise AssertionError("expected a free name")
 
 
@@ -207,27 +185,6 @@ def _run(path: Path) -> str | None:
         return None
 
 
-def _remove_leftovers(root: Path) -> None:
-    """Remove the drafts of killed writers. Other files and folders stay, even if their names begin like those.
-
-    What cannot be removed stays, with a warning: the save does not need its place.
-    """
-    for path in list(root.iterdir()):
-        try:
-            _remove_leftover(path)
-        except OSError as error:
-            logger.warning("%s may be left of a killed save, but cannot be checked or removed: %s", path, error)
-
-
-def _remove_leftover(path: Path) -> None:
-    is_draft = path.name.startswith(_DRAFT)
-    if path.is_dir():
-        if path.name.startswith(_REMOVED) or (is_draft and has_writer(path) is False):
-            shutil.rmtree(path)
-            remove_lock_file(path)
-    elif is_draft and path.name.endswith(WRITER):
-        draft = path.with_name(path.name.removesuffix(WRITER))
-        if not draft.exists() and has_writer(draft) is False:
-            path.unlink(missing_ok=True)
-    elif path.name.startswith(f".{LATEST}-"):
-        path.unlink(missing_ok=True)
+def _is_unused(path: Path) -> bool:
+    """Return whether a path is left of a removal of a checkpoint, or of a replacement of `latest`, that was killed."""
+    return path.name.startswith(_REMOVED if path.is_dir() else f".{LATEST}-")

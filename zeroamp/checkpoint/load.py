@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zeroamp.checkpoint import format2
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint, is_checkpoint_name
 from zeroamp.checkpoint.half_loaded import marked, readable, refuse_other_parts, state_of
 from zeroamp.checkpoint.manifest import (
@@ -171,7 +170,7 @@ class _Load:
     ) -> None:
         self.path = path
         self.manifest = manifest
-        self.layouts = manifest.tensors or {}
+        self.layouts = manifest.tensors
         self.state = state
         self.train = train
         self.ranks = ranks
@@ -201,8 +200,6 @@ class _Load:
 
     def _prepare(self, extra_rank: int | None) -> None:
         reshard(self.state.root.modules())
-        if self.manifest.tensors is None:
-            self.layouts = format2.read_layouts(self.path, self.manifest)
         self.values = self._read(VALUES)
         self.own = self._read(rank_file(self.ranks.rank if self.is_same_size else 0))
         if extra_rank is not None and not 0 <= extra_rank < self.manifest.world_size:

@@ -16,16 +16,17 @@ import hashlib
 import json
 import math
 import os
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
+from zeroamp.checkpoint.torch_metadata import layouts_in
 from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.policies.json_values import once_each
 from zeroamp.weights.files import MANIFEST
@@ -37,10 +38,9 @@ VALUES = "train.pt"
 """Step counts, and one scheduler and one description per optimizer, the same on all ranks."""
 FORMAT = 3
 OLD_FORMAT = 2
-"""Its manifest lacks the layout: see `format2.py`."""
+"""Its manifest lacks the layout, which is read from `.metadata`."""
 _DIGEST = "sha256"
 _MAX_BYTES = 1024**3  # of a manifest: a chunk of a tensor takes about 60 bytes
-_RANK_FILE = re.compile(r"rank_\d+\.pt")
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)
 """Of a file that is missing, not regular or too large. Others (EIO, ESTALE, EACCES) may be gone at the next read."""
 
@@ -71,15 +71,18 @@ def _dtype_name(name: str) -> str:
 
 
 FileName = Annotated[str, AfterValidator(_file_name)]
-Count = Annotated[int, Field(ge=0)]
-_STRICT = ConfigDict(strict=True, extra="forbid")
+Count = Annotated[StrictInt, Field(ge=0)]
+Size = Annotated[StrictInt, Field(ge=1)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileRecord:
+class _Checked(BaseModel):
+    """Values that are checked when they are made, or read from a file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FileRecord(_Checked):
     """Size and digest of one file of a checkpoint."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     num_bytes: Count
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -90,18 +93,15 @@ class Chunk(NamedTuple):
 
     offsets: tuple[Count, ...]
     """Of its first element, one per dimension."""
-    shape: tuple[Count, ...]
+    shape: tuple[Size, ...]
     file: FileName
     start: Count
     """In bytes, from the beginning of the file."""
     num_bytes: Count
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """Dtype and shape of a whole tensor, and its chunks, which are never empty."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+class Layout(_Checked):
+    """Dtype and shape of a whole tensor, and its chunks, which are never empty and fill it exactly once."""
 
     dtype: Annotated[str, AfterValidator(_dtype_name)]
     shape: tuple[Count, ...]
@@ -113,87 +113,73 @@ class Layout:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
+    @model_validator(mode="after")
+    def _is_filled(self) -> "Layout":
+        if not _fill_once(self.shape, self.chunks):
+            raise ValueError(f"its chunks must fill the shape {list(self.shape)} exactly once")
+        return self
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
+
+class Manifest(_Checked):
     """Content of `zeroamp.json`: step, run, config and mesh of a checkpoint, and the record of each of its files."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     step: Count
     """The number of the step, as the caller gave it."""
     run: str
     """Name of the training run, over all its restarts."""
-    world_size: Annotated[int, Field(ge=1)]
-    mesh: tuple[Annotated[int, Field(ge=1)], ...]
+    world_size: Size
+    mesh: tuple[Size, ...]
     config: dict[str, Any]
     """The policy, as a config that `policy_from_config` reads."""
     versions: dict[str, str]
     """Versions of torch and zeroamp."""
-    files: Mapping[FileName, FileRecord]
-    tensors: Mapping[str, Layout] | None = None
-    """Name -> where the values of a tensor are. Format 2 lacks it."""
+    files: dict[FileName, FileRecord]
+    tensors: dict[str, Layout]
+    """Name -> where the values of a tensor are."""
 
     def to_json(self) -> str:
         """Return the text of the file, which ends with a digest of the rest. Each value has a line of its own."""
-        content = {"format": FORMAT, **asdict(self)}
+        content = {"format": FORMAT, **self.model_dump()}
         content[_DIGEST] = _digest(content)
         lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
         return f"{{\n{lines}\n}}"
 
-    def problem(self) -> str | None:
-        """Return what contradicts what in this manifest, or None."""
+    @model_validator(mode="after")
+    def _is_consistent(self) -> "Manifest":
         if math.prod(self.mesh) != self.world_size:
-            return f"mesh: {self.mesh} has not the {self.world_size} ranks of world_size"
-        of_ranks = sum(_RANK_FILE.fullmatch(name) is not None for name in self.files)
+            raise ValueError(f"mesh: {self.mesh} has not the {self.world_size} ranks of world_size")
+        of_ranks = sum(name.startswith("rank_") for name in self.files)
         if of_ranks != self.world_size or any(rank_file(rank) not in self.files for rank in range(of_ranks)):
-            return f"files: must have one file for each of {self.world_size} ranks, but has {of_ranks}"
-        if VALUES not in self.files:
-            return f"files: must have {VALUES}"
-        return layout_problem(self.tensors or {}, self.files)
-
-
-def layout_problem(tensors: Mapping[str, Layout], files: Mapping[str, FileRecord]) -> str | None:
-    """Return which tensor is not filled exactly once from inside of `files`, and why, or None."""
-    for name, layout in tensors.items():
-        for chunk in layout.chunks:
-            record = files.get(chunk.file)
-            if record is None:
-                return f"tensors.{name}: {chunk.file} is not one of the checkpoint's files"
-            if chunk.start + chunk.num_bytes > record.num_bytes:
-                return f"tensors.{name}: a chunk ends after the {record.num_bytes} bytes of {chunk.file}"
-        if not _fill_once(layout.shape, layout.chunks):
-            return f"tensors.{name}: its chunks must fill the shape {list(layout.shape)} exactly once"
-    return None
+            raise ValueError(f"files: must have one file for each of {self.world_size} ranks, but has {of_ranks}")
+        for name in (VALUES, METADATA):
+            if name not in self.files:
+                raise ValueError(f"files: must have {name}")
+        for name, layout in self.tensors.items():
+            for chunk in layout.chunks:
+                record = self.files.get(chunk.file)
+                if record is None:
+                    raise ValueError(f"tensors.{name}: {chunk.file} is not one of the checkpoint's files")
+                if chunk.start + chunk.num_bytes > record.num_bytes:
+                    raise ValueError(f"tensors.{name}: a chunk ends after the {record.num_bytes} bytes of {chunk.file}")
+        return self
 
 
 def _fill_once(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
-    """Return whether chunks are inside of a shape, are not empty, do not overlap, and have as many elements in all."""
-    for chunk in chunks:
-        if not len(chunk.offsets) == len(chunk.shape) == len(shape) or 0 in chunk.shape:
-            return False
-        if any(start + length > whole for start, length, whole in zip(chunk.offsets, chunk.shape, shape, strict=True)):
-            return False
-    if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape):
+    """Return whether chunks fill a shape, are inside of it, and do not overlap.
+
+    That is so if their volumes sum up to that of the shape, whatever the distances between coordinates are. So volumes
+    are measured with a random place of 64 bits for each coordinate. Other chunks have that sum by a chance of 2**-64
+    per dimension.
+    """
+    places: dict[tuple[int, int], int] = defaultdict(lambda: secrets.randbits(64))
+
+    def volume(offsets: Sequence[int], lengths: Sequence[int]) -> int:
+        ends = zip(offsets, lengths, strict=True)
+        return math.prod(places[dim, at + length] - places[dim, at] for dim, (at, length) in enumerate(ends))
+
+    if any(not len(chunk.offsets) == len(chunk.shape) == len(shape) for chunk in chunks):
         return False
-    if len(chunks) < 2 or not shape:
-        return True
-    # Only chunks whose intervals overlap in the dimension that separates most of them are compared.
-    axis = max(range(len(shape)), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
-    ordered = sorted(chunks, key=lambda chunk: chunk.offsets[axis])
-    for number, chunk in enumerate(ordered):
-        end = chunk.offsets[axis] + chunk.shape[axis]
-        for other in ordered[number + 1 :]:
-            if other.offsets[axis] >= end:
-                break
-            if _overlap(chunk, other):
-                return False
-    return True
-
-
-def _overlap(one: Chunk, other: Chunk) -> bool:
-    pairs = zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
-    return all(start < their + theirs and their < start + length for start, length, their, theirs in pairs)
+    return sum(volume(chunk.offsets, chunk.shape) for chunk in chunks) == volume([0] * len(shape), shape)
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -201,25 +187,15 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Read the manifest of a checkpoint. In format 2, `tensors` is None: `format2.py` reads them.
+    """Read the manifest of a checkpoint, and in format 2 torch's own description of the tensors.
 
     Raises:
-        DamagedCheckpointError: the manifest is missing, damaged or contradicts itself.
+        DamagedCheckpointError: the manifest is missing, damaged or contradicts itself, or the description is.
         CheckpointError: the manifest has another format.
-        OSError: the manifest could not be read this time.
+        OSError: a file could not be read this time.
     """
     path = checkpoint / MANIFEST
-    try:
-        text = read_regular(path, _MAX_BYTES).decode()
-        content: dict[str, Any] = json.loads(text, object_pairs_hook=once_each)
-        is_whole = content.pop(_DIGEST) == _digest(content)
-    except OSError as error:
-        _refuse_damage(path, error)
-        raise
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise _damage(path, f"{type(error).__name__}: {error}") from error
-    if not is_whole:
-        raise _damage(path, "its text does not match its own digest")
+    content = _parsed(path, _whole_content)
     if (found := content.pop("format", None)) not in (FORMAT, OLD_FORMAT) or type(found) is not int:
         raise CheckpointError(
             f"{path} must have format {FORMAT} or {OLD_FORMAT}, but has another one. Use the version of zeroamp that "
@@ -227,24 +203,31 @@ def read_manifest(checkpoint: Path) -> Manifest:
         )
     if ("tensors" in content) != (found == FORMAT):
         raise _damage(path, f"tensors: must be there from format {FORMAT} on, and not before")
+    if found == OLD_FORMAT:
+        content["tensors"] = _parsed(checkpoint / METADATA, layouts_in)
     try:
-        manifest = _manifest_adapter().validate_json(json.dumps(content))
+        return Manifest(**content)
     except ValidationError as error:
-        problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        problems = [": ".join([".".join(map(str, e["loc"])), e["msg"]]).removeprefix(": ") for e in error.errors()]
         raise _damage(path, some_of(problems)) from error
-    if (problem := manifest.problem()) is not None:
-        raise _damage(path, problem)
-    return manifest
 
 
-@cache
-def _manifest_adapter() -> TypeAdapter[Manifest]:
-    return TypeAdapter(Manifest)
+def _whole_content(text: bytes) -> dict[str, Any]:
+    """Return the values of a manifest, without the digest, which must be theirs."""
+    content: dict[str, Any] = json.loads(text.decode(), object_pairs_hook=once_each)
+    if content.pop(_DIGEST) != _digest(content):
+        raise ValueError("its text does not match its own digest")
+    return content
 
 
-def validated_layouts(layouts: dict[str, Any]) -> dict[str, Layout]:
-    """Return layouts that were given as plain values. Raise ValueError if one has a wrong type."""
-    return TypeAdapter(dict[str, Layout]).validate_json(json.dumps(layouts))
+def _parsed(path: Path, parse: Callable[[bytes], dict[str, Any]]) -> dict[str, Any]:
+    """Return what `parse` makes of the content of a file. What it raises is damage: the file may have any content."""
+    with _naming_damage(path):
+        content = read_regular(path, _MAX_BYTES)
+    try:
+        return parse(content)
+    except Exception as error:
+        raise _damage(path, f"{type(error).__name__}: {error}") from error
 
 
 def record_file(path: Path) -> FileRecord:
@@ -262,18 +245,21 @@ def check_file(path: Path, record: FileRecord) -> None:
     """
     if leads_out(path):
         raise _damage(path, "a link that leads out of the checkpoint")
-    try:
+    with _naming_damage(path):
         found = record_file(path)
-    except OSError as error:
-        _refuse_damage(path, error)
-        raise
     if found != record:
         was = f"{record.num_bytes} bytes, sha256 {record.sha256}"
         raise _damage(path, f"{found.num_bytes} bytes, sha256 {found.sha256} instead of {was}")
 
 
-def _refuse_damage(path: Path, error: OSError) -> None:
-    if error.errno in _DAMAGE:
+@contextmanager
+def _naming_damage(path: Path) -> Iterator[None]:
+    """Raise DamagedCheckpointError for an error of the file system that does not go away."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DAMAGE:
+            raise
         raise _damage(path, str(error)) from error
 
 

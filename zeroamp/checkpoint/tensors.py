@@ -14,10 +14,11 @@ from typing import IO, Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from zeroamp.checkpoint.manifest import Chunk, Layout, removed
+from zeroamp.checkpoint.torch_metadata import layouts_of
 from zeroamp.planning.mesh import local_part, local_slices
 from zeroamp.policies.errors import CheckpointError
 from zeroamp.rank_group import RankGroup
@@ -61,28 +62,12 @@ class TensorWriter:
         written = self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
         return written, [file.name for file in self._path.glob(f"__{self._ranks.rank}_*")]
 
-    def finish(self, written: list[Any]) -> dict[str, Layout]:
+    def finish(self, written: list[Any]) -> dict[str, Any]:
         """On the first rank: write torch's own metadata, for other readers. Return the layouts by name."""
         if self._metadata is None:
             raise AssertionError("expected a plan")
         self._writer.finish(self._metadata, written)
-        return {
-            name: _layout(name, entry, self._metadata) for name, entry in self._metadata.state_dict_metadata.items()
-        }
-
-
-def _layout(name: str, entry: Any, metadata: Metadata) -> Layout:
-    if not isinstance(entry, TensorStorageMetadata) or metadata.storage_data is None:
-        raise AssertionError(f"expected a tensor that was written, got {name}: {entry}")
-    chunks = []
-    for chunk in entry.chunks:
-        if 0 not in chunk.sizes:
-            place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-            chunks.append(
-                Chunk(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length)
-            )
-    dtype = str(entry.properties.dtype).removeprefix("torch.")
-    return Layout(dtype=dtype, shape=tuple(entry.size), chunks=tuple(chunks))
+        return layouts_of(self._metadata)
 
 
 def read_values(folder: Path, name: str, files: Collection[str]) -> Any:

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zeroamp.checkpoint.drafts import replace_durably
 from zeroamp.planning.mesh import local_part
 from zeroamp.policies.errors import CheckpointError, StepError, describe, some_of
+from zeroamp.weights.drafts import replace_durably
 from zeroamp.weights.export import gather_weights
 from zeroamp.weights.model_weights import find_weights
 from zeroamp.weights.untrusted_files import read_regular

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from zeroamp.policies.errors import CheckpointError
+from zeroamp.weights.drafts import sync_to_disk
 from zeroamp.weights.replacement import MANIFEST as MANIFEST
-from zeroamp.weights.replacement import export_id, open_draft, replace_weights, sync_to_disk, weight_files
+from zeroamp.weights.replacement import export_id, open_draft, replace_weights, weight_files
 from zeroamp.weights.untrusted_files import is_file_name, leads_out, open_regular, read_json
 
 INDEX = "model.safetensors.index.json"

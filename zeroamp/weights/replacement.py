@@ -9,37 +9,23 @@ All files of an export are first written to the disk in a draft, a folder inside
 3. The index or the single file is moved. `from_pretrained` and `load_hf` prefer a single file to an index, so an old
    single file is removed after the new index has its place. With the last of these, the new weights count.
 4. The files of the old weights are removed.
-
-The writer of a draft locks a file in it. The lock ends with the writer's process, so the next export can distinguish
-drafts of killed exports from drafts in progress.
 """
 
-import fcntl
 import logging
-import os
 import re
-import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from zeroamp.policies.errors import CheckpointError, error_text
+from zeroamp.weights.drafts import Draft, remove_leftovers, sync_to_disk
 
 logger = logging.getLogger("zeroamp")
 
 MANIFEST = "zeroamp.json"
 """A folder with this file is a checkpoint. Exports refuse to write into it."""
-_DRAFT, _WRITER = ".export-", ".writer"
-
-
-def sync_to_disk(path: Path) -> None:
-    """Write the content of a file, or the entries of a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+_DRAFT = ".export-"
 
 
 def weight_files(folder: Path, stem: str) -> list[Path]:
@@ -56,59 +42,27 @@ def open_draft(folder: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: the folder is a checkpoint, or an action in the context failed. The folder has its old weights.
     """
-    draft = folder / f"{_DRAFT}{uuid.uuid4().hex[:8]}"
+    draft = None
     try:
         if (folder / MANIFEST).exists():
             raise CheckpointError(f"{folder}: it is a checkpoint. Pass another folder.")
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob(f"{_DRAFT}*"):
-            if _has_no_writer(path):
-                with suppress(OSError):
-                    shutil.rmtree(path, ignore_errors=True)
-        draft.mkdir()
-        with _locking(draft / _WRITER):
-            yield draft
+        remove_leftovers(folder, _DRAFT)
+        draft = Draft.make(folder / f"{_DRAFT}{uuid.uuid4().hex[:8]}")
+        yield draft.path
     except Exception as error:
         why = error_text(error).rstrip(".")
         raise CheckpointError(
             f"The weights are not exported: {why}. Weights that {folder} had before are unchanged."
         ) from error
     finally:
-        with suppress(OSError):  # raised in spite of `ignore_errors` if a folder cannot be closed
-            shutil.rmtree(draft, ignore_errors=True)
-        if os.path.lexists(draft):
-            logger.warning("%s could not be removed. The next export into the folder removes it.", draft)
+        if draft is not None:
+            draft.discard()
 
 
 def export_id(draft: Path) -> str:
     """Return the id of an export, which no other export has."""
     return draft.name.removeprefix(_DRAFT)
-
-
-def _has_no_writer(draft: Path) -> bool:
-    """Return whether the process that wrote a draft has ended. False if that is not known."""
-    with suppress(OSError), _locking(draft / _WRITER) as is_locked:
-        return is_locked
-    return False
-
-
-@contextmanager
-def _locking(path: Path) -> Iterator[bool]:
-    """Lock a file, which is created, inside the context. Yields False if another process has locked it.
-
-    Also yields False on a file system without locks.
-    """
-    with path.open("ab") as file:
-        is_locked = True
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            is_locked = False
-        try:
-            yield is_locked
-        finally:
-            with suppress(OSError):  # closing alone would leave it locked by forked processes (data loaders)
-                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def replace_weights(draft: Path, folder: Path, stem: str) -> None:
@@ -120,7 +74,7 @@ def replace_weights(draft: Path, folder: Path, stem: str) -> None:
     single, index = (folder / f"{stem}.safetensors{end}" for end in ("", ".index.json"))
     last = index if (draft / index.name).exists() else single
     shards = [folder / path.name for path in weight_files(draft, stem) if path.name != last.name]
-    others = {_WRITER, last.name, *(path.name for path in shards)}
+    others = {last.name, *(path.name for path in shards)}
     configs = [folder / path.name for path in draft.iterdir() if path.name not in others]
     for path in (*configs, last):
         sync_to_disk(draft / path.name)

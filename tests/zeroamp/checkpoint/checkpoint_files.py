@@ -7,7 +7,7 @@ from zeroamp.checkpoint.manifest import FileRecord, Manifest
 from zeroamp.weights.files import MANIFEST
 
 RECORD = FileRecord(num_bytes=1, sha256="0" * 64)
-FILES = {"train.pt": RECORD, "rank_00000.pt": RECORD}
+FILES = {"train.pt": RECORD, ".metadata": RECORD, "rank_00000.pt": RECORD}
 
 
 def manifest(**fields):

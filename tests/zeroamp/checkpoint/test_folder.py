@@ -91,7 +91,7 @@ def test_a_writer_that_is_killed_while_it_publishes_leaves_the_checkpoint_before
 
     with monkeypatch.context() as patch:
         patch.setattr(*((Path, call) if call == "rename" else (folder_module, call)), killed)
-        patch.setattr(folder_module.Draft, "_take_back", killed)  # a killed process does nothing any more
+        patch.setattr(folder_module.CheckpointDraft, "_take_back", killed)  # a killed process does nothing any more
         with pytest.raises(Killed):
             draft.publish(manifest(step=2))
     assert order(tmp_path) == [name(1), *[name(2)] * is_published]

@@ -282,7 +282,8 @@ def test_a_policy_is_frozen():
         del policy.stage
 
 
-def test_the_text_of_a_policy_is_the_config_with_its_autos_filled_and_batch_sizes_derived():
+def test_the_text_of_a_policy_is_its_config():
+    """With its autos filled and its batch sizes derived."""
     cfg = {"zero_optimization": {"overlap_comm": True, "stage": "auto"}, "bf16": {}, "train_batch_size": 12}
     policy = policy_from_config(cfg, world_size=3, stage=2)
     assert json.loads(str(policy)) == {

@@ -48,5 +48,6 @@ def _calls_of_two_optimizers():
     return loop.report.step
 
 
-def test_an_optimizer_step_ends_with_its_last_optimizer_and_forgets_what_was_done(ranks2):
+def test_an_optimizer_step_ends_with_its_last_optimizer(ranks2):
+    """It forgets what was done."""
     assert ranks2.run(_calls_of_two_optimizers) == [2, 2]

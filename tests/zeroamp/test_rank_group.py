@@ -23,6 +23,7 @@ from zeroamp import rank_group
 from zeroamp.checkpoint.manifest import DamagedCheckpointError
 from zeroamp.policies.errors import CheckpointError, StepError
 from zeroamp.rank_group import RankGroup
+from zeroamp.wrapping.state import wrap_state
 
 ERRORS = {
     "one of the tree": [None, lambda: StepError("a: found 1")],
@@ -165,7 +166,7 @@ def _interrupted_saves(folder, kind):
     """Interrupt one rank in each exchange of a save in turn. Both ranks try again until both have saved."""
     training = Training(Case()).run(0, 1)
     state, errors, wrong = training.state(), [], []
-    mesh = training.train._driver.state.axes.whole
+    mesh = wrap_state(training.model).axes.whole
     training.save(folder / "first")
     with _interrupt(None, kind) as count:
         training.save(folder / "first")
@@ -205,7 +206,7 @@ def test_ctrl_c_on_one_rank_in_any_exchange_never_pairs_others(ranks2, tmp_path,
 
 def _in_different_calls(folder):
     training = Training(Case())
-    mesh, rank = training.train._driver.state.axes.whole, dist.get_rank()
+    mesh, rank = wrap_state(training.model).axes.whole, dist.get_rank()
     training.save(folder / "first")
     found = [_error_of(lambda: zeroamp.export_hf(training.model, folder) if rank else training.save(folder / "other"))]
     found.append(_error_of(lambda: RankGroup.for_saving(mesh, "load_checkpoint" if rank else "save").run(int)))

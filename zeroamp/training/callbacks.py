@@ -50,7 +50,7 @@ class Callback:
         return (), _ignore
 
     def before_update(self) -> None:
-        """Called between the step's all-reduce and the update. May issue collectives."""
+        """Called between the step's all-reduce and the update of the first optimizer. May issue collectives."""
 
     def on_step_end(self, report: StepReport, /) -> None:
         """Called after an optimizer step, taken or skipped, with gradients released. May raise, on all ranks alike."""

@@ -56,12 +56,14 @@ def prepare_other(optimizer: torch.optim.Optimizer, roots: Sequence[ref[nn.Modul
     """Prepare an optimizer for a loop without `TrainStep`. It has parameters of the wrapped models `roots`.
 
     Raises:
-        StepError: `refuse_other` raises, the optimizer needs whole parameters, or a Muon has matrices of several
-            models.
+        StepError: `refuse_other` raises, the optimizer needs whole parameters, torch cannot run its operations on
+            DTensors, or a Muon has matrices of several models.
     """
     where = "A loop without TrainStep steps"
     refuse_other(optimizer, on_shards=False, where=where)
-    if _is_one_of(optimizer, WHOLE_PARAMETERS):
+    # Rprop assigns to the elements that a mask selects, unless it is capturable.
+    is_by_mask = isinstance(optimizer, torch.optim.Rprop) and not optimizer.defaults["capturable"]
+    if is_by_mask or _is_one_of(optimizer, WHOLE_PARAMETERS):
         raise StepError(
             f"{where} {full_name(optimizer)}, whose operations torch cannot run on DTensors. Call "
             "zeroamp.TrainStep(model, optimizer), which updates plain tensors."

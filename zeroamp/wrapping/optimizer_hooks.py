@@ -224,7 +224,7 @@ def _held(optimizer: torch.optim.Optimizer) -> _Held:
     held, found_at = _held_by.get(optimizer), (num_params, _Replaced.num_changes, len(wrapped_models()))
     if held is None or held.found_at != found_at:
         groups = _find_groups(optimizer)
-        if groups and type(optimizer) not in ELEMENTWISE:
+        if groups and (type(optimizer) not in ELEMENTWISE or type(optimizer) is torch.optim.Rprop):
             load("optimizer.step.prepare_other")(optimizer, [root for root, _ in groups])
         held = _held_by[optimizer] = _Held(found_at=found_at, groups=groups)
     return held

@@ -9,7 +9,9 @@ from torch import nn
 
 import zeroamp
 from tests.processes.training import config
+from zeroamp.wrapping.optimizer_hooks import ELEMENTWISE
 
+OTHER = torch.optim.Rprop
 INPUTS = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -51,6 +53,18 @@ def test_bitsandbytes_names_train_step(ranks2):
         assert "kernels take plain tensors. Pass TrainStep(model, optimizer, on_shards=True)" in error
 
 
-def test_adafactor_of_whole_parameters_names_train_step(ranks2):
-    for error in ranks2.run(_outcome, "torch.optim.Adafactor", 0):
-        assert re.search(r"torch's Adafactor, .* Call zeroamp.TrainStep\(model, optimizer\)", error), error
+@pytest.mark.parametrize(("name", "stage"), [("Adafactor", 0), ("Rprop", 0), ("Rprop", 3)])
+def test_operations_that_torch_lacks_on_dtensors_name_train_step(ranks2, name, stage):
+    """Of torch's element-wise optimizers, only Rprop assigns to elements that a mask selects."""
+    for error in ranks2.run(_outcome, f"torch.optim.{name}", stage):
+        assert re.search(rf"torch's {name}, .* Call zeroamp.TrainStep\(model, optimizer\)", error), error
+
+
+def _outcomes_of_elementwise():
+    return {cls.__name__: _outcome(f"torch.optim.{cls.__name__}", 3) for cls in ELEMENTWISE if cls is not OTHER}
+
+
+def test_all_other_elementwise_optimizers_update_dtensors(ranks2):
+    for outcomes in ranks2.run(_outcomes_of_elementwise):
+        assert len(outcomes) == len(ELEMENTWISE) - 1
+        assert set(outcomes.values()) == {"no error"}, outcomes

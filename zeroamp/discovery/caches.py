@@ -3,9 +3,9 @@
 [Note: Which caches]
 `caches_restored` copies what the model's code can reach by a name, and restores it if it contains a fake tensor after
 the run. It covers the Python modules that define the model's classes, and those from which they import directly: their
-globals, their classes, and objects of these classes. `nothing_left` then finds caches without a name, such as those in
-closures. It starts from the fake tensors that are still alive, clears each `functools.lru_cache` that contains one, and
-removes fake tensors from other lists and dicts. If a fake tensor remains, an error names its place.
+globals, their classes, and objects of these classes. `nothing_left` then clears each `functools.lru_cache` that contains
+a fake tensor. It starts from the fake tensors that are still alive, because such a cache may have no name: transformers
+has some in closures. If a fake tensor remains, an error names its place.
 """
 
 import gc
@@ -167,48 +167,18 @@ def nothing_left(model: nn.Module) -> Iterator[list[ReferenceType[torch.Tensor]]
 
 
 def _clear_caches(made: Sequence[ReferenceType[torch.Tensor]]) -> None:
-    """Remove the fake tensors of a run from each `functools.lru_cache`, and from lists and dicts that contain one.
-
-    A list or dict inside of another container is not changed, because the run may have made either of the two.
-    """
-    inner, plain, contents = list[Any](_left_over(made)), list[Any](), list[list[Any]]()
-    own = {id(inner), id(plain)}  # lists of this function, which refer to what it finds
-    seen = set[int]()
+    """Clear each `functools.lru_cache` that contains a fake tensor of a run, at any depth up to `_MAX_DEPTH`."""
+    inner = list[Any](_left_over(made))
+    seen = {id(inner)}  # objects that were looked at, and lists of this function, which refer to them
     for _ in range(_MAX_DEPTH if inner else 0):
-        found, outer = gc.get_referrers(*inner), list[Any]()
-        own |= {id(found), id(outer)}
-        seen |= set(map(id, inner))
-        for holder in found:
+        holders, outer = gc.get_referrers(*inner), list[Any]()
+        seen |= {id(holders), id(outer), *map(id, inner)}
+        for holder in holders:
             if hasattr(type(holder), "cache_clear"):
                 holder.cache_clear()
-            elif id(holder) not in seen | own and not isinstance(holder, (FrameType, type, ModuleType, nn.Module)):
+            elif id(holder) not in seen and not isinstance(holder, (FrameType, type, ModuleType, nn.Module)):
                 outer.append(holder)
-                if type(holder) in _RESTORED:
-                    plain.append(holder)
-                    contents.append(inner)
-        if not outer:
-            break
         inner = outer
-    for index in range(len(plain)):  # the tuples of `zip` or `enumerate` would contain the container
-        container = plain[index]
-        holders = [each for each in gc.get_referrers(container) if id(each) not in own]
-        if not any(_contains(each, container) for each in holders):
-            _remove(container, contents[index])
-
-
-def _contains(holder: Any, container: Any) -> bool:
-    """Return whether a list, tuple or dict has the container as an item, or an object has it as its `__dict__`."""
-    if isinstance(holder, (dict, list, tuple)):
-        return any(item is container for item in _values(holder))
-    return isinstance(holder, type) or getattr(holder, "__dict__", None) is container
-
-
-def _remove(container: Any, values: list[Any]) -> None:
-    ids = set(map(id, values))
-    if isinstance(container, dict):
-        _set_items(container, {key: value for key, value in container.items() if id(value) not in ids})
-    else:
-        _set_items(container, [value for value in container if id(value) not in ids])
 
 
 def _left_over(made: Sequence[ReferenceType[torch.Tensor]]) -> list[torch.Tensor]:

@@ -74,23 +74,19 @@ class Remembering(nn.Module):
 
 
 _WAYS = {
-    "list": (lambda: [1], lambda kept, x: kept.append(x)),
-    "dict of tuples": (lambda: {1: 2}, lambda kept, x: kept.update(x=(x, 0))),
+    "a list in": (list, lambda kept, x: kept.append(x)),
+    "a tuple in a dict in": (dict, lambda kept, x: kept.update(x=(x, 0))),
+    "a SimpleNamespace in": (types.SimpleNamespace, lambda kept, x: setattr(kept, "x", x)),
 }
 
 
-@pytest.mark.parametrize("way", _WAYS)
-def test_what_a_closure_collects_is_as_before(way):
-    make, keep = _WAYS[way]
-    kept = make()
-    _discover(Remembering(kept, keep), X)
-    assert kept == make()
-
-
-def test_a_fake_tensor_that_stays_is_an_error_that_names_the_place():
-    place = types.SimpleNamespace()
-    with pytest.raises(zeroamp.ConfigError, match=r"Remembering .*fake tensors.*retains some .* a SimpleNamespace in"):
-        _discover(Remembering(place, lambda kept, x: setattr(kept, "x", x)), X)
+@pytest.mark.parametrize("place", _WAYS)
+def test_what_a_closure_collects_is_an_error_that_names_the_place(place):
+    """Only the caches of functions are cleared there: other containers may have had items before the run."""
+    make, keep = _WAYS[place]
+    words = rf"Remembering .*fake tensors.*retains some .*{place}.*Remove the code"
+    with pytest.raises(zeroamp.ConfigError, match=words):
+        _discover(Remembering(make(), keep), X)
 
 
 def test_a_cache_that_the_run_does_not_fill_stays():

@@ -170,9 +170,9 @@ def _mesh(shape):
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
-def _wrapped(shape, threshold, accumulation=1):
+def _wrapped(shape, threshold, accumulation=1, stage=3):
     torch.manual_seed(0)
-    cfg = config(3, comm="fp32", threshold=threshold, accumulation=accumulation)  # bf16 would round sums
+    cfg = config(stage, comm="fp32", threshold=threshold, accumulation=accumulation)  # bf16 would round sums
     return zeroamp.wrap_model(Net(), zeroamp.policy_from_config(cfg), _mesh(shape))
 
 
@@ -268,6 +268,30 @@ def _with_step(names, shape):
         for name in names
         for target in METHODS[name].targets
     }
+
+
+FLAGS_OF_STEP = (
+    *("set_is_last_backward", "set_requires_gradient_sync", "set_requires_all_reduce"),
+    "set_reshard_after_backward",
+)
+
+
+def _with_flags_on(stage):
+    """Differences that each flag of `TrainStep` makes which is set to True before each forward."""
+
+    def run(call):
+        model = _wrapped((2,), 0, NUM_MICRO, stage)
+        train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return _train(model, call, "root", train=_Both(train))
+
+    expected = run(None)
+    return {name: _outcome(lambda: run(_value(name, True)), expected) for name in FLAGS_OF_STEP}  # noqa: B023
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_flags_that_are_on_change_nothing_with_train_step(ranks2, stage):
+    """`True` is FSDP2's default, and `TrainStep` sets these flags for each micro-batch: only `False` is an error."""
+    assert ranks2.run(_with_flags_on, stage) == [dict.fromkeys(FLAGS_OF_STEP, AS_FSDP2)] * 2
 
 
 class _Both:

@@ -196,7 +196,7 @@ def _interrupted_saves(folder, kind):
 def test_ctrl_c_on_one_rank_in_any_exchange_never_pairs_others(ranks2, tmp_path, kind):
     for rank, (wrong, num_exchanges, errors) in enumerate(ranks2.run(_interrupted_saves, tmp_path, kind)):
         assert wrong == []
-        assert num_exchanges >= 8
+        assert num_exchanges >= 7
         assert sum(error.startswith("KeyboardInterrupt") for error in errors) == num_exchanges * rank
         others = [error for error in errors if not error.startswith("KeyboardInterrupt")]
         assert all("KeyboardInterrupt" in error or "the ranks are in different calls: " in error for error in others)

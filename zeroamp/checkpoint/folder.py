@@ -92,11 +92,12 @@ class CheckpointDraft(Draft):
         """The checkpoint's path once it is published."""
         return self.path.with_name(self.path.name.removeprefix(_DRAFT))
 
-    def publish(self, manifest: Manifest) -> None:
-        """Rename the draft to a checkpoint, and let `latest` name it. Call `finish` next.
+    def publish(self, manifest: Manifest, keep: int | None) -> None:
+        """Rename the draft to a checkpoint, let `latest` name it, and remove those of its run but the newest `keep`.
 
         All files of the draft but the manifest must already be on the disk. If an exception is raised, the checkpoint
-        is a draft again, or the exception is a CheckpointError that states where the checkpoint is.
+        is a draft again, or the exception is a CheckpointError that states where the checkpoint is. A failure to remove
+        others is a warning.
         """
         root, name = self.target.parent, self.target.name
         write_durably(self.path / MANIFEST, manifest.to_json().encode())
@@ -109,6 +110,12 @@ class CheckpointDraft(Draft):
         except BaseException as error:  # the save has failed, so no load may find the checkpoint
             self._take_back(before, error)
             raise
+        self.release()
+        if keep is not None:
+            try:
+                _prune(self.target, manifest.run, keep)
+            except OSError as error:
+                logger.warning("%s is saved, but checkpoints before it cannot be removed: %s", self.target, error)
 
     def _take_back(self, before: bytes | None, error: BaseException) -> None:
         """Make the checkpoint a draft again, after a failure to publish it."""
@@ -127,15 +134,6 @@ class CheckpointDraft(Draft):
                     f"{self.target} by its own path, or remove it."
                 ) from error
             logger.warning("%s may name %s, which is not there: %s", LATEST, self.target.name, second)
-
-    def finish(self, run: str, keep: int | None) -> None:
-        """After `publish`: remove earlier checkpoints of the run beyond the newest `keep`. Failures are warnings."""
-        self.release()
-        if keep is not None:
-            try:
-                _prune(self.target, run, keep)
-            except OSError as error:
-                logger.warning("%s is saved, but checkpoints before it cannot be removed: %s", self.target, error)
 
 
 def _pointer(root: Path) -> bytes | None:

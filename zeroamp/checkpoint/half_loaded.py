@@ -28,7 +28,7 @@ class _HalfLoaded:
     state: WrapState
     failure: str | None
     """The failure of an optimizer step before the load."""
-    parts: frozenset[str] = frozenset()
+    parts: set[str] = field(default_factory=set)
     """What the load loads: the model, and parts of a training."""
     handles: list[RemovableHandle] = field(default_factory=list)
     is_loading: bool = True
@@ -60,7 +60,7 @@ def readable(state: WrapState) -> Iterator[None]:
 
 
 @contextmanager
-def marked(state: WrapState, parts: frozenset[str], recover: Callable[[], None] | None) -> Iterator[None]:
+def marked(state: WrapState, parts: set[str], recover: Callable[[], None] | None) -> Iterator[None]:
     """Mark the model of `state` until the context, which loads `parts`, has ended without an exception.
 
     `recover`: makes steps possible after an optimizer step that failed before. None: that failure stays.
@@ -90,7 +90,7 @@ def marked(state: WrapState, parts: frozenset[str], recover: Callable[[], None] 
     record_state(root, state)
 
 
-def refuse_other_parts(state: WrapState, parts: frozenset[str]) -> None:
+def refuse_other_parts(state: WrapState, parts: set[str]) -> None:
     """Raise CheckpointError if a load of `parts` would leave others as an earlier load left them."""
     mark = _mark_of(state.root)
     if mark is not None and (missing := mark.parts - parts):

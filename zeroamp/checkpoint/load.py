@@ -2,6 +2,8 @@
 
 import logging
 import os
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,6 @@ from zeroamp.checkpoint.manifest import (
 )
 from zeroamp.checkpoint.model_state import check_model_fits, load_extra_states, model_tensors
 from zeroamp.checkpoint.optimizer_state import (
-    check_groups,
     check_optimizer_fits,
     class_name,
     is_class_name,
@@ -97,10 +98,8 @@ def load_checkpoint(
         "load_optimizer_states": load_optimizer_states, "load_lr_scheduler_states": load_lr_scheduler_states,
     }  # fmt: skip
     ranks.refuse_different("load_checkpoint", lambda: arguments)
-    loaded = {"the model": True, "step counts": train is not None}
-    loaded["optimizers"] = load_optimizer_states and train is not None
-    loaded["schedulers"] = load_lr_scheduler_states and train is not None
-    parts = frozenset(name for name, is_loaded in loaded.items() if is_loaded)
+    of_training = {"step counts": True, "optimizers": load_optimizer_states, "schedulers": load_lr_scheduler_states}
+    parts = {"the model", *(part for part, is_loaded in of_training.items() if is_loaded and train is not None)}
     ranks.run(lambda: refuse_other_parts(state, parts))
     found = _find(Path(folder), ranks)
     if found is None:
@@ -108,11 +107,10 @@ def load_checkpoint(
             return None
         raise CheckpointError(f"{os.fspath(folder)} holds no checkpoint that save_checkpoint wrote. {_PATH}")
     path, manifest = found
-    loading = _Load(path, manifest, state, train, ranks)
-    loading.has_optimizer, loading.has_scheduler = loaded["optimizers"], loaded["schedulers"]
+    loading = _Load(path, manifest, state, train, ranks, parts)
     with readable(state):
         ranks.run(lambda: loading.prepare(extra_rank))
-    with marked(state, parts, step_of(train).recover if train is not None and loading.has_optimizer else None):
+    with marked(state, parts, step_of(train).recover if train is not None and "optimizers" in parts else None):
         ranks.run(loading.load_counts)
         ranks.run(loading.read_tensors)
         ranks.run(loading.finish)
@@ -162,25 +160,29 @@ def _check_share(path: Path, manifest: Manifest, ranks: RankGroup) -> None:
         check_file(path / name, manifest.files[name])
 
 
+@dataclass(slots=True)
 class _Load:
     """Loads one checkpoint, in four steps. Each runs in `RankGroup.run`, which raises an error of one rank on all."""
 
-    def __init__(
-        self, path: Path, manifest: Manifest, state: WrapState, train: TrainStep | None, ranks: RankGroup
-    ) -> None:
-        self.path = path
-        self.manifest = manifest
-        self.layouts = manifest.tensors
-        self.state = state
-        self.train = train
-        self.ranks = ranks
-        self.has_optimizer = self.has_scheduler = True
-        """Whether to load the state of the optimizer, and that of the scheduler."""
-        self.is_same_size = manifest.world_size == ranks.num_ranks
-        self.extra: dict[str, Any] | None = None
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.values: dict[str, Any] = {}
-        self.own: dict[str, Any] = {}
+    path: Path
+    manifest: Manifest
+    state: WrapState
+    train: TrainStep | None
+    ranks: RankGroup
+    parts: Collection[str]
+    """What is loaded: the model, and parts of a training."""
+    extra: dict[str, Any] | None = None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The tensors to load, by name in the checkpoint."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """The values that are the same on all ranks."""
+    own: dict[str, Any] = field(default_factory=dict)
+    """This rank's values."""
+
+    @property
+    def is_same_size(self) -> bool:
+        """Whether as many ranks load as have saved."""
+        return self.manifest.world_size == self.ranks.num_ranks
 
     def prepare(self, extra_rank: int | None) -> None:
         """Read everything but tensors, compare it with the model, and collect the tensors to load. Changes nothing.
@@ -190,9 +192,9 @@ class _Load:
         """
         try:
             self._prepare(extra_rank)
+        except ZeroAmpError:
+            raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            if isinstance(error, ZeroAmpError):
-                raise
             raise CheckpointError(
                 f"{self.path} must hold the values that save_checkpoint writes, but {VALUES} or a file of a rank holds "
                 f"others ({type(error).__name__}: {error}). Load another checkpoint."
@@ -208,15 +210,15 @@ class _Load:
                 f"but is {extra_rank}."
             )
         excluded = self.values["excluded"]
-        check_model_fits(self.state.root, self.layouts, self.own, str(self.path), excluded)
+        check_model_fits(self.state.root, self.manifest.tensors, self.own, str(self.path), excluded)
         self.tensors = model_tensors(self.state.root, excluded)
         self.extra = (self.own if extra_rank is None else self._read(rank_file(extra_rank)))["extra"]
         if self.train is not None:
             self._check_training(self.train)
-        if self.has_optimizer:
+        if "optimizers" in self.parts:
             for description in self.values["optimizers"]:
-                self.tensors |= optimizer_targets(description, self.tensors, self.layouts)
-        if unread := [name for name in self.tensors if name not in self.layouts and not self._is_own(name)]:
+                self.tensors |= optimizer_targets(description, self.tensors, self.manifest.tensors)
+        if unread := [name for name in self.tensors if name not in self.manifest.tensors and not self._is_own(name)]:
             raise CheckpointError(f"{self.path} has no values of {some_of(unread, 5)}. Load another checkpoint.")
 
     def _read(self, name: str) -> Any:
@@ -240,13 +242,12 @@ class _Load:
             )
         for index, optimizer in enumerate(train.optimizers):
             name = "the optimizer" if len(descriptions) == 1 else f"optimizer {index}"
-            if self.has_optimizer:
+            if "optimizers" in self.parts:
                 check_optimizer_fits(optimizer, descriptions[index], self.state.root, where, name)
-                check_groups(optimizer, descriptions[index]["groups"], where, name)
             saved, scheduler = self.values["schedulers"][index], train.schedulers[index]
             was = "no scheduler" if saved is None else saved["class"]
             ours = "no scheduler" if scheduler is None else class_name(scheduler)
-            if self.has_scheduler and not is_class_name(was, ours):
+            if "schedulers" in self.parts and not is_class_name(was, ours):
                 raise CheckpointError(
                     f"{where} was saved with {was}, but {name} of TrainStep has {ours}. Build TrainStep with the saved "
                     "kind of scheduler, or leave its state out: load_checkpoint(..., load_lr_scheduler_states=False)."
@@ -255,7 +256,7 @@ class _Load:
     def read_tensors(self) -> None:
         """Read this rank's part of every tensor into `tensors`: the model's own, and new ones for the optimizers."""
         tensors = {name: each for name, each in self.tensors.items() if not self._is_own(name)}
-        read_tensors(tensors, self.layouts, self.path)
+        read_tensors(tensors, self.manifest.tensors, self.path)
 
     def _is_own(self, name: str) -> bool:
         """Return whether a tensor is read from a rank's file: it is sharded neither here nor in the save."""
@@ -279,16 +280,16 @@ class _Load:
             )
 
     def _finish_training(self, train: TrainStep) -> None:
-        if self.has_optimizer:
+        if "optimizers" in self.parts:
             states = zip(train.optimizers, self.values["optimizers"], self.own["optimizers"], strict=True)
             for optimizer, description, own in states:
                 load_optimizer(optimizer, description, self.tensors, own, self.state.root)
                 put_state_away(optimizer)
         pairs = zip(train.optimizers, train.schedulers, self.values["schedulers"], strict=True)
         for optimizer, scheduler, saved in pairs:
-            if self.has_scheduler and isinstance(scheduler, StatefulScheduler):
+            if "schedulers" in self.parts and isinstance(scheduler, StatefulScheduler):
                 scheduler.load_state_dict(saved["state"])
-                if not self.has_optimizer:
+                if "optimizers" not in self.parts:
                     _set_learning_rates(optimizer, scheduler)
         run_of_root[self.state.root] = self.manifest.run
         if self.is_same_size:

@@ -19,37 +19,37 @@ _EXTRA_STATE = "_extra_state"
 _NUM_NAMED = 5  # names of one kind in an error
 
 
-def state_by_name(root: nn.Module) -> dict[str, Any]:
-    """Return parameters, persistent buffers and extra states by name, without copies. A shared tensor has one name."""
-    named: dict[str, Any] = {}
-    seen: set[int] = set()
-    live = _live(root)
-    for key, value in live_state(root).items():
-        if id(value) in live and id(value) in seen:
-            continue
-        seen.add(id(value))
-        if (name := file_name(key)) in named:
+def _state(root: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return parameters and persistent buffers, without copies, and extra states by name. A shared one has one name.
+
+    Raises:
+        CheckpointError: a tensor is neither a parameter nor a buffer, so it could not be loaded.
+    """
+    live = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
+    tensors: dict[int, tuple[str, torch.Tensor]] = {}
+    others: dict[str, Any] = {}
+    for name, value in live_state(root).items():
+        if id(value) in live:
+            tensors.setdefault(id(value), (name, value))
+        elif isinstance(value, torch.Tensor) and name.rpartition(".")[2] != _EXTRA_STATE:
             raise CheckpointError(
-                f"Two parts of the model have the name {name} in a checkpoint, because {key} has a part that "
-                "torch.compile or checkpoint_wrapper inserts. Rename the module."
+                f"{name} must be a parameter or a buffer, but is a tensor that a module made for its state_dict(). "
+                "Register it as a buffer, or use get_extra_state()."
             )
-        named[name] = value
-    return named
+        else:
+            others[name] = value
+    return dict(tensors.values()), others
 
 
-def _live(root: nn.Module) -> set[int]:
-    return {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
-
-
-def _is_tensor(key: str, value: object, live: Container[int]) -> bool:
-    """Return whether an entry is a tensor that `get_extra_state` did not return. A parameter may have its name too."""
-    return isinstance(value, torch.Tensor) and (key.rpartition(".")[2] != _EXTRA_STATE or id(value) in live)
+def tensors_by_name(root: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and persistent buffers themselves by name. Raises as `model_tensors`."""
+    return _state(root)[0]
 
 
 def frozen_names(root: nn.Module) -> list[str]:
     """Return the names of the parameters with `requires_grad` False."""
-    state = state_by_name(root).items()
-    return [name for name, value in state if isinstance(value, nn.Parameter) and not value.requires_grad]
+    tensors = tensors_by_name(root).items()
+    return [name for name, value in tensors if isinstance(value, nn.Parameter) and not value.requires_grad]
 
 
 def model_tensors(root: nn.Module, excluded: Container[str] = ()) -> dict[str, torch.Tensor]:
@@ -58,21 +58,12 @@ def model_tensors(root: nn.Module, excluded: Container[str] = ()) -> dict[str, t
     Raises:
         CheckpointError: a tensor is neither a parameter nor a buffer, so it could not be loaded.
     """
-    live = _live(root)
-    tensors = {name: value for name, value in state_by_name(root).items() if _is_tensor(name, value, live)}
-    for name, value in tensors.items():
-        if id(value) not in live:
-            raise CheckpointError(
-                f"{name} must be a parameter or a buffer, but is a tensor that a module made for its state_dict(). "
-                "Register it as a buffer, or use get_extra_state()."
-            )
-    return {MODEL + name: value.detach() for name, value in tensors.items() if name not in excluded}
+    return {MODEL + name: value.detach() for name, value in tensors_by_name(root).items() if name not in excluded}
 
 
 def extra_states(root: nn.Module) -> dict[str, Any]:
     """Return the results of the modules' `get_extra_state`, by name."""
-    live = _live(root)
-    return {name: value for name, value in state_by_name(root).items() if not _is_tensor(name, value, live)}
+    return _state(root)[1]
 
 
 def load_extra_states(root: nn.Module, saved: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.checkpoint.half_loaded import state_of
 from zeroamp.checkpoint.manifest import Layout
-from zeroamp.checkpoint.model_state import MODEL, state_by_name
+from zeroamp.checkpoint.model_state import MODEL, tensors_by_name
 from zeroamp.host_memory.storages import bring_state_back
 from zeroamp.planning.mesh import local_part, num_shards_of, sharded_like
 from zeroamp.policies.errors import CheckpointError, describe, some_of
@@ -128,7 +128,7 @@ def _layout(parameter: torch.Tensor, root: nn.Module) -> str:
 
 
 def _names(root: nn.Module) -> dict[int, str]:
-    return {id(value): name for name, value in state_by_name(root).items()}
+    return {id(value): name for name, value in tensors_by_name(root).items()}
 
 
 def _name_of(parameter: torch.Tensor, names: dict[int, str]) -> str:
@@ -144,7 +144,7 @@ def _name_of(parameter: torch.Tensor, names: dict[int, str]) -> str:
 def check_optimizer_fits(
     optimizer: torch.optim.Optimizer, description: dict[str, Any], root: nn.Module, where: str, ours_name: str
 ) -> None:
-    """Raise CheckpointError unless the optimizer has the saved class and groups, and fitting shards.
+    """Raise CheckpointError unless the optimizer has the saved class and groups, and fitting values and shards.
 
     Errors call the checkpoint `where` and the optimizer `ours_name`.
     """
@@ -172,6 +172,7 @@ def check_optimizer_fits(
                 "zeroamp.shard_dim and ignored_params, or load without optimizer state: "
                 "load_checkpoint(..., load_optimizer_states=False)."
             )
+    _check_groups(optimizer, description["groups"], where, ours_name)
 
 
 def _numbers(groups: Iterable[list[str]]) -> dict[str, int]:
@@ -179,7 +180,7 @@ def _numbers(groups: Iterable[list[str]]) -> dict[str, int]:
     return {fqn: number for number, names in enumerate(groups) for fqn in names}
 
 
-def check_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]], where: str, ours_name: str) -> None:
+def _check_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]], where: str, ours_name: str) -> None:
     """Raise CheckpointError for saved param groups that have a number that is not finite, or text for a number."""
     for index, (ours, theirs) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
         for key, value in theirs.items():

@@ -4,8 +4,8 @@
     draft      the first rank creates an empty folder
     plan       each rank writes its own file to the disk (fsync). The first rank divides the tensors among the ranks
     write      each rank writes its chunks of tensors to the disk (see `tensors`), and computes digests of its files
-    publish    the first rank writes the manifest, renames the draft and writes `latest`
-    finish     the first rank removes old checkpoints. The checkpoint is saved, whatever happens here
+    publish    the first rank writes the manifest, renames the draft and writes `latest`. The checkpoint is saved now.
+               Then the first rank removes old checkpoints
 
 Each line runs in a `RankGroup`: an error of one rank is raised on all ranks, and the draft is removed.
 """
@@ -290,13 +290,12 @@ class _Save:
     def _write(self) -> None:
         """Write the draft and publish it."""
         with self._removing_draft():
-            writer = TensorWriter(self.tensors, self.path, self.ranks)
+            writer = TensorWriter(self.tensors, self.path, self.ranks.rank)
             plans = self.ranks.gather(lambda: self._plan(writer))
             self._refuse_destroyed()
             plan = self.ranks.scatter(lambda: writer.divide(plans))
             written = self.ranks.gather(lambda: self._write_tensors(writer, plan))
             self.ranks.on_first(lambda: self._publish(writer, written))
-            self.ranks.on_first(self._finish)
 
     def _refuse_destroyed(self) -> None:
         """Raise CheckpointError if the program has destroyed the process group before the save ended."""
@@ -358,9 +357,4 @@ class _Save:
             files=files | {METADATA: record_file(self.path / METADATA)},
             tensors=layouts,
         )
-        self.draft.publish(manifest)
-
-    def _finish(self) -> None:
-        if self.draft is None:
-            raise AssertionError("expected the first rank to hold the draft")
-        self.draft.finish(self.run, self.keep)
+        self.draft.publish(manifest, self.keep)

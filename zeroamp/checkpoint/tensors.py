@@ -21,7 +21,6 @@ from zeroamp.checkpoint.manifest import Chunk, Layout, removed
 from zeroamp.checkpoint.torch_metadata import layouts_of
 from zeroamp.planning.mesh import local_part, local_slices
 from zeroamp.policies.errors import CheckpointError
-from zeroamp.rank_group import RankGroup
 from zeroamp.weights.files import MANIFEST
 from zeroamp.weights.untrusted_files import open_regular
 
@@ -35,12 +34,9 @@ class TensorWriter:
     Each method is a part of one exchange between the ranks, whose result the next method needs.
     """
 
-    def __init__(self, tensors: dict[str, torch.Tensor], path: Path, ranks: RankGroup) -> None:
-        self._path = path
-        self._ranks = ranks
-        self._is_first = ranks.rank == 0
+    def __init__(self, tensors: dict[str, torch.Tensor], path: Path, rank: int) -> None:
+        self._tensors, self._path, self._rank = tensors, path, rank
         self._planner = DefaultSavePlanner()
-        self._tensors = tensors
         # By default torch copies ahead on a stream of the current GPU, also for staged tensors, which are on the CPU.
         # In the thread of a background save, the current GPU is GPU 0 on every rank.
         self._writer = FileSystemWriter(path, sync_files=True, per_thread_copy_ahead=0)
@@ -48,8 +44,9 @@ class TensorWriter:
 
     def plan(self) -> Any:
         """Return what this rank could write, for `divide`."""
-        self._planner.set_up_planner(self._tensors, self._writer.storage_meta(), self._is_first)
-        self._writer.set_up_storage_writer(self._is_first)
+        is_first = self._rank == 0
+        self._planner.set_up_planner(self._tensors, self._writer.storage_meta(), is_first)
+        self._writer.set_up_storage_writer(is_first)
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
     def divide(self, plans: list[Any]) -> list[Any]:
@@ -60,7 +57,7 @@ class TensorWriter:
     def write(self, plan: Any) -> tuple[Any, list[str]]:
         """Write this rank's chunks. Return torch's description of them, and the names of the files, on the disk."""
         written = self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
-        return written, [file.name for file in self._path.glob(f"__{self._ranks.rank}_*")]
+        return written, [file.name for file in self._path.glob(f"__{self._rank}_*")]
 
     def finish(self, written: list[Any]) -> dict[str, Any]:
         """On the first rank: write torch's own metadata, for other readers. Return the layouts by name."""

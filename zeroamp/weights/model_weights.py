@@ -54,8 +54,7 @@ def find_weights(root: nn.Module) -> list[Weight]:
     """
     reshard(root.modules())
     found: dict[int | str, tuple[torch.Tensor, list[str]]] = {}
-    for key, tensor in live_state(root).items():
-        name = file_name(key)
+    for name, tensor in live_state(root).items():
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(
                 f"{name} of the model's state must be a tensor, but is a {type(tensor).__name__}: safetensors files "
@@ -77,7 +76,7 @@ def file_name(key: str) -> str:
 
 
 def live_state(model: nn.Module) -> dict[str, Any]:
-    """Return `model.state_dict(keep_vars=True)`: the parameters and buffers themselves.
+    """Return the values of `model.state_dict(keep_vars=True)`, the parameters and buffers themselves, by `file_name`.
 
     Entries that bitsandbytes adds for packed weights that are not sharded ("weight.absmax", for example) are left out.
 
@@ -85,10 +84,8 @@ def live_state(model: nn.Module) -> dict[str, Any]:
         CheckpointError: two entries could have the same name in files.
     """
     _refuse_names(model)
-    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    state = {file_name(key): value for key, value in model.state_dict(keep_vars=True).items()}
     packed = {name for name, value in state.items() if hasattr(value, "quant_state")}
-    if not packed:
-        return state
     around = {name: (name.rpartition(".")[0], name.rpartition(".quant_state.")[0]) for name in state}
     return {name: value for name, value in state.items() if packed.isdisjoint(around[name])}
 

@@ -25,8 +25,7 @@ class Killed(BaseException):
 
 def publish(root, step, keep=None, run="a"):
     draft = open_draft(root, step)
-    draft.publish(manifest(step=step, run=run))
-    draft.finish(run, keep)
+    draft.publish(manifest(step=step, run=run), keep)
     return draft.target
 
 
@@ -93,7 +92,7 @@ def test_a_writer_that_is_killed_while_it_publishes_leaves_the_checkpoint_before
         patch.setattr(*((Path, call) if call == "rename" else (folder_module, call)), killed)
         patch.setattr(folder_module.CheckpointDraft, "_take_back", killed)  # a killed process does nothing any more
         with pytest.raises(Killed):
-            draft.publish(manifest(step=2))
+            draft.publish(manifest(step=2), None)
     assert order(tmp_path) == [name(1), *[name(2)] * is_published]
     os.close(draft._lock)  # as the end of the process does
     publish(tmp_path, 3)
@@ -113,7 +112,7 @@ def _publish_with_a_fault(root, number):
 
     with mock.patch.object(os, "fsync", fail):
         try:
-            draft.publish(manifest(step=2))
+            draft.publish(manifest(step=2), None)
         except OSError:
             draft.discard()
             return True
@@ -228,8 +227,7 @@ def test_without_locks_drafts_stay_and_all_is_published(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refuse)
     first, second = open_draft(tmp_path, 1), open_draft(tmp_path, 1)
     for draft in (first, second):
-        draft.publish(manifest(step=1))
-        draft.finish("a", 1)
+        draft.publish(manifest(step=1), 1)
     assert names(tmp_path) == {f"{name(1)}_2", "latest"}
 
 

@@ -147,7 +147,7 @@ class Manifest(_Checked):
     @model_validator(mode="after")
     def _is_consistent(self) -> "Manifest":
         if math.prod(self.mesh) != self.world_size:
-            raise ValueError(f"mesh: {self.mesh} has not the {self.world_size} ranks of world_size")
+            raise ValueError(f"mesh: {self.mesh} does not have the {self.world_size} ranks of world_size")
         of_ranks = sum(name.startswith("rank_") for name in self.files)
         if of_ranks != self.world_size or any(rank_file(rank) not in self.files for rank in range(of_ranks)):
             raise ValueError(f"files: must have one file for each of {self.world_size} ranks, but has {of_ranks}")

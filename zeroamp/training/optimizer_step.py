@@ -4,8 +4,8 @@
 
     IDLE -- backward --> OPEN -- last backward --> COMPLETE -- reduce --> REDUCED -- apply of each, end --> IDLE
 
-A backward in the phase COMPLETE continues the optimizer step, whose last backward it is then. `discard` leads back to
-IDLE from every phase, and an error of a backward or step to FAILED.
+A backward in the phase COMPLETE continues the optimizer step. `discard` leads back to IDLE from every phase, and an
+error of a backward or step to FAILED.
 """
 
 import logging
@@ -153,7 +153,9 @@ class Step:
         current.is_counted, current.is_stepped, current.was_in_no_sync = False, False, False
 
     def reduce(self, max_norm: float = 0.0) -> Reduced:
-        """Run the step's all-reduce, check for overflow, unscale and clip in one pass. Again: return the same results.
+        """Run the step's all-reduce, check for overflow, unscale and clip in one pass.
+
+        A second call returns the same results.
 
         Only in float16, and if steps that are not finite are skipped, the host waits for the norm.
 

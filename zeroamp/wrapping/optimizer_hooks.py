@@ -117,12 +117,13 @@ class _RefusedSteps:
 
     def __init__(self, model: nn.Module, refuse: Callable[[], None]) -> None:
         self._model = ref(model)
+        self._ids = frozenset(map(id, model.parameters()))  # of the sharded ones: a forward may unshard them later
         self._refuse = refuse
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        model = self._model()
-        parameters = set() if model is None else set(model.parameters())
-        return any(parameter in parameters for group in optimizer.param_groups for parameter in group["params"])
+        if self._model() is None:  # the ids may be those of other tensors now
+            return False
+        return any(id(parameter) in self._ids for group in optimizer.param_groups for parameter in group["params"])
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_args: Any) -> None:
         if self.holds(optimizer):

@@ -107,9 +107,7 @@ def remove_leftovers(folder: Path, prefix: str, is_unused: Callable[[Path], bool
                 else:
                     path.unlink(missing_ok=True)
         except OSError as error:
-            logger.warning(
-                "%s may be left of a killed writer, but cannot be checked or removed: %s", path, error
-            )
+            logger.warning("%s may be left of a killed writer, but cannot be checked or removed: %s", path, error)
 
 
 def _is_left(path: Path) -> bool:

@@ -3,8 +3,8 @@
 [Note: Which caches]
 `caches_restored` copies what the model's code can reach by a name, and restores it if it contains a fake tensor after
 the run. It covers the Python modules that define the model's classes, and those from which they import directly: their
-globals, their classes, and objects of these classes. `nothing_left` then clears each `functools.lru_cache` that contains
-a fake tensor. It starts from the fake tensors that are still alive, because such a cache may have no name: transformers
+globals, their classes, and objects of these classes. `nothing_left` then clears each `functools.lru_cache` that has a
+fake tensor. It starts from the fake tensors that are still alive, because such a cache may have no name: transformers
 has some in closures. If a fake tensor remains, an error names its place.
 """
 

@@ -107,12 +107,13 @@ class FsdpMethods:
         for unit in self._own:
             for name in _SETTERS:
                 replace_method(unit, name, partial(self._setter, unit))
-            for name, make in {
+            made_by: dict[str, Callable[..., Any]] = {
                 "unshard": self._unshard,
                 "reshard": self._reshard,
-                "set_modules_to_forward_prefetch": self._prefetch_in_forward,
-                "set_modules_to_backward_prefetch": self._prefetch_in_backward,
-            }.items():
+                "set_modules_to_forward_prefetch": partial(self._prefetch, prefetch_in_forward),
+                "set_modules_to_backward_prefetch": partial(self._prefetch, prefetch_in_backward),
+            }
+            for name, make in made_by.items():
                 replace_method(unit, name, partial(make, unit))
         for module in self._exchanged - self._own.keys():
             replace_method(module, _FORCE_SUM, lambda _method: _no_effect)
@@ -212,17 +213,12 @@ class FsdpMethods:
     def _groups_of(self, modules: Iterable[FSDPModule]) -> list[list[FSDPModule]]:
         return [self._prefetched.get(cast(nn.Module, module), [module]) for module in modules]
 
-    def _prefetch_in_forward(self, unit: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _prefetch(
+        self, prefetch: Callable[..., None], unit: nn.Module, method: Callable[..., Any]
+    ) -> Callable[..., Any]:
         @wraps(method)
         def set_modules(modules: list[FSDPModule]) -> None:
-            prefetch_in_forward(self._prefetched[unit], self._groups_of(modules))
-
-        return set_modules
-
-    def _prefetch_in_backward(self, unit: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def set_modules(modules: list[FSDPModule]) -> None:
-            prefetch_in_backward(self._prefetched[unit], self._groups_of(modules))
+            prefetch(self._prefetched[unit], self._groups_of(modules))
 
         return set_modules
 

@@ -167,9 +167,9 @@ class Manifest(_Checked):
 def _fill_once(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
     """Return whether chunks fill a shape, are inside of it, and do not overlap.
 
-    That is so if their volumes sum up to that of the shape, whatever the distances between coordinates are. So volumes
-    are measured with a random place of 64 bits for each coordinate. Other chunks have that sum by a chance of 2**-64
-    per dimension.
+    They do if the sum of their volumes is the volume of the shape for all choices of distances between coordinates. So
+    volumes are measured with a random place of 64 bits for each coordinate. Other chunks have that sum by a chance of
+    2**-64 per dimension.
     """
     places: dict[tuple[int, int], int] = defaultdict(lambda: secrets.randbits(64))
 

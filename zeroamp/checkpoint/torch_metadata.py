@@ -29,7 +29,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def layouts_in(content: bytes) -> dict[str, Any]:
-    """Return `layouts_of` what a pickle of torch contains. Whatever is wrong in a pickle, raises some Exception."""
+    """Return `layouts_of` the content of torch's pickle. A malformed pickle may raise any Exception."""
     return layouts_of(_Unpickler(io.BytesIO(content)).load())
 
 

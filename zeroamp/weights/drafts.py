@@ -94,7 +94,7 @@ class Draft:
 
 
 def remove_leftovers(folder: Path, prefix: str, is_unused: Callable[[Path], bool] = lambda _: False) -> None:
-    """Remove the drafts of killed writers, whose names begin with `prefix`, and what `is_unused`.
+    """Remove the drafts of killed writers, whose names begin with `prefix`, and paths for which `is_unused` is true.
 
     What cannot be removed stays, with a warning: the caller does not need its place.
     """

@@ -157,7 +157,7 @@ NATIVE = {"zeroamp": {"reduce_accumulate_dtype": "native"}}
 
 
 def test_stages_2_and_3_agree_on_a_bf16_wire(ranks2):
-    """Stages 2 and 3 agree on a native bf16 wire whose sum is another than in fp32."""
+    """Stages 2 and 3 have the same bits where the backend sums in bf16. Those bits differ from a sum in fp32."""
     cases = (Case(stages=(2, 3), options={"accumulation": 2, **more}) for more in (NATIVE, {}))
     for native, summed in zip(*(ranks2.run(_at_all_stages, case) for case in cases), strict=True):
         check_same_run(native[2], native[3])

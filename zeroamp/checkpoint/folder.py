@@ -106,7 +106,7 @@ class CheckpointDraft(Draft):
         try:
             self.path.rename(self.target)
             sync_to_disk(root)
-            replace_durably(root / LATEST, name.encode())
+            replace_durably(root / LATEST, name.encode(), self.target)
         except BaseException as error:  # the save has failed, so no load may find the checkpoint
             self._take_back(before, error)
             raise
@@ -126,7 +126,7 @@ class CheckpointDraft(Draft):
                 if before is None:
                     (self.target.parent / LATEST).unlink()
                 else:
-                    replace_durably(self.target.parent / LATEST, before)
+                    replace_durably(self.target.parent / LATEST, before, self.path)
         except OSError as second:
             if os.path.lexists(self.target):
                 raise CheckpointError(
@@ -156,7 +156,10 @@ def open_draft(root: Path, step: int) -> CheckpointDraft:
         target = root / (f"step_{step:08d}" if attempt == 1 else f"step_{step:08d}_{attempt}")
         if not os.path.lexists(target):
             with suppress(FileExistsError):  # another job writes it
-                return CheckpointDraft.make(root / f"{_DRAFT}{target.name}")
+                draft = CheckpointDraft.make(root / f"{_DRAFT}{target.name}")
+                if not os.path.lexists(target):
+                    return draft
+                draft.discard()  # another job published it before the lock was free
     raise AssertionError("expected a free name")
 
 
@@ -184,5 +187,5 @@ def _run(path: Path) -> str | None:
 
 
 def _is_unused(path: Path) -> bool:
-    """Return whether a path is left of a removal of a checkpoint, or of a replacement of `latest`, that was killed."""
-    return path.name.startswith(_REMOVED if path.is_dir() else f".{LATEST}-")
+    """Return whether a path is left of a removal of a checkpoint that was killed."""
+    return path.is_dir() and path.name.startswith(_REMOVED)

@@ -38,7 +38,7 @@ def path_of(folder: Path, tag: str) -> Path:
 
 def write_latest(folder: Path, tag: str) -> None:
     """Write a tag into the file `latest`."""
-    replace_durably(folder / _LATEST, tag.encode())
+    replace_durably(folder / _LATEST, tag.encode(), path_of(folder, tag).parent)
 
 
 def find(folder: Path, tag: str | None) -> str | None:

@@ -45,14 +45,8 @@ def state_dtypes(
     If the parameter has no state yet, a copy of the optimizer makes it in a step with `gradient`, on a copy of this
     rank's shard.
     """
-    found = (
-        (optimizer, group)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        if any(each is parameter for each in group["params"])
-    )
-    optimizer, group = next(found, (None, None))
-    if optimizer is None or group is None:
+    optimizer = next((each for each in optimizers if any(own is parameter for own in _parameters_of(each))), None)
+    if optimizer is None:
         return
     state = optimizer.state.get(parameter)
     if not state:
@@ -61,7 +55,7 @@ def state_dtypes(
             return
         stepped = nn.Parameter(shard.clone())
         stepped.grad = local_part(gradient.detach()).clone()
-        state = _stepped(optimizer, group, stepped).get(stepped, {})
+        state = _stepped(optimizer, parameter, stepped).get(stepped, {})
     found_dtypes: list[tuple[torch.dtype | None, str]] = [
         (dtype, f"{type(optimizer).__name__}'s {name}")
         for name, value in state.items()
@@ -72,14 +66,27 @@ def state_dtypes(
     yield from found_dtypes or [(None, type(optimizer).__name__)]
 
 
-def _stepped(
-    optimizer: torch.optim.Optimizer, group: dict[str, object], parameter: nn.Parameter
-) -> defaultdict[torch.Tensor, dict[str, object]]:
-    """Return the state after one step of a copy of `optimizer` that has only `parameter`.
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
-    The copy has no hooks. Its `step` is that of the class, not one that a scheduler or torch.compile has set.
+
+def _stepped(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, stepped: nn.Parameter
+) -> defaultdict[torch.Tensor, dict[str, object]]:
+    """Return the state after one step of a copy of `optimizer` that has `stepped` in the place of `parameter`.
+
+    The place of each other parameter has one without elements and gradient: bitsandbytes reads a parameter's settings
+    by the number of its group and its own number there. The copy has no hooks. Its `step` is that of the class,
+    not one that a scheduler or torch.compile has set.
     """
-    groups = [{name: [parameter] if name == "params" else _copied(value) for name, value in group.items()}]
+    absent = nn.Parameter(torch.empty(0))
+    groups = [
+        {
+            name: [stepped if each is parameter else absent for each in value] if name == "params" else _copied(value)
+            for name, value in group.items()
+        }
+        for group in optimizer.param_groups
+    ]
     one = type(optimizer).__new__(type(optimizer))
     # As in unpickling. Not `copy.copy`, whose result has the optimizer's own groups, to which `__setstate__` adds keys.
     one.__setstate__({"defaults": _copied(optimizer.defaults), "state": defaultdict(dict), "param_groups": groups})

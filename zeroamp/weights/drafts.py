@@ -8,7 +8,7 @@ import fcntl
 import logging
 import os
 import shutil
-import uuid
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +18,12 @@ from typing import Self
 logger = logging.getLogger("zeroamp")
 
 _WRITER = ".writer"
-"""The end of a lock file's name. Earlier versions gave this name to a file inside of the draft."""
+"""The end of a lock file's name."""
+
+_ATTEMPTS = 10
+"""How often a lock is tried. `remove_leftovers` of another job holds it for an instant, unless it removes a draft."""
+
+_SECONDS_BETWEEN_ATTEMPTS = 0.02
 
 
 def sync_to_disk(path: Path) -> None:
@@ -38,14 +43,18 @@ def write_durably(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def replace_durably(path: Path, content: bytes) -> None:
-    """Replace a file by one rename. When this returns, the new content is on the disk."""
-    beside = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
+def replace_durably(path: Path, content: bytes, folder: Path) -> None:
+    """Replace a file by one rename of a new one, written in `folder`. When this returns, the content is on the disk.
+
+    `folder` must be on the same file system, and belong to the caller: in the file's own folder, another job's
+    `remove_leftovers` may take the new file for that of a killed process.
+    """
+    new = folder / path.name
     try:
-        write_durably(beside, content)
-        beside.replace(path)
+        write_durably(new, content)
+        new.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
     sync_to_disk(path.parent)
 
 
@@ -64,10 +73,8 @@ class Draft:
         Raises:
             FileExistsError: there is such a draft.
         """
-        draft = cls(path, os.open(_lock_file(path), os.O_CREAT | os.O_RDWR))
+        draft = cls(path, _lock(path))
         try:
-            if _try_lock(draft._lock) is False:
-                raise FileExistsError(f"another process writes {path}")
             path.mkdir()
         except FileExistsError:
             _unlock(draft._lock)
@@ -79,18 +86,20 @@ class Draft:
 
     def release(self) -> None:
         """Release the lock, after the folder was renamed."""
-        _unlock(self._lock)
         _remove_lock_file(self.path)
+        _unlock(self._lock)
 
     def discard(self) -> None:
         """Remove the draft and all files in it."""
-        _unlock(self._lock)
-        with suppress(OSError):  # raised in spite of `ignore_errors` if a folder cannot be closed
-            shutil.rmtree(self.path, ignore_errors=True)
-        if os.path.lexists(self.path):
-            logger.warning("%s is a draft, but cannot be removed. The next save or export tries again.", self.path)
-        else:
-            _remove_lock_file(self.path)
+        try:
+            with suppress(OSError):  # raised in spite of `ignore_errors` if a folder cannot be closed
+                shutil.rmtree(self.path, ignore_errors=True)
+            if os.path.lexists(self.path):
+                logger.warning("%s is a draft, but cannot be removed. The next save or export tries again.", self.path)
+            else:
+                _remove_lock_file(self.path)
+        finally:
+            _unlock(self._lock)
 
 
 def remove_leftovers(folder: Path, prefix: str, is_unused: Callable[[Path], bool] = lambda _: False) -> None:
@@ -100,34 +109,56 @@ def remove_leftovers(folder: Path, prefix: str, is_unused: Callable[[Path], bool
     """
     for path in list(folder.iterdir()):
         try:
-            if is_unused(path) or (path.name.startswith(prefix) and _is_left(path)):
-                if path.is_dir():
-                    shutil.rmtree(path)
-                    _remove_lock_file(path)
-                else:
-                    path.unlink(missing_ok=True)
+            if path.name.startswith(prefix):
+                _remove_if_left(path.with_name(path.name.removesuffix(_WRITER)))
+            elif is_unused(path) and path.is_dir():
+                shutil.rmtree(path)
+            elif is_unused(path):
+                path.unlink(missing_ok=True)
         except OSError as error:
             logger.warning("%s may be left of a killed writer, but cannot be checked or removed: %s", path, error)
 
 
-def _is_left(path: Path) -> bool:
-    """Return whether a path is the draft of a process that has ended, or its lock file without a draft."""
-    if path.is_dir():
-        return _has_no_writer(path)
-    draft = path.with_name(path.name.removesuffix(_WRITER))
-    return draft != path and not draft.exists() and _has_no_writer(draft)
+def _remove_if_left(draft: Path) -> None:
+    """Remove a draft whose process has ended, and its lock file. Neither is removed if that is not known."""
+    lock_file = _lock_file(draft)
+    try:
+        descriptor = os.open(lock_file, os.O_RDWR)
+    except FileNotFoundError:
+        return
+    try:
+        if _try_lock(descriptor) and _is_open_as(descriptor, lock_file):
+            if draft.is_dir():
+                shutil.rmtree(draft)
+            lock_file.unlink()
+    finally:
+        _unlock(descriptor)
 
 
-def _has_no_writer(draft: Path) -> bool:
-    """Return whether the process that wrote a draft has ended. False if that is not known."""
-    for lock in (_lock_file(draft), draft / _WRITER):
-        with suppress(FileNotFoundError):
-            descriptor = os.open(lock, os.O_RDWR)
-            try:
-                return _try_lock(descriptor) is True
-            finally:
-                _unlock(descriptor)
-    return False
+def _lock(draft: Path) -> int:
+    """Create the lock file of a draft, and lock it. Return its descriptor.
+
+    Raises:
+        FileExistsError: another process has locked it.
+    """
+    for attempt in range(_ATTEMPTS):
+        if attempt > 0:
+            time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
+        descriptor = os.open(_lock_file(draft), os.O_CREAT | os.O_RDWR)
+        locked = _try_lock(descriptor)
+        # Another job may have removed the file after it was opened here. Its lock would then protect nothing.
+        if locked is None or (locked and _is_open_as(descriptor, _lock_file(draft))):
+            return descriptor
+        _unlock(descriptor)
+    raise FileExistsError(f"another process writes {draft}")
+
+
+def _is_open_as(descriptor: int, path: Path) -> bool:
+    """Return whether the file that is open is still the file at `path`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _lock_file(draft: Path) -> Path:

@@ -150,16 +150,59 @@ def test_a_draft_stays_while_its_writer_lives_and_goes_after_its_death(tmp_path)
     assert names(tmp_path) == {f"{name(7)}_2", name(2), "latest"}
 
 
+def _published_beside_clean_ups(root, number):
+    """Publish a checkpoint. After one opening of a file, and each write, another job begins to save the same step.
+
+    Return whether there was such an opening.
+    """
+    publish(root, 1)
+    openings = iter(range(number, -1, -1))
+
+    def with_clean_up(function, is_moment):
+        def call(*args, **options):
+            result = function(*args, **options)
+            if is_moment():
+                clean_up()
+            return result
+
+        return call
+
+    def clean_up():
+        with mock.patch.multiple(os, **original):
+            open_draft(root, 2).discard()
+
+    original = {"open": os.open, "fsync": os.fsync}
+    opened = with_clean_up(os.open, lambda: next(openings, None) == 0)
+    with mock.patch.multiple(os, open=opened, fsync=with_clean_up(os.fsync, lambda: True)):
+        publish(root, 2)
+    return next(openings, None) is None
+
+
+def test_clean_ups_of_another_job_harm_no_save(tmp_path):
+    number = 0
+    while _published_beside_clean_ups(root := tmp_path / f"{number}", number):
+        assert order(root) == [name(2), name(1)]
+        assert names(root) == {name(2), name(1), "latest"}
+        assert names(root / name(2)) == {MANIFEST}
+        number += 1
+    assert number > 3
+
+
+def test_a_writer_waits_for_a_clean_up_that_holds_its_lock(tmp_path, monkeypatch):
+    lock = os.open(tmp_path / f".draft-{name(1)}.writer", os.O_CREAT | os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    monkeypatch.setattr(time, "sleep", lambda _: fcntl.flock(lock, fcntl.LOCK_UN))
+    assert publish(tmp_path, 1).name == name(1)
+    os.close(lock)
+
+
 @pytest.mark.timeout(20)
 def test_leftovers_of_every_kind_go_and_nothing_else(tmp_path):
-    (tmp_path / ".draft-step_00000001").mkdir()
-    (tmp_path / ".draft-step_00000001" / ".writer").touch()
     (tmp_path / ".draft-step_00000002").mkdir()
     (tmp_path / ".draft-step_00000002.writer").touch()
     (tmp_path / ".draft-step_00000003.writer").touch()  # of a draft that was published
     (tmp_path / ".removed-step_00000001").mkdir()
     (tmp_path / ".removed-step_00000001" / "file").write_text("x")
-    (tmp_path / ".latest-0").write_text("x")
     kept = {"step_size_0.1", "notes", ".hidden", "step_1_backup"}
     for folder in kept:
         (tmp_path / folder).mkdir()

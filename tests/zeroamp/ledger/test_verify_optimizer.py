@@ -25,6 +25,16 @@ class _In64Bits(torch.optim.SGD):
             state["momentum_buffer"] = state["momentum_buffer"].double()
 
 
+class _ByPosition(torch.optim.SGD):
+    """SGD whose momentum is in fp64, except that of the first parameter: settings by position, as in bitsandbytes."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"][1:]:
+            if parameter in self.state:
+                self.state[parameter]["momentum_buffer"] = self.state[parameter]["momentum_buffer"].double()
+
+
 class _Wrapper(torch.optim.Optimizer):
     def __init__(self, optimizer):
         super().__init__(optimizer.param_groups, {})
@@ -43,6 +53,7 @@ MAKERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "SGD, momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "fp64": lambda parameters: _In64Bits(parameters, lr=0.1, momentum=0.9),
+    "by position": lambda parameters: _ByPosition(parameters, lr=0.1, momentum=0.9),
     "bf16": zeroamp.Bf16StatesAdamW,
     "Adafactor": torch.optim.Adafactor,
     "8 bits": _eight_bits,
@@ -110,6 +121,7 @@ CASES = [
     ("SGD", {}, {"none"}),
     ("SGD, momentum", {}, {"fp32"}),
     ("fp64", {}, "optimizer must be fp32, but is fp64 \\(_In64Bits's momentum_buffer\\)"),
+    ("by position", {}, "optimizer must be fp32, but is fp64 \\(_ByPosition's momentum_buffer\\)"),
     ("bf16", {}, "optimizer must be fp32, but is bf16 .*optimizer_states_dtype"),
     ("bf16", BF16, {"bf16"}),
     ("AdamW", BF16, "optimizer must be bf16, but is fp32"),

@@ -100,7 +100,7 @@ bench: $(VENV)/.installed
 	$(TWO_RANKS) benchmarks.step_time --rounds 80 --out $(BENCH_OUT)/3.7m
 	$(TWO_RANKS) benchmarks.step_time --micro-batches 4 --rounds 30 --out $(BENCH_OUT)/3.7m-4-micro-batches
 	$(TWO_RANKS) benchmarks.step_time --model 100m --batch 1 --rounds 20 --warm-up 2 \
-		--engines "$(SHARDED)" --out $(BENCH_OUT)/100m
+		--engines "zeroamp 0,DDP autocast,$(SHARDED)" --out $(BENCH_OUT)/100m
 	$(TWO_RANKS) benchmarks.step_memory --out $(BENCH_OUT)/3.7m-memory
 
 # One process. The 1b model runs as a whole, or as one of 64 or 1,024 fake ranks, whose collectives move nothing; the 8b model as one of eight fake

@@ -1,4 +1,4 @@
-"""Decides what follows from several keys of a config, and refuses keys that contradict each other in it."""
+"""Derives the fields of a policy that depend on several keys of a config, and refuses keys that contradict each other."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -48,9 +48,8 @@ NO_LEAF_MODULES = LeafModules()
 class Policy:
     """Precision, sharding stage and optimizer step of a training run. Made by `policy_from_config`.
 
-    Policies are equal if their fields are, except for the first three: so are those of a config and of the same config
-    with other keys that have no effect. `str(policy)` is the JSON text of the config. `replace` returns a policy with
-    other values of keys.
+    Two policies are equal if their fields are, except for the first three. So a key without an effect makes no
+    difference. `str(policy)` is the JSON text of the config. `replace` returns a policy with other values of keys.
     """
 
     config: Config = field(compare=False)

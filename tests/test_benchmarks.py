@@ -1,5 +1,6 @@
 """The benchmarks beside the peers: what they count and write, on the tiny model. No time is asserted."""
 
+import dataclasses
 import importlib.util
 import json
 from unittest import mock
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import step_time
+from benchmarks.peers.engines import DEFAULT_ENGINES
 from benchmarks.peers.options import Options
 from tests.processes.launch import module
 
@@ -29,8 +31,10 @@ def _measured_times(options):
 
 
 def test_engines_of_the_same_numerics_train_to_the_same_loss(ranks2):
-    losses = ranks2.run(_measured_times, OPTIONS)[0]["losses"]
-    same = ["zeroamp 1", "zeroamp 2", "zeroamp 3", "zeroamp 3 live", "FSDP2 autocast reshard", "DDP autocast"]
+    options = dataclasses.replace(OPTIONS, engines=(*DEFAULT_ENGINES, "zeroamp 3 plain loop"))
+    losses = ranks2.run(_measured_times, options)[0]["losses"]
+    zeroamp = [f"zeroamp {variant}" for variant in ("0", "1", "2", "3", "3 plain loop", "3 live")]
+    same = [*zeroamp, "FSDP2 autocast reshard", "DDP autocast"]
     assert len({losses[name] for name in same}) == 1
     assert losses["FSDP2 bf16 reshard"] == losses["FSDP2 bf16 reshard again"] != losses["zeroamp 3"]
 

@@ -14,7 +14,7 @@ ENGINES: dict[str, Callable[[Setup], Engine]] = {
 AGAIN = " again"
 """Suffix of a name: the same engine once more, which shows the noise of the method."""
 DEFAULT_ENGINES = (*ENGINES, f"FSDP2 bf16 reshard{AGAIN}")
-DEFAULT_BASES = ("FSDP2 bf16 reshard", "FSDP2 bf16 no reshard", "FSDP2 autocast reshard")
+DEFAULT_BASES = ("DDP autocast", "FSDP2 bf16 reshard", "FSDP2 bf16 no reshard", "FSDP2 autocast reshard")
 
 
 def builder(name: str) -> Callable[[Setup], Engine]:

@@ -226,6 +226,8 @@ def _parsed(path: Path, parse: Callable[[bytes], dict[str, Any]]) -> dict[str, A
         content = read_regular(path, _MAX_BYTES)
     try:
         return parse(content)
+    except MemoryError:
+        raise
     except Exception as error:
         raise _damage(path, f"{type(error).__name__}: {error}") from error
 

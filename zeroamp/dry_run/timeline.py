@@ -28,9 +28,9 @@ KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 HOST_KINDS: tuple[MemoryKind, ...] = ("parameters", "optimizer state", "gradients")
 """Kinds that offloading moves to the CPU."""
 
-Phase = Literal["init", "forward", "backward", "optimizer"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
-_DRAWN_POINTS: dict[Phase, int] = {"forward": 100, "backward": 150, "optimizer": 100}
+RunPhase = Literal["init", "forward", "backward", "optimizer"]
+PHASES: tuple[RunPhase, ...] = get_args(RunPhase)
+_DRAWN_POINTS: dict[RunPhase, int] = {"forward": 100, "backward": 150, "optimizer": 100}
 """Points with which a page draws each forward, each backward and the update."""
 
 
@@ -58,7 +58,7 @@ class Timeline:
         columns = [KINDS.index(kind) for kind in self.on_host]
         return self.host_activations + (int(self.num_bytes[:, columns].sum(axis=1).max()) if columns else 0)
 
-    def peak(self, phase: Phase | None = None) -> dict[MemoryKind, int]:
+    def peak(self, phase: RunPhase | None = None) -> dict[MemoryKind, int]:
         """Return the bytes of each kind at the moment of the device's peak, in one phase or in the whole step."""
         totals = self.device_bytes()
         if phase is not None:
@@ -66,7 +66,7 @@ class Timeline:
         row = self.num_bytes[int(totals.argmax())]
         return {kind: int(value) for kind, value in zip(KINDS, row, strict=True)}
 
-    def peak_bytes(self, phase: Phase | None = None) -> int:
+    def peak_bytes(self, phase: RunPhase | None = None) -> int:
         """Return the peak bytes on the device, in one phase or in the whole step."""
         return sum(value for kind, value in self.peak(phase).items() if kind not in self.on_host)
 
@@ -98,7 +98,7 @@ class TimelineWriter:
     """Adds and subtracts bytes, and writes a row of the totals after each change."""
 
     def __init__(self) -> None:
-        self.phase: Phase = "init"
+        self.phase: RunPhase = "init"
         self._now = [0] * len(KINDS)
         self._rows: list[tuple[int, ...]] = []
         self._phases: list[int] = []

@@ -27,7 +27,8 @@ from zeroamp.wrapping.state import wrap_state
 PART_BYTES = 256 * 2**20
 """Bytes of the shards of parameters that are updated together. Two fp32 moments of them take twice as many."""
 
-Part = list[torch.Tensor]
+Bucket = list[torch.Tensor]
+"""Shards that are updated together."""
 
 
 class OffloadBetweenSteps(StepExtension):
@@ -55,7 +56,7 @@ class _OffloadedState:
 
     def __init__(self, update: OptimizerUpdate, device: torch.device) -> None:
         self._optimizer, self._device = update.optimizer, device
-        self._parts: list[Part] = []
+        self._parts: list[Bucket] = []
         """Those whose state is in host memory."""
         self._copies: list[HostCopies] = []
         """The state of each of them. One that was restored is empty, until the next `_copied`."""
@@ -73,7 +74,7 @@ class _OffloadedState:
             yield self._on_device(index, part)
 
     @contextmanager
-    def _on_device(self, index: int, part: Part) -> Iterator[None]:
+    def _on_device(self, index: int, part: Bucket) -> Iterator[None]:
         self._copies[index].restore()
         with limited_to(self._optimizer, part):
             yield
@@ -85,7 +86,7 @@ class _OffloadedState:
             self._copies.append(self._copied(part))
             self._parts.append(part)
 
-    def _copied(self, part: Part) -> HostCopies:
+    def _copied(self, part: Bucket) -> HostCopies:
         ids = set(map(id, part))
         state = [value for key, value in self._optimizer.state.items() if id(key) in ids]
         copies = HostCopies(tensors_in(state), self._device)
@@ -97,11 +98,11 @@ class _OffloadedState:
         self._copies, self._parts = [], []
 
 
-def _ids(parts: list[Part]) -> list[list[int]]:
+def _ids(parts: list[Bucket]) -> list[list[int]]:
     return [list(map(id, part)) for part in parts]
 
 
-def parts_of(optimizer: torch.optim.Optimizer) -> list[Part]:
+def parts_of(optimizer: torch.optim.Optimizer) -> list[Bucket]:
     """Return the parameters of an optimizer in the parts in which it updates them: see [Note: An update in parts].
 
     A part has shards of at most `PART_BYTES`; a larger shard is a part of its own. An optimizer with step hooks has one
@@ -111,7 +112,7 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[Part]:
     is_elementwise = type(optimizer) in (*ELEMENTWISE, Bf16StatesAdamW)
     if not is_elementwise or has_own_step(optimizer) or has_step_hooks(optimizer):
         return [parameters]
-    parts: list[Part] = [[]]
+    parts: list[Bucket] = [[]]
     num_bytes = 0
     for parameter in parameters:
         with torch.no_grad():
@@ -125,7 +126,7 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[Part]:
 
 
 @contextmanager
-def limited_to(optimizer: torch.optim.Optimizer, part: Part) -> Iterator[None]:
+def limited_to(optimizer: torch.optim.Optimizer, part: Bucket) -> Iterator[None]:
     """Leave only the parameters of `part` in the optimizer's param groups inside the context."""
     own, ids = [group["params"] for group in optimizer.param_groups], set(map(id, part))
     try:

@@ -38,10 +38,11 @@ class Converted:
         return whole if part is None else whole[part]
 
 
-Part = Stored | Converted
+Source = Stored | Converted
+"""Where the values of a weight are: in one tensor of a file, or in several that are converted."""
 
 
-def parts_of_model(root: nn.Module, stored: Mapping[str, Stored], names: Iterable[str]) -> dict[str, Part]:
+def parts_of_model(root: nn.Module, stored: Mapping[str, Stored], names: Iterable[str]) -> dict[str, Source]:
     """Return the tensors of files by their names in a transformers model, which has tensors of the given names.
 
     Tensors without a rule, and those of other models, keep their names.
@@ -56,7 +57,7 @@ def parts_of_model(root: nn.Module, stored: Mapping[str, Stored], names: Iterabl
     renamings = [rule for rule in rules if not isinstance(rule, core_model_loading.WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     meta: dict[str, Any] = dict.fromkeys(names, True)
-    found: dict[str, Part] = {}
+    found: dict[str, Source] = {}
     sources: dict[str, list[tuple[str, Stored]]] = defaultdict(list)  # first target -> source pattern, tensor
     for name in sorted(stored, key=core_model_loading.dot_natural_key):
         rename = partial(core_model_loading.rename_source_key, name)

@@ -14,11 +14,11 @@ from zeroamp.planning.mesh import local_slices
 from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.rank_group import RankGroup
 from zeroamp.weights.files import OF_SEVERAL, exports_of, stored_tensors
-from zeroamp.weights.layouts import Part, parts_of_model
+from zeroamp.weights.layouts import Source, parts_of_model
 from zeroamp.weights.model_weights import Weight, file_name, find_weights
 from zeroamp.wrapping.state import wrap_state
 
-Found = tuple[Mapping[str, Weight], Mapping[str, Part], set[str | None]]
+Found = tuple[Mapping[str, Weight], Mapping[str, Source], set[str | None]]
 """Weights of a model, and tensors of files, by names that should be the same; and `exports_of` the files."""
 
 
@@ -49,7 +49,7 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         weights = find_weights(state.root)
         shapes = {name: tuple(weight.tensor.shape) for weight in weights for name in weight.names}
         stored = stored_tensors(Path(folder).absolute(), stack)
-        parts: dict[str, Part] = {name: each for name, each in stored.items() if shapes.get(name) == each.shape}
+        parts: dict[str, Source] = {name: each for name, each in stored.items() if shapes.get(name) == each.shape}
         if parts.keys() != stored.keys():
             parts = parts_of_model(state.root, stored, shapes) | parts
         wanted: dict[str, Weight] = {}
@@ -73,7 +73,7 @@ def fill_weights(find: Callable[[ExitStack], Found], mesh: DeviceMesh, path: str
     `find` opens the files in the given `ExitStack`, and returns the weights and the tensors that fill them. If it
     raises, or names or shapes differ, all ranks raise a CheckpointError that names `path`.
     """
-    found: list[tuple[Mapping[str, Weight], Mapping[str, Part]]] = []
+    found: list[tuple[Mapping[str, Weight], Mapping[str, Source]]] = []
 
     def check() -> set[str | None]:
         weights, parts, exports = find(stack)

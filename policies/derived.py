@@ -1,4 +1,4 @@
-"""Derives the fields of a policy that depend on several keys of a config, and refuses keys that contradict each other."""
+"""Derives fields of a policy from several keys of its config, and refuses keys that contradict each other."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import can_be_sharded, take_sharded_memory, units_of
+from zeroamp.planning.mesh_axes import MeshAxes
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import WrapError
 
@@ -21,6 +22,10 @@ _REFUSED = {
     "__deepcopy__": (
         "copy.deepcopy cannot copy a wrapped model, and torch.optim.swa_utils.AveragedModel calls it. For an average "
         "of the weights, average the shards: docs/recipes.md has an example. For a second model, build and wrap one."
+    ),
+    "__reduce_ex__": (
+        "torch.save(model) cannot pickle a wrapped model, whose parameters are sharded. On all ranks, call "
+        "zeroamp.export_hf(model, folder) for its weights, or zeroamp.save_checkpoint to go on with training."
     ),
     "resize_token_embeddings": (
         "resize_token_embeddings was called on a wrapped model, whose embeddings are sharded. Call it before "
@@ -30,7 +35,11 @@ _REFUSED = {
 """Name of a method -> the text of the error that it raises on a wrapped model."""
 
 
-def refuse_calls(model: nn.Module) -> None:
+_SHARD = "zeroamp_shard"
+"""Key of `_shard_of`, in the metadata of a state dict."""
+
+
+def refuse_calls(model: nn.Module, axes: MeshAxes) -> None:
     """Replace methods that a wrapped model cannot run by methods that raise."""
     for name, text in _REFUSED.items():
         replace_method(model, name, partial(_raising, text))
@@ -40,7 +49,10 @@ def refuse_calls(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             replace_method(module, "_apply", partial(_same_dtypes, model.get_submodule(fqn), fqn, moves))
     # Not a pre-hook of load_state_dict: FSDP2's own pre-hook, which reshards the root's parameters, runs before it.
-    replace_method(model, "_load_from_state_dict", partial(_shards_only, model))
+    shard = _shard_of(axes)
+    replace_method(model, "_load_from_state_dict", partial(_own_shards_only, model, shard))
+    if shard is not None:
+        model.register_state_dict_post_hook(partial(_record_shard, shard))  # type: ignore[no-untyped-call]
 
 
 def replace_method(module: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -116,16 +128,41 @@ def _same_dtypes(unit: nn.Module, fqn: str, moves: _Moves, apply: Callable[..., 
     return checked
 
 
-def _shards_only(model: nn.Module, load: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `_load_from_state_dict` that raises for plain tensors of sharded parameters."""
+def _shard_of(axes: MeshAxes) -> str | None:
+    """Return which shards of the parameters a rank has, in words. None if it has whole parameters."""
+    shard, num_shards = axes.fsdp.get_local_rank(axes.fsdp.ndim - 1), axes.fsdp.shape[-1]
+    of_data = [f"shard {shard} of {num_shards}"] * (num_shards > 1)
+    tensor = [] if axes.tensor is None else [f"tensor rank {axes.tensor.get_local_rank()} of {axes.tensor.size()}"]
+    return ", ".join([*of_data, *tensor]) or None
+
+
+def _record_shard(
+    shard: str, _model: nn.Module, _state_dict: dict[str, Any], _prefix: str, metadata: dict[str, Any]
+) -> None:
+    """Note in a state dict whose shards it has. `torch.save` keeps the note."""
+    metadata[_SHARD] = shard
+
+
+def _own_shards_only(model: nn.Module, shard: str | None, load: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `_load_from_state_dict` that raises for shards of another rank, and plain tensors of sharded parameters.
+
+    A DTensor does not know which rank's shard it has, so torch loads the one that is there.
+    """
 
     @wraps(load)
-    def checked(state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
+    def checked(state_dict: Any, prefix: str, metadata: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if (saved := metadata.get(_SHARD)) is not None and saved != shard:
+            raise WrapError(
+                f"load_state_dict was given the parameters of another rank ({saved}), but this rank has "
+                f"{shard or 'whole parameters'}. The state_dict() of a wrapped model has its own rank's shards, so one "
+                "rank cannot save the model with torch.save. To go on with training, call zeroamp.save_checkpoint and "
+                "zeroamp.load_checkpoint on all ranks. For the weights, call zeroamp.export_hf and zeroamp.load_hf."
+            )
         for name, parameter in model.named_parameters():
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and can_be_sharded(parameter):
                 _refuse_whole(name, parameter)
-        return load(state_dict, prefix, *args, **kwargs)
+        return load(state_dict, prefix, metadata, *args, **kwargs)
 
     return checked
 

@@ -1,6 +1,7 @@
 """What a wrapped model cannot do: each call is an error that names what to do, and leaves the model as it was."""
 
 import copy
+import io
 import warnings
 from functools import partial
 
@@ -16,6 +17,7 @@ import zeroamp
 from tests.models.architectures import IDS, t5
 from tests.models.small import VOCAB, batch, build, loss_of
 from tests.processes.training import SmallTraining, adamw, config, full_parameters, same_bits, wrapped
+from zeroamp.planning.mesh import local_part
 
 
 def _raised(error, call):
@@ -31,6 +33,7 @@ def _calls(model):
     return {
         "deepcopy": (lambda: copy.deepcopy(model), "average the shards"),
         "AveragedModel": (lambda: AveragedModel(model), "average the shards"),
+        "pickle": (lambda: torch.save(model, io.BytesIO()), "zeroamp.export_hf(model, folder) for its weights"),
         "load": (lambda: model.load_state_dict(build("hf_llama").state_dict()), "set_model_state_dict"),
         "cast": (lambda: model.to(torch.bfloat16), "is stored in fp32 and cannot be cast to bf16"),
         "half": (model.half, "cast to fp16 after wrap_model"),
@@ -81,6 +84,41 @@ def test_whole_tensors_for_unsharded_parameters_are_refused(ranks2, stage):
     for error, differing in ranks2.run(_set_after_a_forward, stage):
         assert "embed.weight, which is unsharded: a forward with gradients has run" in error
         assert differing == []
+
+
+def _loads_of_saved_ranks(stage, shape, folder):
+    """Save the state dict of each rank by `torch.save`. Return what each raises when this rank loads it, by rank."""
+    model = wrapped("llama_untied", config(stage), mesh_shape=shape)
+    shards = lambda: {name: local_part(each.detach()).clone() for name, each in model.named_parameters()}  # noqa: E731
+    before = shards()
+    torch.save({"model": model.state_dict()}, folder / f"{dist.get_rank()}.pt")
+    dist.barrier()
+    errors = {}
+    for rank in range(dist.get_world_size()):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        try:
+            model.load_state_dict(torch.load(folder / f"{rank}.pt", weights_only=True)["model"])
+        except zeroamp.WrapError as error:
+            errors[rank] = str(error)
+        else:
+            assert same_bits(shards(), before) == []
+    return errors
+
+
+@pytest.mark.parametrize(("stage", "shape"), [(0, None), (1, None), (3, None)])
+def test_shards_that_another_rank_saved_are_refused(ranks2, stage, shape, tmp_path):
+    for rank, errors in enumerate(ranks2.run(_loads_of_saved_ranks, stage, shape, tmp_path)):
+        assert list(errors) == ([] if stage == 0 else [1 - rank])
+        for text in errors.values():
+            assert f"(shard {1 - rank} of 2), but this rank has shard {rank} of 2" in text
+            assert "zeroamp.save_checkpoint" in text
+
+
+def test_replicas_may_load_the_shards_of_each_other(ranks4, tmp_path):
+    for rank, errors in enumerate(ranks4.run(_loads_of_saved_ranks, 3, (2, 2), tmp_path)):
+        assert list(errors) == [each for each in range(4) if each % 2 != rank % 2]
 
 
 def _called_from_outside():

@@ -145,11 +145,16 @@ def _lock(draft: Path) -> int:
         if attempt > 0:
             time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
         descriptor = os.open(_lock_file(draft), os.O_CREAT | os.O_RDWR)
-        locked = _try_lock(descriptor)
-        # Another job may have removed the file after it was opened here. Its lock would then protect nothing.
-        if locked is None or (locked and _is_open_as(descriptor, _lock_file(draft))):
+        is_ours = False
+        try:
+            locked = _try_lock(descriptor)
+            # Another job may have removed the file after it was opened here. Its lock would then protect nothing.
+            is_ours = locked is None or (locked and _is_open_as(descriptor, _lock_file(draft)))
+        finally:
+            if not is_ours:
+                _unlock(descriptor)
+        if is_ours:
             return descriptor
-        _unlock(descriptor)
     raise FileExistsError(f"another process writes {draft}")
 
 

@@ -8,6 +8,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.utils
 import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -54,6 +55,7 @@ def _places(module):
     yield lambda: torch.autograd.profiler, "_is_profiler_enabled"
     yield lambda: torch.ops.aten, "_grouped_mm _unsafe_view"
     yield lambda: torch.Tensor, "_base"
+    yield lambda: torch.distributed.checkpoint.utils, "_create_file_view"
     yield lambda: DeviceMesh, "_get_root_mesh _flatten _concatenate"
     yield lambda: module, "_get_fsdp_state"
     yield state, "_fsdp_param_group _fsdp_param_groups _pre_forward _post_forward _pre_backward _comm_ctx"

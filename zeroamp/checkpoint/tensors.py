@@ -4,7 +4,6 @@ torch.distributed.checkpoint plans which rank writes which chunk, and writes the
 of `RankGroup`. A read follows the layout in the manifest. All files are read by `torch.load(weights_only=True)`.
 """
 
-import io
 import pickle
 from collections import defaultdict
 from collections.abc import Collection, Mapping
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.checkpoint.manifest import Chunk, Layout, removed
 from zeroamp.checkpoint.torch_metadata import layouts_of
+from zeroamp.hooks._torch.file_parts import part_of_file
 from zeroamp.planning.mesh import local_part, local_slices
 from zeroamp.policies.errors import CheckpointError
 from zeroamp.weights.files import MANIFEST
@@ -140,8 +140,8 @@ def _common(block: Block, chunk: Chunk) -> tuple[Block, Block]:
 
 def _read_chunk(file: IO[bytes], chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
     """Return the values of a chunk, on the CPU."""
-    file.seek(chunk.start)
-    values = torch.load(io.BytesIO(file.read(chunk.num_bytes)), map_location="cpu", weights_only=True)
+    part = part_of_file(file, chunk.start, chunk.num_bytes)
+    values = torch.load(part, map_location="cpu", weights_only=True)
     if type(values) is not torch.Tensor or values.dtype != dtype or tuple(values.shape) != chunk.shape:
         found = f"{values.dtype} {list(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__
         raise ValueError(f"expected a tensor {dtype} {list(chunk.shape)} at byte {chunk.start}, found {found}")

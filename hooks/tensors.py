@@ -40,6 +40,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 _MUTABLE = (list, dict, deque)  # a tuple: torch.compile cannot trace a union of these
+_PLAIN = (bool, int, float, str)
 
 
 class Loan:
@@ -108,7 +109,9 @@ def map_tensors(change: Callable[[torch.Tensor], Any], value: Any, loan: Loan | 
     dicts, lists, deques and dataclasses that are not frozen are not copied: the results are written into them until
     `loan.end()`.
     """
-    return change(value) if isinstance(value, torch.Tensor) else _mapped(change, value, loan)[0]
+    if value is None or isinstance(value, _PLAIN):  # without a look for parts, because most arguments are plain
+        return value
+    return _mapped(change, value, loan)[0]
 
 
 def _mapped(change: Callable[[torch.Tensor], Any], value: Any, loan: Loan | None) -> tuple[Any, bool]:

@@ -123,7 +123,7 @@ def _slept(what, stride):
     return counts, same_bits(training.parameters(), undisturbed.parameters())
 
 
-AT_EACH = [pytest.param([part], 1, marks=pytest.mark.slow) for part in PARTS]
+AT_EACH = [pytest.param([part], 3, marks=pytest.mark.slow) for part in PARTS]
 
 
 @pytest.mark.parametrize(("what", "stride"), [(PARTS, 11), *AT_EACH])  # a storage has 4 points

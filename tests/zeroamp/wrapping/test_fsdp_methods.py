@@ -161,8 +161,8 @@ OF_REPLICAS = re.compile("sync|all_reduce|last_backward|factor|force_sum")
 
 
 def _present(shape):
-    """The methods of this torch; on replicas alone, those that concern them."""
-    of_shape = OF_REPLICAS if shape == (2, 1) else re.compile("")
+    """The methods of this torch; with replicas, those that concern them."""
+    of_shape = OF_REPLICAS if len(shape) == 2 else re.compile("")
     return [name for name in METHODS if hasattr(FSDPModule, name) and of_shape.search(name)]
 
 

@@ -139,7 +139,8 @@ _MODES = {"bf16": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "f
 
 @quietly
 def _trained(name, folder, with_commands):
-    """Train two steps, save and export. Return this rank's texts and the whole parameters."""
+    """Train two steps, save and export. Return this rank's texts, the whole parameters, and on the first rank what
+    `explain` and `plan` print."""
     logging.getLogger("zeroamp").setLevel(logging.ERROR)
     random.seed(0)  # a checkpoint has the state of these generators
     np.random.seed(0)
@@ -158,7 +159,7 @@ def _trained(name, folder, with_commands):
     ledger, plan = explain(model), wrap_state(model).plan
     texts = [f"{ledger}", ledger.per_parameter(), json.dumps(ledger.to_dict()), f"{plan.fp32_regions}{plan.groups}"]
     texts += [str(list(model.state_dict())), str(losses)]
-    return texts + (_commands(family, cfg, rank, folder) if with_commands else []), _bits(model)
+    return texts, _bits(model), _commands(family, cfg, folder) if with_commands and rank == 0 else []
 
 
 def _bits(model):
@@ -166,9 +167,9 @@ def _bits(model):
     return {fqn: tensor.numpy().tobytes() for fqn, tensor in full_parameters(model).items()}
 
 
-def _commands(family, cfg, rank, folder):
+def _commands(family, cfg, folder):
     """Return what `explain` and `plan` print of the family, as JSON."""
-    path = folder / f"{rank}.json"
+    path = folder / "config.json"
     path.write_text(json.dumps(cfg))
     module = sys.modules[__name__]
     module.of_command = family.build
@@ -204,13 +205,13 @@ def _same_files(first, second):
 
 
 def _agree(ranks, name, folder, *, with_commands):
-    """Return the texts and the bits of a family. All ranks must have them."""
+    """Return the texts and the bits of a family, which all ranks must have, and what the commands print."""
     folder.mkdir()
-    (texts, bits), *others = ranks.run(_trained, name, str(folder), with_commands)
-    for other_texts, other_bits in others:
+    (texts, bits, printed), *others = ranks.run(_trained, name, str(folder), with_commands)
+    for other_texts, other_bits, _ in others:
         assert other_texts == texts
         assert other_bits == bits
-    return texts, bits
+    return texts, bits, printed
 
 
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "gpt-oss", "Llama"])
@@ -231,7 +232,7 @@ def more_pairs():
 @pytest.mark.parametrize("name", KEPT_IN_FP32)
 def test_a_family_has_the_files_and_texts_of_other_seeds(ranks2, more_pairs, name, tmp_path):
     pytest.importorskip("transformers", reason="the models are transformers'")
-    texts, bits = _agree(ranks2, name, tmp_path / "first", with_commands=True)
+    first = _agree(ranks2, name, tmp_path / "first", with_commands=True)
     for number, ranks in enumerate(more_pairs):
-        assert _agree(ranks, name, tmp_path / f"{number}", with_commands=True) == (texts, bits)
+        assert _agree(ranks, name, tmp_path / f"{number}", with_commands=True) == first
         assert _same_files(tmp_path / "first", tmp_path / f"{number}") == []

@@ -11,6 +11,7 @@ from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.shard_sizes import param_memory
 from zeroamp.policies.dtypes import short_name, stored_dtype
+from zeroamp.policies.errors import some_of
 from zeroamp.policies.numbers import gib_text
 
 UNCAST_FRACTION = 0.1
@@ -92,6 +93,30 @@ def describe_uncast_experts(plan: Plan) -> str | None:
         f"({largest.reason}): they are all-gathered and reduced in fp32. If torch._grouped_mm multiplies them, write "
         f'"zeroamp": {{"overrides": [{{"modules": ["*.{name}"], "param": "{low}"}}]}} in the config, with all of their '
         "names: see docs/moe.md."
+    )
+
+
+def describe_random_blocks(model: nn.Module, plan: Plan) -> str | None:
+    """Return a warning if a config of transformers in the model says that blocks are skipped at random in training.
+
+    None if the policy has `zeroamp.optional_units`.
+    """
+    if plan.policy.optional_units:
+        return None
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    rates = {
+        name: value
+        for config in configs.values()
+        for name, value in getattr(config, "__dict__", {}).items()
+        if name.endswith("layerdrop") and isinstance(value, int | float) and value > 0
+    }
+    if not rates:
+        return None
+    return (
+        f"The model's config has {some_of([f'{name}={value}' for name, value in rates.items()])}: in training, each "
+        "rank skips other blocks at random. Ranks that run other units wait for each other until the backend's "
+        'timeout, or reduce in another order, which is an error. Set it to 0, or name the blocks in "zeroamp": '
+        '{"optional_units": [...]} (docs/ranks.md).'
     )
 
 

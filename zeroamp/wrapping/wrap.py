@@ -59,7 +59,12 @@ from zeroamp.wrapping.run_alike import Description, run_alike
 from zeroamp.wrapping.shard import cast_buffers, shard_model
 from zeroamp.wrapping.state import MeshNodes, WrapState, record_state, wrap_state
 from zeroamp.wrapping.step_state import StepState
-from zeroamp.wrapping.summary import describe_master_weights, describe_uncast_experts, size_summary
+from zeroamp.wrapping.summary import (
+    describe_master_weights,
+    describe_random_blocks,
+    describe_uncast_experts,
+    size_summary,
+)
 
 logger = logging.getLogger("zeroamp")
 
@@ -260,6 +265,8 @@ def _attach(model: nn.Module, state: WrapState) -> None:
 def _log_summary(state: WrapState, name: str, seconds: float) -> None:
     plan, ranks = state.plan, ranks_of_axes(state.axes)
     if warning := describe_uncast_experts(plan):
+        logger.warning("%s", warning)
+    if state.axes.whole.size() > 1 and (warning := describe_random_blocks(state.root, plan)):
         logger.warning("%s", warning)
     if logger.isEnabledFor(logging.INFO):
         logger.info("%s", size_summary(plan, ranks, name=name, seconds=seconds))

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import zeroamp
+from tests.measuring.logs import log_lines
 from tests.oracles.one_process import combine
 from tests.processes.training import config, full_parameters, same_bits
 from zeroamp.hooks.collectives.collective_calls import IssuedInStep
@@ -209,3 +210,19 @@ def test_on_a_device_the_next_step_raises(ranks2):
         assert step == 2
         assert "collective 1 is all_to_all of a (4 elements, fp32) on rank 0, but all_to_all of b" in text
         assert "The step before this one was wrong: restart" in text
+
+
+def _warnings(optional_units):
+    model = _seeded(ImagesAndText)
+    model.config = SimpleNamespace(encoder_layerdrop=0.1, decoder_layerdrop=0.0)
+    model.text[0].config = model.config
+    with log_lines() as lines:
+        zeroamp.wrap_model(model, config(3, zeroamp={"optional_units": optional_units}), auto_wrap_policy={"Block"})
+    return lines
+
+
+def test_a_model_that_skips_blocks_at_random_is_warned_of(ranks2):
+    (line,), of_others = ranks2.run(_warnings, [])
+    assert "config has encoder_layerdrop=0.1: in training, each rank skips other blocks at random" in line
+    assert of_others == []  # one message per job
+    assert not any("at random" in line for line in ranks2.run(_warnings, ["text"])[0])

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 import zeroamp
 from tests.processes.launch import ROOT
 from tests.processes.training import config
+from tests.selection import slow_but
 from zeroamp.hooks._torch.fsdp import groups_of
 from zeroamp.wrapping.shard import group_modules
 from zeroamp.wrapping.state import wrap_state
@@ -317,9 +318,17 @@ def _check(by_rank, kind):
                 assert re.search(METHODS[name].remedy, outcome), (name, target, outcome)
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=["shards", "replicas"])
-@pytest.mark.parametrize("run", [_plain, _with_step], ids=["plain loop", "TrainStep"])
-def test_each_method_has_the_result_of_fsdp2_or_raises(ranks2, run, shape):
+RUNS = {
+    "plain loop, shards": (_plain, (2,)),
+    "plain loop, replicas": (_plain, (2, 1)),
+    "TrainStep, shards": (_with_step, (2,)),
+    "TrainStep, replicas": (_with_step, (2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(RUNS, "plain loop, shards", "TrainStep, replicas"))
+def test_each_method_has_the_result_of_fsdp2_or_raises(ranks2, name):
+    run, shape = RUNS[name]
     _check(ranks2.run(run, _present(shape), shape), "plain" if run is _plain else "with_step")
 
 

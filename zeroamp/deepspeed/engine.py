@@ -99,6 +99,8 @@ class DeepSpeedEngine(nn.Module):
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Run the backward of one micro-batch. Reduce gradients if it is the last one of its optimizer step.
 
+        Several backwards before a `step` belong to one micro-batch, and their gradients are added, as in DeepSpeed.
+
         Args:
             loss: a tensor of one element, without loss scaling.
             retain_graph: refused if True.
@@ -112,7 +114,10 @@ class DeepSpeedEngine(nn.Module):
         """
         if retain_graph:
             raise refusal("engine.backward(retain_graph=True)", "Add the losses, and call backward once.")
-        self._trained("backward").backward(loss, is_last=self._boundary, divide=scale_wrt_gas)
+        train_step, step = self._trained("backward"), wrap_state(self.module).step
+        if not step.is_stepped and (step.is_counted or step.phase is Phase.COMPLETE):
+            step.extend_micro_batch(is_divided=scale_wrt_gas)
+        train_step.backward(loss, is_last=self._boundary, divide=scale_wrt_gas)
         return loss.detach() / self.policy.gradient_accumulation_steps if scale_wrt_gas else loss.detach()
 
     def step(self) -> None:

@@ -64,3 +64,23 @@ def by_boundary(cfg, counts, *, in_no_sync=False):
         norms.append(engine.get_global_grad_norm())
     assert engine.global_steps == len(counts)
     return Run(losses=losses, norms=norms, parameters=full_parameters(engine.module))
+
+
+def several_backwards(cfg, num_steps, boundary=None):
+    """Train with two micro-batches per step(), each in a backward of its own, as DeepSpeed's GAN does."""
+    engine, losses, norms, means = start(cfg), [], [], []
+    engine.set_gradient_accumulation_boundary(boundary)
+    num_micro = 2 * engine.gradient_accumulation_steps()
+    for index in range(num_steps):
+        losses.append([])
+        for micro in range(num_micro):
+            loss = loss_at(engine, index * num_micro + micro)
+            losses[-1].append(float(loss.detach()))
+            engine.backward(loss.float() / 2)
+            if micro % 2:
+                engine.step()
+                assert engine.was_step_applied() == (micro + 1 == num_micro)
+        norms.append(engine.get_global_grad_norm())
+        means.append(float(engine.report.loss))
+    assert engine.global_steps == num_steps
+    return Run(losses=losses, norms=norms, mean_losses=means, parameters=full_parameters(engine.module))

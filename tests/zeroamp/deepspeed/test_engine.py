@@ -9,7 +9,7 @@ from tests.models.small import batch, build, loss_of
 from tests.oracles import one_process
 from tests.processes.training import SmallTraining, adamw, check_runs, check_same_run, full_parameters, same_bits
 from tests.selection import slow_but
-from tests.zeroamp.deepspeed.engine_cases import NAME, by_boundary, config, loss_at, start, train
+from tests.zeroamp.deepspeed.engine_cases import NAME, by_boundary, config, loss_at, several_backwards, start, train
 from zeroamp.policies.errors import ConfigError, StepError
 
 
@@ -27,6 +27,14 @@ def test_steps_end_by_the_boundary_or_no_sync(ranks2, stage, in_no_sync):
     cfg = config(stage, accumulation=1 if in_no_sync else 3)
     oracle = one_process.train(NAME, world_size=2, num_steps=3, accumulation=counts, reduce_each=stage >= 2)
     check_runs(ranks2.run(by_boundary, cfg, counts, in_no_sync=in_no_sync), oracle)
+
+
+@pytest.mark.parametrize("case", slow_but([(0, 1), (1, 1), (2, 1, True), (3, 1), (3, 2)], (1, 1), (2, 1, True), (3, 2)))
+def test_backwards_before_one_step_add_up(ranks2, case):
+    stage, accumulation, *boundary = case
+    cfg = config(stage, accumulation=accumulation, clip=0.5)
+    options = {"world_size": 2, "num_steps": 3, "clip": 0.5, "accumulation": 2 * accumulation}
+    check_runs(ranks2.run(several_backwards, cfg, 3, *boundary), one_process.train(NAME, reduce_each=True, **options))
 
 
 def _small_losses_in_fp16():

@@ -210,6 +210,8 @@ class RootForward:
 
     @untraced
     def _see_output(self, output: Any) -> Any:
+        if self._open:
+            self._open[-1].has_begun = False
         if self._change_output is not None and self.depth == 1:
             output = self._change_output(output)
         for hook in self._output_hooks:

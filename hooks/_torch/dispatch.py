@@ -96,14 +96,18 @@ def run_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an op, with the results of its kernels where those of fake tensors differ.
 
     Fake `_grouped_mm` accepts bf16 only, though its kernels accept others: it is run on bf16 casts. Fake `wait_tensor`
-    makes another tensor, though its kernel returns its argument.
+    makes another tensor, though its kernel returns its argument. The fake backward of group norm ignores the input's
+    dtype if weights are fp32.
     """
-    if func.overloadpacket.__name__ == "wait_tensor" and isinstance(args[0], FakeTensor):
+    name = func.overloadpacket.__name__
+    if name == "wait_tensor" and isinstance(args[0], FakeTensor):
         return args[0]
-    is_grouped_mm = func.overloadpacket.__name__ == "_grouped_mm"
-    if not is_grouped_mm or not isinstance(args[0], FakeTensor) or args[0].dtype != args[1].dtype:
-        return func(*args, **kwargs)
-    return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
+    if name == "_grouped_mm" and isinstance(args[0], FakeTensor) and args[0].dtype == args[1].dtype:
+        return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
+    result = func(*args, **kwargs)
+    if name == "native_group_norm_backward" and result[0] is not None:
+        return (result[0].to(args[1].dtype), *result[1:])
+    return result
 
 
 def is_profiling() -> bool:

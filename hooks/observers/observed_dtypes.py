@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from zeroamp.hooks._torch.dispatch import TorchDispatchMode, storage_key
+from zeroamp.hooks._torch.dispatch import StorageWeakRef, storage_of
+from zeroamp.hooks.observers.tracing import OpRecorder
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.dtypes import short_name
 
@@ -36,7 +37,7 @@ class Observations:
         self.seen.setdefault(fqn, {}).setdefault(boundary, {}).setdefault(name, where)
 
 
-class OpObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpObserver(OpRecorder):  # type: ignore[no-untyped-call]
     """Records the compute dtype of each op that reads a parameter, or a view, cast or copy of one.
 
     The compute dtype is the dtype to which the op's floating-point inputs promote. Casts and copies are followed and
@@ -46,48 +47,34 @@ class OpObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     _MOVES = frozenset({"_to_copy", "cat", "clone", "index", "index_select", "stack"})
 
     def __init__(self, observations: Observations) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._observations = observations
-        self._names: dict[int, tuple[str, ...]] = {}  # by storage: views share it
-        self._copies: list[torch.UntypedStorage] = []  # retained, so that no other storage gets the key of a copy
+        self._names: dict[StorageWeakRef | None, tuple[str, ...]] = {}  # by storage: views share it
 
     def follow(self, fqn: str, parameter: torch.Tensor) -> None:
         """Record the ops that read `parameter` from now on, under the name `fqn`."""
-        self._names[storage_key(parameter)] = (fqn,)
+        self._names[storage_of(parameter)] = (fqn,)
 
     def forget(self) -> None:
-        """Stop following all parameters, and release their copies."""
+        """Stop following all parameters and their copies."""
         self._names.clear()
-        self._copies.clear()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the op, record it if it reads a followed parameter, and return its result unchanged."""
-        result = func(*args, **(kwargs or {}))
-        inputs = list(_plain_tensors((args, kwargs or {})))
-        consumed = [key for key in map(storage_key, inputs) if key in self._names]
-        if consumed:
-            self._look(func, inputs, consumed, list(_plain_tensors(result)))
-        return result
-
-    def _look(self, func: Any, inputs: list[torch.Tensor], consumed: list[int], outputs: list[torch.Tensor]) -> None:
-        fresh = [tensor for tensor in outputs if storage_key(tensor) not in self._names]
+    def see(self, func: Any, arguments: Any, out: Any) -> None:
+        """Record an op if it reads a followed parameter."""
+        inputs = list(_plain_tensors(arguments))
+        names = tuple(dict.fromkeys(name for each in inputs for name in self._names.get(storage_of(each), ())))
+        fresh = [tensor for tensor in _plain_tensors(out) if storage_of(tensor) not in self._names] if names else []
         if not fresh:
             return  # a view, or a write into an unsharded parameter's own storage
-        names = tuple(dict.fromkeys(name for key in consumed for name in self._names[key]))
-        op = str(getattr(func, "overloadpacket", func))
-        if op.rpartition(".")[2] in self._MOVES:
-            for tensor in fresh:
-                self._names[storage_key(tensor)] = names
-                self._copies.append(tensor.untyped_storage())
+        if func.overloadpacket.__name__ in self._MOVES:
+            self._names.update((storage_of(tensor), names) for tensor in fresh)
             return
         dtypes = [tensor.dtype for tensor in inputs if tensor.dtype.is_floating_point]
         dtype = dtypes[0] if dtypes else inputs[0].dtype
         for other in dtypes[1:]:
             dtype = torch.promote_types(dtype, other)
         for name in names:
-            self._observations.see(name, "compute", dtype, op)
+            self._observations.see(name, "compute", dtype, str(func.overloadpacket))
 
 
 class UnitObserver:

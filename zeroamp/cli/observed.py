@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import torch
 
-from zeroamp.hooks._torch.dispatch import TorchDispatchMode
+from zeroamp.hooks.observers.tracing import OpRecorder
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.dtypes import short_name
 
@@ -25,23 +25,22 @@ FOLDER = "ZEROAMP_COMPARE"
 _KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "reduce", "gather")
 
 
-class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Observer(OpRecorder):  # type: ignore[no-untyped-call]
     """Counts losses and, while it is active, bytes: those of unsharded tensors, as `zeroamp.traffic` does."""
 
     def __init__(self, path: Path, num_losses: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.path, self.first, self.last, self.num = path, num_losses // 2, num_losses, 0
         self.num_bytes: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def see(self, func: Any, arguments: Any, out: Any) -> None:
+        """Count the bytes of a collective."""
         op = func._schema.name.replace("_", "")
         kind = next((kind for kind in _KINDS if kind.replace("_", "") in op), None)
         if kind is not None and func.namespace in ("c10d", "_c10d_functional"):
-            sides = [list(tensors_in(value)) for value in (*args, out)]
+            sides = [list(tensors_in(value)) for value in (*arguments[0], out)]
             for tensor in max(sides, key=lambda tensors: sum(each.nbytes for each in tensors)):  # the unsharded side
                 self.num_bytes[f"{kind} {short_name(tensor.dtype)} per step"] += tensor.nbytes
-        return out
 
     def on_loss(self) -> None:
         """Handle a loss, before it leaves the process."""

@@ -5,27 +5,26 @@ with equal hashes of all outputs and gradients ran the same ops on the same valu
 the low dtype has the hash of the cast that autocast makes of it.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
 from zeroamp.discovery.use_recorder import MOVES
-from zeroamp.hooks._torch.dispatch import StorageWeakRef, TorchDispatchMode, is_view_op, run_op, storage_of
+from zeroamp.hooks._torch.dispatch import StorageWeakRef, is_view_op, storage_of
+from zeroamp.hooks.observers.tracing import OpRecorder
 from zeroamp.hooks.tensors import map_tensors, tensors_in
 
 _MADE_CONTIGUOUS = {"convolution": 0, "convolution_backward": 1}
 """Op -> position of the tensor that torch makes contiguous if it has 3 dimensions. Its strides change no bit then."""
 
 
-class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DataFlow(OpRecorder):
     """Hashes what a run computes. The ops return their results unchanged."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         """`dtype`: the low dtype of autocast."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._dtype = dtype
         self._hashes: dict[StorageWeakRef, int] = {}
         self._parameters: dict[StorageWeakRef, str] = {}
@@ -53,11 +52,9 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if replacement.requires_grad:
             replacement.register_hook(partial(self._note_gradient, name))  # type: ignore[no-untyped-call]
 
-    @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Hash all ops inside the context."""
-        with self:
-            yield
+    def attached(self) -> "DataFlow":
+        """Return the context in which all ops are hashed."""
+        return self
 
     def note_outputs(self, outputs: Any) -> None:
         """Record what the model returns."""
@@ -67,29 +64,25 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return whether another run has the same outputs and gradients."""
         return self.outputs == other.outputs and self.gradients == other.gradients
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the op, and hash its results."""
-        kwargs = kwargs or {}
-        if func.namespace == "prim" or is_view_op(func):
-            return run_op(func, args, kwargs)
-        inputs = list(tensors_in((args, kwargs)))
+    def see(self, func: Any, arguments: Any, out: Any) -> None:
+        """Hash the results of an op."""
+        if is_view_op(func):
+            return
+        inputs = list(tensors_in(arguments))
         keys, name = [self._key(tensor) for tensor in inputs], func.overloadpacket.__name__
         if (index := _MADE_CONTIGUOUS.get(name)) is not None and inputs[index].dim() == 3 and not inputs[index].is_xpu:
             keys[index] = _key_of_whole(self._copies, inputs[index]) or keys[index]
-        others = repr(map_tensors(lambda _tensor: None, (args, kwargs)))
-        out = run_op(func, args, kwargs)
+        others = repr(map_tensors(lambda _tensor: None, arguments))
         is_cast = name == "_to_copy"
         if is_cast and self._is_named_cast(inputs[0], out, keys[0]):
-            return out
+            return
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._num_random += 1
             others += f" {self._num_random}"
         before_casts = [_key_of_whole(self._before_cast, each) for each in inputs] if name in MOVES else [None]
         mutated = [
             value
-            for argument, value in zip(func._schema.arguments, args, strict=False)
+            for argument, value in zip(func._schema.arguments, arguments[0], strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         for index, tensor in enumerate(tensors_in((out, mutated))):
@@ -102,7 +95,6 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if all(before_casts):
                     moved, shape = hash((str(func), others, tuple(before_casts), index)), _shape(tensor)
                     self._before_cast[storage] = shape, (moved, 0, *shape, self._dtype)
-        return out
 
     def _is_named_cast(self, source: torch.Tensor, out: torch.Tensor, key: Any) -> bool:
         """Return whether the values of a cast have a hash already. Records casts from the low dtype."""

@@ -11,7 +11,7 @@ bits. Every other use is undecided, and the parameter stays in fp32:
   several times, autograd adds the gradients in fp32. All-gathered in the low dtype, it would add them in that dtype.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,16 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 
-from zeroamp.hooks._torch.dispatch import (
-    StorageWeakRef,
-    TorchDispatchMode,
-    is_in_backward,
-    is_view_op,
-    run_op,
-    storage_of,
-)
+from zeroamp.hooks._torch.dispatch import StorageWeakRef, is_in_backward, is_view_op, storage_of
+from zeroamp.hooks.observers.tracing import DtypeReads, OpRecorder
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import some_of
@@ -72,11 +65,11 @@ class ParameterRecord:
         return True, f"safe: {cast}"
 
 
-class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class UseRecorder(OpRecorder):
     """Records every use of the parameters given to `add`. The results of the ops are not changed."""
 
     def __init__(self, dtype: torch.dtype, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.records: dict[str, ParameterRecord] = {}
         self._dtype = dtype
         self._fqns = {id(module): fqn for fqn, module in model.named_modules()}
@@ -101,7 +94,7 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             register_module_forward_hook(self._leave_module, always_call=True),
         ]
         try:
-            with self, _DtypeReads(self._note_dtype_read):
+            with self, DtypeReads(self._note_dtype_read):
                 yield
         finally:
             for handle in handles:
@@ -111,20 +104,11 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record parameters among the outputs as read, because the caller may read their values."""
         self._note_reads(list(tensors_in(outputs)), "the model's output")
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the op and record it."""
-        kwargs = kwargs or {}
-        out = run_op(func, args, kwargs)
-        if func.namespace != "prim":  # FakeTensorMode calls prim.device and the like
-            self._note(func, list(tensors_in((args, kwargs))), out)
-        return out
-
-    def _note(self, func: Any, inputs: list[torch.Tensor], out: Any) -> None:
-        name = func.overloadpacket.__name__
+    def see(self, func: Any, arguments: Any, out: Any) -> None:
+        """Record the casts and reads of parameters by an op."""
         if is_view_op(func):
             return  # a view has the storage of its base
+        name, inputs = func.overloadpacket.__name__, list(tensors_in(arguments))
         if name == "_to_copy" and out.dtype == self._dtype and (records := self._records_of(inputs[0])):
             for record in records:
                 record.casts.append(self._here())
@@ -147,9 +131,10 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for record in (record for tensor in inputs for record in self._records_of(tensor)):
             record.reads.append(f"{op} in {self._here()}")
 
-    def _note_dtype_read(self, tensor: torch.Tensor) -> None:
+    def _note_dtype_read(self, tensor: torch.Tensor, result: Any) -> Any:
         for record in self._records_of(tensor):
             record.dtype_read_in = self._here()
+        return result
 
     def _note_gradient(self, record: ParameterRecord, gradient: torch.Tensor) -> None:
         record.gradients.append(storage_of(gradient) in self._widened)
@@ -170,39 +155,3 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _leave_module(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         self._calls.pop()
-
-
-_DTYPE_ATTRIBUTES = frozenset({"dtype", "itemsize", "nbytes"})
-_READ_DTYPES_OF_ALL = frozenset({"can_cast", "element_size", "result_type", "type"})
-_READ_DTYPE_OF_SECOND = frozenset({"to", "type_as"})
-"""`x.to(weight)` reads the dtype of `weight`, not of `x`."""
-
-
-class _DtypeReads(TorchFunctionMode):
-    """Calls `note` with each tensor whose dtype a function reads. Such reads do not reach the dispatcher.
-
-    The results of the functions are not changed.
-    """
-
-    def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
-        super().__init__()
-        self._note = note
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the function, after `note` of the tensors whose dtype it reads."""
-        kwargs = kwargs or {}
-        for value in _dtype_read_of(func, [*args, *kwargs.values()]):
-            if isinstance(value, torch.Tensor):
-                self._note(value)
-        return func(*args, **kwargs)
-
-
-def _dtype_read_of(func: Any, arguments: list[Any]) -> list[Any]:
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return arguments[:1] if func.__self__.__name__ in _DTYPE_ATTRIBUTES else []
-    if name in _READ_DTYPE_OF_SECOND:
-        return arguments[1:]
-    return arguments if name in _READ_DTYPES_OF_ALL else []

@@ -26,8 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from zeroamp.discovery.caches import nothing_left
 from zeroamp.discovery.fake_run import fake_run
 from zeroamp.dry_run.inputs import Arguments, sequences_are_not_packed
-from zeroamp.hooks._torch.dispatch import TorchDispatchMode, is_part_of_parameter, run_op, storage_key
+from zeroamp.hooks._torch.dispatch import is_part_of_parameter, storage_key
 from zeroamp.hooks.callers_containers import CallersContainers
+from zeroamp.hooks.observers.tracing import OpRecorder
 from zeroamp.hooks.precision.module_casts import cast_inputs, run_in_fp32
 from zeroamp.hooks.precision.outputs import in_fp32
 from zeroamp.hooks.tensors import tensors_in
@@ -70,12 +71,12 @@ class GradientReady:
 Event = Mark | Change | GradientReady
 
 
-class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class EventRecorder(OpRecorder):  # type: ignore[no-untyped-call]
     """Records every allocation and free while it is active. The ops return their results unchanged."""
 
     def __init__(self, existing: Iterable[torch.Tensor]) -> None:
         """`existing`: tensors whose storages are not recorded."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.events: list[Event] = []
         self.is_forward = True
         self.host_bytes = 0
@@ -118,14 +119,10 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         birth.kind, birth.param = "unsharded gradients", param
         self.events.append(GradientReady(param, birth.num_bytes))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the op, and record its new storages."""
-        result = _run(func, args, kwargs or {})
-        for tensor in tensors_in(result):
+    def see(self, _func: Any, _arguments: Any, out: Any) -> None:
+        """Record the new storages of an op."""
+        for tensor in tensors_in(out):
             self._record(tensor)
-        return result
 
     def _record(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -139,14 +136,6 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record_end(self, key: int) -> None:
         birth = self._births.pop(key)
         self.events.append(Change(-birth.num_bytes, birth.kind, birth.param))
-
-
-def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an op. Corrects the fake backward of group norm, which ignores the input's dtype if weights are fp32."""
-    result = run_op(func, args, kwargs)
-    if func.overloadpacket.__name__ == "native_group_norm_backward" and result[0] is not None:
-        return (result[0].to(args[1].dtype), *result[1:])
-    return result
 
 
 @dataclass(frozen=True, slots=True)

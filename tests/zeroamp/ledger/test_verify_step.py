@@ -406,6 +406,29 @@ def test_a_weight_whose_dtype_is_read_while_sharded_is_named(ranks2):
     assert set(ranks2.run(_reads_dtype_of_unit, 3, ["torch.nn.Linear"])) == {"as under autocast"}
 
 
+class ReturnsWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.proj(x), self.proj.weight
+
+
+def _returns_weight():
+    torch.manual_seed(0)
+    cfg = config(2)
+    cfg["torch_autocast"]["lower_precision_safe_modules"] = ["torch.nn.Linear"]
+    model = zeroamp.wrap_model(ReturnsWeight(), zeroamp.policy_from_config(cfg))
+    zeroamp.explain(model).verify(model, torch.randn(2, 8), loss_fn=lambda output: output[0].square().mean())
+    return "as under autocast"
+
+
+def test_a_weight_of_which_only_zeroamp_reads_the_dtype_is_not_named(ranks2):
+    """The cast of outputs to fp32 reads the dtype of each output, also of one that is a weight."""
+    assert ranks2.run(_returns_weight) == ["as under autocast"] * 2
+
+
 def test_an_output_of_nan_is_no_difference(ranks2):
     assert ranks2.run(_casts, False, {}, ["torch.nn.Linear"], math.nan) == ["as under autocast"] * 2
 

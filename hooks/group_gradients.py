@@ -45,7 +45,7 @@ summed over all replicas and divided. It is set aside while a replica sums its n
 result.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -57,6 +57,7 @@ from zeroamp.hooks._torch.dispatch import is_in_backward, is_view, runs_autograd
 from zeroamp.hooks._torch.parameter_group import (
     GroupParameter,
     ParameterGroup,
+    discard_replica_sums,
     in_backward,
     parameter_groups,
     unshard_before_backward_of,
@@ -118,11 +119,11 @@ class GroupGradients:
         FSDP2's flags alone, not on which parameters were used."""
         self.reduction: GroupReduceScatter | None = None
         """The reduction of the group. None before it is installed."""
-        self._used: set[int] = set()  # positions in `group.parameters`
-        self._completed: set[int] = set()  # positions of those that were reduced as zeros
         self.filled: set[int] = set()
-        """Positions of the parameters whose gradient, if they have one, is zeros only on this rank. Unlike `used`, this
-        does not depend on `reset`, which a loop without `TrainStep` does not call."""
+        """Positions in `group.parameters` of those whose gradient, if they have one, is zeros only on this rank. The
+        set stays valid if nobody clears it after a step, as in a loop without `TrainStep`."""
+        self.has_sum: Callable[[nn.Parameter], bool] = lambda _parameter: False
+        """Returns whether something else than FSDP2 holds the sum of a sharded parameter's earlier gradients."""
         self._awaits_replicas = False  # `parameter.grad` holds sums of this replica alone
         self._in_reduction: list[int] = []  # positions in the flat gradients that are reduced now
         self._of_all_replicas: dict[int, torch.Tensor] = {}  # position -> `parameter.grad` before such sums
@@ -130,11 +131,6 @@ class GroupGradients:
         self._post_forward_of_fsdp = group.replace("post_forward", self._post_forward)
         self.post_backward_of_fsdp = group.replace("post_backward", self._post_backward)
         """Reduces the group's gradients, which are complete then. An extension may put a function around it."""
-
-    @property
-    def used(self) -> frozenset[int]:
-        """Positions in `parameters` of the parameters that had a gradient on this rank since `reset`."""
-        return frozenset(self._used)
 
     @property
     def is_pending(self) -> bool:
@@ -157,28 +153,13 @@ class GroupGradients:
         return [each.unsharded for each in self.group.parameters if each.unsharded is not None]
 
     def only_zeros(self) -> list[nn.Parameter]:
-        """Return the sharded parameters that this rank has not used since `reset`, and that were reduced as zeros."""
-        if not self._completed:
-            return []
-        return [self.group.parameters[index].sharded for index in sorted(self._completed - self._used)]
+        """Return the sharded parameters whose gradient, if they have one, is zeros only on this rank: see `filled`."""
+        return [self.group.parameters[index].sharded for index in sorted(self.filled)]
 
     def reduce_once(self) -> None:
         """Reduce the group once per backward, however often its module runs: see [Note: Reducing once]. Call once."""
         self._reduces_once = True
         self.group.end_backward_if(lambda: self._num_forwards == 1 and not is_in_backward())
-
-    def end_backward(self) -> None:
-        """Discard the count of forwards whose backward did not run. Call after each backward of the root."""
-        self._num_forwards = 0
-
-    def reset(self) -> None:
-        """Begin the next optimizer step: clear `used`, and release all partial sums."""
-        self._num_forwards, self._is_pending, self._awaits_replicas = 0, False, False
-        self._awaits_reduction = False
-        self._of_all_replicas.clear()
-        self._used.clear()
-        self._completed.clear()
-        self.group.discard_replica_sums()
 
     def lost_gradient(self) -> str:
         """Return the FQN of a parameter whose gradient was not reduced, though its unit ran; "" if there is none.
@@ -233,6 +214,15 @@ class GroupGradients:
             return False
         return self.group.lacks_new_gradient(has_sums=self._is_pending) and runs_autograd_node()
 
+    def _note_filled(self, zeros: list[int]) -> None:
+        """Add to `filled` those of the parameters at these positions that have no gradient of an earlier backward."""
+        if self.group.has_replica_sums:  # FSDP2 has the gradients of all parameters of the group
+            return
+        for index in zeros:
+            sharded = self.group.parameters[index].sharded
+            if sharded.grad is None and not self.has_sum(sharded):
+                self.filled.add(index)
+
     def _set_aside(self) -> None:
         """Move gradients of all replicas out of `parameter.grad`, if the step continues after its last reduction."""
         for index, parameter in enumerate(self.parameters):
@@ -286,7 +276,8 @@ class GroupGradients:
             self._rest.run()
             return None
         group = self.group
-        refuse_create_graph()
+        if torch.is_grad_enabled():
+            refuse_create_graph()
         found = group.unsharded_gradients()
         if found is None:
             return None  # the unit has never run. FSDP2's own post-backward would raise if it does not reduce
@@ -294,11 +285,9 @@ class GroupGradients:
         ran = self._num_forwards > 0
         if self._num_forwards > 1 and self._awaits_earlier_run():
             self._num_forwards -= 1
-            self._used.update(used)
             group.reshard_in_backward()
             return None
         self._num_forwards = 0 if self._reduces_once else self._num_forwards - ran
-        self._used.update(used)
         reduces = group.reduces
         self.reduces_sums, self._awaits_reduction = self._awaits_reduction, not reduces
         if self.reduction is not None:
@@ -310,9 +299,7 @@ class GroupGradients:
             if self.filled:
                 self.filled.difference_update(used)
             if has_sums or lacks_gradient:  # otherwise all trained parameters have gradients, of one dtype
-                zeros = _complete(group.parameters)
-                self._completed.update(zeros)
-                self.filled.update(i for i in zeros if group.parameters[i].sharded.grad is None)
+                self._note_filled(_complete(group.parameters))
                 used = [i for i, parameter in enumerate(group.parameters) if parameter.has_gradient]
             self._in_reduction = used
         return self.post_backward_of_fsdp(*unused)
@@ -327,6 +314,21 @@ def refuse_lost_gradients(groups: Iterable[GroupGradients], method: str) -> None
                 "that a module has stored (self.kept = ...), not on the output of an FSDP unit. Return the tensor from "
                 "the model's forward, and compute the loss from what the forward returned."
             )
+
+
+def reset_gradients(groups: Sequence[GroupGradients]) -> None:
+    """Begin the next optimizer step: release all partial sums."""
+    for each in groups:
+        each._num_forwards, each._is_pending, each._awaits_replicas = 0, False, False
+        each._awaits_reduction = False
+        each._of_all_replicas.clear()
+    discard_replica_sums([each.group for each in groups])
+
+
+def end_backward(groups: Iterable[GroupGradients]) -> None:
+    """Discard the counts of forwards whose backward did not run. Call after each backward of the root."""
+    for group in groups:
+        group._num_forwards = 0
 
 
 def _was_replaced(fqn: str) -> WrapError:

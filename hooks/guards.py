@@ -142,9 +142,9 @@ class BackwardGuard:
     """
 
     armed: ClassVar[bool] = False
-    """Whether a `TrainStep.backward` of any model of this process is running. It is shared by all models, because a
-    generator's loss also runs through the discriminator. The discriminator's own `TrainStep` refuses the gradients that
-    this backward leaves."""
+    """Whether a `TrainStep.backward` of any model of this process is running, which sets it. It is shared by all
+    models, because a generator's loss also runs through the discriminator. The discriminator's own `TrainStep` refuses
+    the gradients that this backward leaves."""
 
     def __init__(self, reason: str, leaves: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Store what the check and its error need.
@@ -155,16 +155,6 @@ class BackwardGuard:
         """
         self.reason = reason
         self._leaves = leaves
-
-    @classmethod
-    @contextmanager
-    def let_pass(cls) -> Iterator[None]:
-        """Allow backwards inside the context."""
-        cls.armed = True
-        try:
-            yield
-        finally:
-            cls.armed = False
 
     def watch(self, output: object) -> None:
         """Hook the tensors in an output of the model. The output itself is not changed.

@@ -111,10 +111,6 @@ class ParameterGroup:
         """Whether FSDP2 has sums that are not summed over replicas yet."""
         return self.fsdp_group._partial_reduce_output is not None
 
-    def discard_replica_sums(self) -> None:
-        """Discard FSDP2's sums that are not summed over replicas yet."""
-        self.fsdp_group._partial_reduce_output = None
-
     def replace(self, method: Method, function: Callable[..., Any]) -> Callable[..., Any]:
         """Make FSDP2 call `function` instead of a method of this group, and return what it called before."""
         before: Callable[..., Any] = getattr(self.fsdp_group, method)
@@ -238,6 +234,19 @@ def in_backward(groups: Sequence[ParameterGroup]) -> list[int]:
     """Return the positions of the groups whose part of the running backward FSDP2 has not ended."""
     states = [each.fsdp_group._training_state for each in groups]
     return [index for index, state in enumerate(states) if state is not type(state).POST_BACKWARD]
+
+
+def discard_replica_sums(groups: Iterable[ParameterGroup]) -> None:
+    """Discard FSDP2's sums that are not summed over replicas yet."""
+    for each in groups:
+        each.fsdp_group._partial_reduce_output = None
+
+
+def release_groups(groups: Iterable[ParameterGroup]) -> None:
+    """Reshard groups, in whatever state the last forward left them: see `zeroamp.hooks._torch.fsdp.release`."""
+    for each in groups:
+        each.fsdp_group.wait_for_unshard()
+        each.fsdp_group._to_sharded()
 
 
 def unshard_before_backward_of(

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 import zeroamp
 from tests.oracles import one_process
 from tests.processes.training import SmallTraining, config, same_bits
-from zeroamp.training.optimizer_kinds import kind_of
+from zeroamp.training.update import kind_of
 
 NAME = "matrices"
 LR = 1e-2

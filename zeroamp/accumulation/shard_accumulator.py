@@ -72,6 +72,10 @@ class ShardAccumulator:
         """Parameter -> its first partial sum: this rank's shard, accumulation dtype. Empty between optimizer steps."""
         return {parameter: total.first() for parameter, total in self._sums.items()}
 
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Return whether there is a sum of a parameter's gradients."""
+        return parameter in self._sums
+
     @property
     def is_watching(self) -> bool:
         """Whether `watch` was called and `forget` was not called since."""
@@ -140,4 +144,6 @@ def round_sums(state: WrapState) -> None:
 def accumulate_shards(state: WrapState, new_sum: Callable[[], MicroBatchSum]) -> ShardAccumulator:
     """Sum the sharded gradients of micro-batches by `new_sum`, in another dtype or order than FSDP2 does."""
     state.step.shard_accumulator = accumulator = ShardAccumulator(new_sum, state.mesh.device_type)
+    for group in state.gradients:
+        group.has_sum = accumulator.has
     return accumulator

@@ -5,7 +5,6 @@ and group are equal to those that `zeroamp.traffic(model)` counts in one step. N
 axis: which gradients are partial is known in a backward only.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ import torch
 from zeroamp.dry_run.fsdp_replay import step_schedule
 from zeroamp.hooks.collectives.traffic import STEP, Traffic, TrafficKey
 from zeroamp.planning.group_dtypes import group_dtypes
-from zeroamp.planning.groups import PARAMETERS_PER_NUMBER
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.shard_sizes import padded_numel
@@ -67,7 +65,7 @@ def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
     for extension in of_class(extensions_of(plan.policy), WrapExtension):
         extension.add_traffic(plan, ranks, traffic)
     # The step's all-reduce: the mean loss, the sum of squares, and how many ranks used each sharded parameter.
-    num_numbers = 2 + math.ceil(sum(len(group.params) for group in plan.groups) / PARAMETERS_PER_NUMBER)
+    num_numbers = 2 + sum(len(group.params) for group in plan.groups)
     if plan.replicated is not None:
         num_numbers += len(plan.replicated.params) * _NUMBERS_PER_REPLICATED
     has_tensor = ranks.num_tensor > 1  # two numbers compare the gradients of the tensor axis' copies

@@ -18,10 +18,9 @@ from zeroamp.optimizers.bf16_states import Bf16StatesAdamW
 from zeroamp.planning.mesh import device_of, local_part
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Policy
-from zeroamp.training.optimizer_kinds import has_own_step, has_step_hooks
 from zeroamp.training.step import StepExtension, TrainStep, step_of
 from zeroamp.training.update import OptimizerUpdate
-from zeroamp.wrapping.optimizer_hooks import ELEMENTWISE
+from zeroamp.wrapping.optimizer_hooks import ELEMENTWISE, has_own_step, has_step_hooks
 from zeroamp.wrapping.state import wrap_state
 
 PART_BYTES = 256 * 2**20

@@ -32,7 +32,7 @@ from zeroamp.hooks.collectives.collective_calls import issue
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
 from zeroamp.planning.mesh import device_of, local_part, shard_size
 from zeroamp.policies.errors import StepError
-from zeroamp.wrapping.owned_optimizers import OwnedOptimizers
+from zeroamp.wrapping.optimizer_hooks import OwnedOptimizers
 from zeroamp.wrapping.state import WrapState, wrap_state
 
 

@@ -24,8 +24,6 @@ from zeroamp.policies.policy import Policy
 GroupKind = Literal["unit", "typed", "model-wide", "replicated", "ignored"]
 REPLICATED = "replicated"
 """Name of the group of 0-D parameters."""
-PARAMETERS_PER_NUMBER = 3
-"""Sharded parameters per fp64 number of the step's all-reduce. The number counts the ranks that used each of them."""
 IGNORED = "ignored"
 """Name of the groups of `ignored_params`, one per dtype: "ignored:fp32"."""
 

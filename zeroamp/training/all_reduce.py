@@ -5,7 +5,7 @@ It has these parts, in this order, all fp64:
 | part | numbers | who uses the sums |
 |---|---|---|
 | loss and squared norm | 2 (more with `zeroamp.reproducible`) | `StepArithmetic.totals` |
-| which parameters have a gradient | 1 for 3 parameters | `UnusedParameters` |
+| which parameters this rank used | 1 per sharded parameter | `unused_parameters.py` |
 | gradients of 0-D parameters | 2 per parameter | `ReplicatedGradients` |
 | gradients of a tensor axis' copies | 2, with a tensor axis only | `GradientsOfCopies` |
 | what this rank did | 1, on several ranks only | `RankAgreement` |
@@ -31,9 +31,9 @@ from zeroamp.training.callbacks import Callbacks, Receive
 from zeroamp.training.gradients import Gradients
 from zeroamp.training.rank_agreement import RankAgreement
 from zeroamp.training.refused_arguments import no_gradient
-from zeroamp.training.unused_parameters import UnusedParameters
 from zeroamp.wrapping.state import WrapState
 from zeroamp.wrapping.step_state import LossSum
+from zeroamp.wrapping.unused_parameters import SentNumbers, discard_unused, log_without_gradient, numbers_of
 
 if TYPE_CHECKING:
     from zeroamp.meshes.tensor_parallel_replicas import GradientsOfCopies
@@ -69,7 +69,8 @@ class StepAllReduce:
         self._gradients = gradients
         self._arithmetic = arithmetic
         self._callbacks = callbacks
-        self._unused = UnusedParameters(state)
+        self._usage = SentNumbers(torch.float64)
+        self._has_logged = False  # parameters without a gradient
         self._copies: GradientsOfCopies | None = None  # made in the first step with a tensor axis
         self.is_late = state.mesh.device_type != "cpu"
         """Whether the host reads sums in the next step: see [Note: One step late]."""
@@ -95,10 +96,13 @@ class StepAllReduce:
             StepError: no parameter has a gradient, the ranks differ, or the ranks of a tensor axis have different
                 gradients of copies.
         """
-        if not self._gradients.present():
+        num_present = len(self._gradients.present())
+        if num_present == 0:
             raise no_gradient()
         of_step, replicated = own.of_step, self._gradients.replicated
-        usage, of_replicated = self._unused.usage(), replicated.statistics(of_step.device)
+        used, unused = numbers_of(self._state.gradients)
+        usage = self._usage.on_device(self._state.mesh, used)
+        of_replicated = [] if replicated is None else replicated.statistics(of_step.device)
         parts = [of_step, usage, *of_replicated, *own.of_copies]
         if own.on_host:
             # Built on the host and copied: to build it on the device, the host would wait for the whole backward.
@@ -109,9 +113,11 @@ class StepAllReduce:
         issue(lambda: dist.all_reduce(summed, group=self._state.world), issued, self._state.listeners)
         sizes = [len(of_step), len(usage), sum(map(len, of_replicated)), sum(num for num, _ in own.readers)]
         of_step, usage, sums_of_replicated, to_read = torch.split(summed, sizes)
-        self._unused.discard_gradients(usage)
+        discard_unused(unused, usage)
+        if not self._has_logged and (unused or num_present < len(self._gradients.parameters)):
+            self._has_logged = log_without_gradient(self._state, self._gradients.parameters)
         loss, squares = self._arithmetic.totals(of_step, own.losses)
-        if of_replicated:
+        if replicated is not None:
             squares = squares + replicated.set_gradients(sums_of_replicated, self._arithmetic.divide_factor())
         self._hand_out(to_read, own.readers)
         return loss, squares.sqrt() / scale
@@ -128,20 +134,22 @@ class StepAllReduce:
 
     def _hand_out(self, sums: torch.Tensor, readers: list[Reader]) -> None:
         """Pass the sums to the functions that read them on the host: see [Note: One step late]."""
-        reading = (HostCopy(sums), readers) if readers else None
+        values: list[float] = []
         if self.is_late:
-            reading, self._before = self._before, reading
-        if reading is not None:
-            values, start = reading[0].values(), 0
-            for num, receive in reading[1]:
-                receive(values[start : start + num])
-                start += num
+            before, self._before = self._before, (HostCopy(sums), readers) if readers else None
+            values, readers = ([], []) if before is None else (before[0].values(), before[1])
+        elif readers:
+            values = sums.tolist()
+        start = 0
+        for num, receive in readers:
+            receive(values[start : start + num])
+            start += num
 
     def _of_copies(self) -> tuple[list[torch.Tensor], list[Reader]]:
         state = self._state
-        if state.axes.tensor is None or state.axes.num_tensor == 1:
-            return [], []
         if self._copies is None:
+            if state.axes.tensor is None or state.axes.num_tensor == 1:
+                return [], []
             from zeroamp.meshes.tensor_parallel_replicas import GradientsOfCopies
 
             self._copies = GradientsOfCopies(state.axes, state.axes.tensor, lambda: dict(state.root.named_parameters()))

@@ -22,6 +22,9 @@ class StepArithmetic:
     def __init__(self, state: WrapState, gradients: Gradients) -> None:
         self._state = state
         self._gradients = gradients
+        self._device = device_of(state.mesh)  # the step's collective runs here; loss and shards may be elsewhere
+        self._num_ranks = state.axes.whole.size()
+        self._num_replicas = replicate_size(state.mesh) if state.axes.is_plain else None
         self._holders: dict[nn.Parameter, int] = {}  # how many ranks hold the parameter's shard
 
     def loss_divisor(self, *, divide: bool, others: bool | None) -> int:
@@ -51,16 +54,16 @@ class StepArithmetic:
         the sum over ranks counts the shard once. Every rank has the whole gradient of an ignored parameter. The ranks
         of a tensor axis have the same loss, so the mean over all ranks is the mean over the data ranks.
         """
-        mesh, num_ranks = self._state.mesh, self._state.axes.whole.size()
-        device = device_of(mesh)  # the collective runs here; loss and shards may be elsewhere
+        device, num_ranks = self._device, self._num_ranks
         parts = [loss.terms[0].to(device, torch.float64) / (loss.divisor * num_ranks) for loss in losses]
         with_gradient, ignored = self._gradients.present(), self._gradients.ignored
         averaged = [parameter for parameter in with_gradient if parameter not in ignored] if ignored else with_gradient
-        sharded = self._gradients.replicated.sharded(averaged)
-        if self._state.axes.is_plain:  # one number for all parameters
-            squares = local_sum_of_squares(sharded, device) / replicate_size(mesh)
+        if self._gradients.replicated is not None:
+            averaged = [parameter for parameter in averaged if parameter.dim() > 0]
+        if self._num_replicas is not None:  # the same for all parameters
+            squares = local_sum_of_squares(averaged, device) / self._num_replicas
         else:
-            squares = squares_counted_once(sharded, device, [self._holders_of(each) for each in sharded])
+            squares = squares_counted_once(averaged, device, [self._holders_of(each) for each in averaged])
         if ignored:
             own = [parameter for parameter in with_gradient if parameter in ignored]
             squares = squares + local_sum_of_squares(own, device) / num_ranks
@@ -80,5 +83,5 @@ class StepArithmetic:
 
     def _holders_of(self, parameter: nn.Parameter) -> int:
         if parameter not in self._holders:
-            self._holders[parameter] = num_holders(parameter, self._state.axes.whole.size())
+            self._holders[parameter] = num_holders(parameter, self._num_ranks)
         return self._holders[parameter]

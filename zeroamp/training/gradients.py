@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from zeroamp.hooks.group_gradients import reset_gradients
 from zeroamp.planning.mesh import local_part
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import StepError
@@ -26,7 +27,9 @@ class Gradients:
         self._averaged = {fqn: p for fqn, p in named.items() if p not in self.ignored} if self.ignored else named
         self.averaged = self._averaged.values()
         """The parameters without the ignored ones."""
-        self.replicated = ReplicatedGradients(self.averaged)
+        replicated = [parameter for parameter in self.averaged if parameter.dim() == 0]
+        self.replicated = ReplicatedGradients(replicated) if replicated else None
+        """The 0-D parameters among them; None if there are none."""
         self._earlier: list[tuple[torch.Tensor, int]] = []  # parameter -> version of its gradient: see `note`
 
     def present(self) -> list[nn.Parameter]:
@@ -58,8 +61,9 @@ class Gradients:
         """Release the gradients of all parameters, also of those that no optimizer holds."""
         for parameter in self.parameters:
             parameter.grad = None
+        reset_gradients(self._state.gradients)
         for group in self._state.gradients:
-            group.reset()
+            group.filled.clear()
         self._earlier = []
 
     def refuse_other(self, owner: Owner) -> None:
@@ -76,7 +80,7 @@ class Gradients:
             )
         accumulator = current.shard_accumulator
         # `torch.autograd.grad` of the model's inputs runs FSDP2's hooks, which reduce zeros for the parameters.
-        zeros = [parameter for group in self._state.gradients for parameter in group.only_zeros()]
+        zeros = [p for group in self._state.gradients if group.filled for p in group.only_zeros()]
         for parameter in zeros:
             parameter.grad = None
         if accumulator is not None:

@@ -23,18 +23,19 @@ class LossScaler:
 
     def __init__(self, config: LossScale, *, enabled: bool) -> None:
         self.config = config
-        self.state = config.start()
         self.enabled = enabled
+        self.scale = 1.0
+        """The factor by which the next backward multiplies the loss. Reading it does not wait for the device."""
+        self._set(config.start())
         self._norms: deque[float] = deque(maxlen=NUM_NORMS_KEPT)  # of the last steps, for the error message
 
     @property
     def _kind(self) -> str:
         return ("dynamic" if self.config.dynamic else "fixed") if self.enabled else "switched-off"
 
-    @property
-    def scale(self) -> float:
-        """The factor by which the next backward multiplies the loss. Reading it does not wait for the device."""
-        return self.state.scale if self.enabled else 1.0
+    def _set(self, state: LossScaleState) -> None:
+        self.state = state
+        self.scale = state.scale if self.enabled else 1.0
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the scale, in the loss's shape. A scalar loss in low precision becomes fp32."""
@@ -60,7 +61,7 @@ class LossScaler:
                 f"{', '.join(f'{norm:g}' for norm in self._norms)}. Lower the learning rate or fp16.min_loss_scale, "
                 "look for bad batches, or train in bfloat16."
             )
-        self.state = self.config.after(self.state, overflow=overflow)
+        self._set(self.config.after(self.state, overflow=overflow))
         return overflow
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,4 +86,4 @@ class LossScaler:
                     'To start with the config\'s scale, leave "loss_scale" out of the state.',
                 )
             )
-        self.state = LossScaleState(**values)
+        self._set(LossScaleState(**values))

@@ -17,18 +17,20 @@ from typing import Literal, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import (
     discard_unsharded_gradients,
     end_failed_backward,
     set_accumulation_dtype,
 )
+from zeroamp.hooks._torch.parameter_group import release_groups
 from zeroamp.hooks.collectives.collective_calls import peer_lost
-from zeroamp.hooks.group_gradients import refuse_lost_gradients
+from zeroamp.hooks.group_gradients import end_backward, refuse_lost_gradients
 from zeroamp.hooks.guards import BackwardGuard
 from zeroamp.hooks.observers.trace_labels import label
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
-from zeroamp.policies.errors import StepError
+from zeroamp.policies.errors import StepError, describe
 from zeroamp.policies.extensions import Extension, of_class
 from zeroamp.training.all_reduce import StepAllReduce
 from zeroamp.training.arithmetic import StepArithmetic
@@ -37,9 +39,9 @@ from zeroamp.training.gradients import Gradients
 from zeroamp.training.loss_scaler import LossScaler
 from zeroamp.training.norm_and_clip import clip_factor, multiply_gradients
 from zeroamp.training.rank_agreement import Done, RankAgreement
-from zeroamp.training.refused_arguments import refuse_foreign, refuse_loss, refuse_set_by_caller
+from zeroamp.training.refused_arguments import refuse_foreign, refuse_set_by_caller
 from zeroamp.training.update import OptimizerUpdate
-from zeroamp.wrapping.state import WrapState, reshard
+from zeroamp.wrapping.state import WrapState
 from zeroamp.wrapping.step_state import Phase, Reduced
 
 logger = logging.getLogger("zeroamp")
@@ -65,7 +67,9 @@ class Step:
         self.units = [module for module in state.root.modules() if isinstance(module, FSDPModule)]
         # The root, not the model: `torch.compile` may have wrapped the model in another module.
         self._root = cast(FSDPModule, state.root)
-        reshard(self.units)
+        self._model_wide = [state.holders[group.name] for group in state.plan.groups if group.kind == "model-wide"]
+        self._groups = [each.group for each in state.gradients]
+        release_groups(self._groups)
         self.gradients = Gradients(state)
         self.arithmetic = StepArithmetic(state, self.gradients)
         """How losses and gradients are divided and added."""
@@ -100,8 +104,8 @@ class Step:
     @property
     def phase(self) -> Phase:
         """The phase of this object's optimizer step. IDLE during a step of another `TrainStep` of the model."""
-        is_of_other = self.current.is_open and self.current.owner is not self
-        return Phase.IDLE if is_of_other else self.current.phase
+        owner = self.current.owner
+        return self.current.phase if owner is None or owner is self else Phase.IDLE
 
     @property
     def is_between_steps(self) -> bool:
@@ -137,11 +141,13 @@ class Step:
         elif phase is Phase.COMPLETE:
             self._refuse_low_sums()
         self.gradients.refuse_lost()
-        refuse_loss(loss)
+        _refuse_loss(loss)
         current, arithmetic = self.current, self.arithmetic
         divisor = arithmetic.loss_divisor(divide=divide, others=current.are_divided)
         # In fp32: a float16 loss times its scale would overflow.
-        scaled = self.scaler.scale_loss(loss.float() / divisor if divisor > 1 else loss.float())
+        scaled = loss.float() / divisor if divisor > 1 else loss.float()
+        if self.scaler.enabled:
+            scaled = self.scaler.scale_loss(scaled)
         if self._agreement is not None:
             self._agreement.issued.num_backwards += 1
         with self.noting("backward"), self.callbacks.phase("backward"):
@@ -202,7 +208,7 @@ class Step:
                 for callback in self.callbacks.all():
                     callback.before_update()
             # A forward since the backward, or one of a callback, may have left the old weights unsharded.
-            reshard(self.units)
+            release_groups(self._groups)
             current.is_applied = True
             current.done.append(optimizer)
             if not reduced.skipped:
@@ -221,7 +227,8 @@ class Step:
 
     def run_backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Run a backward with the flags of the ZeRO stage. `loss` is already scaled and divided."""
-        self.state.root_forward.reset()  # a KeyboardInterrupt may have ended a forward midway
+        if self.state.root_forward.running:
+            self.state.root_forward.reset()  # a KeyboardInterrupt may have ended a forward midway
         is_first = self.current.num_micro_batches == 0
         if is_first:
             self.current.owner = self
@@ -233,18 +240,19 @@ class Step:
             accumulator.watch(list(self.gradients.averaged))
         self.arithmetic.before_backward()
         self._set_flags(last=last)
+        BackwardGuard.armed = True
         try:
-            with BackwardGuard.let_pass(), label("backward"):
+            with label("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
                 if last:
                     refuse_lost_gradients(self.state.gradients, "TrainStep.backward")
-                for group in self.state.gradients:
-                    group.end_backward()
+                end_backward(self.state.gradients)
                 if accumulator is not None:
                     accumulator.end_backward()
         except RuntimeError as error:
             raise peer_lost(error, None, self.state.listeners) from error
         finally:
+            BackwardGuard.armed = False
             self.arithmetic.end_micro_batch()
         self.current.num_micro_batches += 1
         self.current.phase = Phase.COMPLETE if last else Phase.OPEN
@@ -278,15 +286,14 @@ class Step:
             FSDPModule.set_reshard_after_backward(unit, last or self._stage == 3, recurse=False)
         for switch in self.state.replica_switches:
             switch(last)
-        for group in self.state.plan.groups:
-            if group.kind == "model-wide":
-                FSDPModule.set_reshard_after_backward(self.state.holders[group.name], last, recurse=False)
+        for holder in self._model_wide:
+            FSDPModule.set_reshard_after_backward(holder, last, recurse=False)
 
     # The gradients
 
     def finish(self) -> None:
         """Reshard the parameters, and set their gradients of the optimizer step as sharded fp32 DTensors."""
-        reshard(self.units)  # an evaluation since the backward may have left groups unsharded
+        release_groups(self._groups)  # an evaluation since the backward may have left groups unsharded
         if self.current.shard_accumulator is not None:
             self.current.shard_accumulator.flush()
 
@@ -299,7 +306,7 @@ class Step:
         if self.current.is_open:
             for unit in self.units:
                 discard_unsharded_gradients(unit)
-            reshard(self.units)
+            release_groups(self._groups)
         self._set_flags(last=True)
         self.end()
 
@@ -357,4 +364,28 @@ class Step:
 
 def _num_held(optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """Return the number of parameters that the optimizers hold. `add_param_group` changes it."""
-    return sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
+    return sum([len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups])
+
+
+def _refuse_loss(loss: object) -> None:
+    """Raise StepError unless the loss is a plain tensor of one element that requires a gradient.
+
+    A loss that is a DTensor was computed from a sharded parameter. Autograd cannot mix it with plain tensors.
+    """
+    where = "The loss given to TrainStep.backward"
+    if not isinstance(loss, torch.Tensor):
+        raise StepError(describe(where, f"a {type(loss).__name__}", "a tensor", "Pass output.loss."))
+    if isinstance(loss, DTensor):
+        raise StepError(
+            f"{where} is a DTensor: it was computed from a sharded parameter, which was read outside of the model's "
+            "forward, as in loss + model.embed.weight.pow(2).sum(). Compute that term in the model's forward, or in a "
+            'method given to zeroamp.register_forward_method. For an embedding or a head, "zeroamp": '
+            '{"own_units": false} lets its weight stay unsharded until the backward.'
+        )
+    if loss.numel() != 1:
+        raise StepError(describe(where, f"a tensor of shape {tuple(loss.shape)}", "a scalar", "Reduce it."))
+    if not loss.requires_grad:
+        raise StepError(
+            f"{where} ({loss.dtype}) needs no gradient. It must depend on trainable parameters of the wrapped model: "
+            "compute it with gradients on, and do not detach it."
+        )

@@ -141,30 +141,6 @@ def refuse_foreign(optimizers: Sequence[torch.optim.Optimizer], parameters: list
                 holders[id(parameter)] = number
 
 
-def refuse_loss(loss: object) -> None:
-    """Raise StepError unless the loss is a plain tensor of one element that requires a gradient.
-
-    A loss that is a DTensor was computed from a sharded parameter. Autograd cannot mix it with plain tensors.
-    """
-    where = "The loss given to TrainStep.backward"
-    if not isinstance(loss, torch.Tensor):
-        raise StepError(describe(where, f"a {type(loss).__name__}", "a tensor", "Pass output.loss."))
-    if isinstance(loss, DTensor):
-        raise StepError(
-            f"{where} is a DTensor: it was computed from a sharded parameter, which was read outside of the model's "
-            "forward, as in loss + model.embed.weight.pow(2).sum(). Compute that term in the model's forward, or in a "
-            'method given to zeroamp.register_forward_method. For an embedding or a head, "zeroamp": '
-            '{"own_units": false} lets its weight stay unsharded until the backward.'
-        )
-    if loss.numel() != 1:
-        raise StepError(describe(where, f"a tensor of shape {tuple(loss.shape)}", "a scalar", "Reduce it."))
-    if not loss.requires_grad:
-        raise StepError(
-            f"{where} ({loss.dtype}) needs no gradient. It must depend on trainable parameters of the wrapped model: "
-            "compute it with gradients on, and do not detach it."
-        )
-
-
 def checked_max_norm(max_norm: object) -> float:
     """Return `max_norm` as a float. Raise StepError unless it is a number, or a tensor of one element, >= 0."""
     limit = float(max_norm) if isinstance(max_norm, Real | torch.Tensor) else math.nan

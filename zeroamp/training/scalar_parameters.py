@@ -6,27 +6,21 @@ of its own: the step's all-reduce has two more fp64 numbers per parameter, the g
 ranks the fp64 sum, rounded to fp32, is the same as an fp32 sum.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 
 class ReplicatedGradients:
-    """Averages the gradients of a model's replicated parameters. Costs nothing if a model has none."""
+    """Averages the gradients of a model's replicated parameters."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take all parameters of a wrapped model, in the order that all ranks have."""
-        self._parameters = [parameter for parameter in parameters if parameter.dim() == 0]
-
-    def sharded(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-        """Return those of `parameters` that are not replicated."""
-        return [parameter for parameter in parameters if parameter.dim() > 0] if self._parameters else parameters
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Take the 0-D parameters of a wrapped model, at least one, in the order that all ranks have."""
+        self._parameters = parameters
 
     def statistics(self, device: torch.device) -> list[torch.Tensor]:
         """Return two 1-D fp64 tensors for the step's all-reduce: gradients, and 1 or 0 for used or not."""
-        if not self._parameters:
-            return []
         zero = torch.zeros((), dtype=torch.float64, device=device)
         gradients = [zero if p.grad is None else p.grad.to(torch.float64) for p in self._parameters]
         used = torch.tensor(self._are_used(), dtype=torch.float64, device="cpu").to(device, non_blocking=True)

@@ -12,12 +12,11 @@ from zeroamp.planning.mesh import device_of, is_first_rank
 from zeroamp.policies.errors import StepError
 from zeroamp.policies.extensions import Extension, of_class
 from zeroamp.training.callbacks import Callbacks
-from zeroamp.training.optimizer_kinds import checked_on_shards, refuse_unsupported, shard_loaded_state
+from zeroamp.training.optimizer_checks import checked_on_shards, refuse_unsupported, shard_loaded_state
 from zeroamp.training.optimizer_step import Step
 from zeroamp.training.rank_agreement import description_of
 from zeroamp.training.refused_arguments import Scheduler, checked_max_norm, refuse_different_factors, refuse_unusable
-from zeroamp.training.scheduler_steps import SchedulerSteps
-from zeroamp.training.step_report import StepReport, learning_rates
+from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.run_alike import Description, run_alike
 from zeroamp.wrapping.state import autocast_of, wrap_state
 from zeroamp.wrapping.step_state import Phase
@@ -98,7 +97,7 @@ class TrainStep:
         self._on_shards = checked_on_shards(on_shards, len(self.optimizers))
         self._step = Step(wrap_state(model))
         self._policy = self._step.state.plan.policy
-        self._scheduler_steps = SchedulerSteps()
+        self._scheduler_steps = _SchedulerSteps()
         self._is_in_no_sync = False
         run_alike(
             self._checked,
@@ -345,7 +344,7 @@ class TrainStep:
         reduced = step.reduce()
         try:
             self._scheduler_steps.check()
-            rates = tuple(rate for optimizer in self.optimizers for rate in learning_rates(optimizer))
+            rates = _learning_rates(self.optimizers)
             chosen = [index for index, own in enumerate(self.optimizers) if any(own is each for each in optimizers)]
             for index in chosen:
                 step.apply(self.optimizers[index])
@@ -358,16 +357,16 @@ class TrainStep:
         finally:
             step.end()
         report = StepReport(
-            step=self.num_steps,
+            step=step.num_steps,
             loss_tensor=reduced.loss,
             grad_norm_tensor=reduced.norm,
             loss_scale=reduced.scale,
             skipped=reduced.skipped,
-            num_skipped=self.num_skipped,
+            num_skipped=step.num_skipped,
             lr_values=rates,
         )
         every = self._policy.steps_per_print
-        if every and (self.num_steps + self.num_skipped) % every == 0 and is_first_rank(step.state.axes.whole):
+        if every and (step.num_steps + step.num_skipped) % every == 0 and is_first_rank(step.state.axes.whole):
             logger.info("%s", report)  # waits for the device
         return report
 
@@ -401,6 +400,41 @@ class TrainStep:
             self._step.scaler.load_state_dict(state["loss_scale"])
         self._step.num_steps, self._step.num_skipped = state["num_steps"], state["num_skipped"]
         self._scheduler_steps.forget()
+
+
+class _SchedulerSteps:
+    """Steps the schedulers of a `TrainStep`, and raises if the loop steps one of them too."""
+
+    def __init__(self) -> None:
+        self._left: dict[int, tuple[Scheduler, object]] = {}  # position -> scheduler, its `last_epoch` after our step
+
+    def step(self, position: int, scheduler: Scheduler) -> None:
+        """Step the scheduler at a position of `TrainStep.schedulers`."""
+        scheduler.step()
+        self._left[position] = scheduler, getattr(scheduler, "last_epoch", None)
+
+    def check(self) -> None:
+        """Raise StepError if a scheduler has moved on since `step`. Schedulers without `last_epoch` are not checked."""
+        for scheduler, left in self._left.values():
+            now = getattr(scheduler, "last_epoch", None)
+            if isinstance(now, int) and isinstance(left, int) and now > left:
+                self.forget()  # the next optimizer step is not refused for the same call
+                raise StepError(
+                    f"{type(scheduler).__name__}.step was called by the loop, but TrainStep steps this scheduler after "
+                    f"each update: last_epoch is {now}, and TrainStep left it at {left}. Remove the call, or do not "
+                    "pass the scheduler to TrainStep. If scheduler.load_state_dict was called, also call "
+                    "train.load_state_dict."
+                )
+
+    def forget(self) -> None:
+        """Accept the present state of all schedulers, because it was loaded."""
+        self._left.clear()
+
+
+def _learning_rates(optimizers: Sequence[torch.optim.Optimizer]) -> tuple[float | torch.Tensor, ...]:
+    """Return the learning rate of each param group. Tensors are copied, because a scheduler changes them in place."""
+    rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    return tuple([rate.detach().clone() if isinstance(rate, torch.Tensor) else rate for rate in rates])
 
 
 def step_of(train: TrainStep) -> Step:

@@ -59,9 +59,3 @@ class StepReport:
     def lr(self) -> tuple[float, ...]:
         """The learning rate of each param group. Waits for the device if the rates are tensors."""
         return tuple(float(value) for value in self.lr_values)
-
-
-def learning_rates(optimizer: torch.optim.Optimizer) -> tuple[float | torch.Tensor, ...]:
-    """Return the learning rate of each param group. Tensors are copied, because a scheduler changes them in place."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    return tuple(rate.detach().clone() if isinstance(rate, torch.Tensor) else rate for rate in rates)

@@ -5,7 +5,7 @@ AdamW on DTensors runs about a dozen operations per parameter, and each is dispa
 on the shard. An element-wise update gives the same bits on the shards as on the whole parameter. So `step` replaces the
 DTensors of such an optimizer by their plain shards, and puts the DTensors back afterwards.
 Only element-wise optimizers qualify: LAMB and Adafactor need statistics of the whole parameter. If every rank holds
-whole parameters, LAMB and Adafactor qualify too. `zeroamp.training.optimizer_kinds` decides.
+whole parameters, LAMB and Adafactor qualify too. `kind_of` decides.
 
 State that an optimizer creates for a shard becomes a DTensor that is sharded like the parameter, so that checkpoints
 can reshard it. State stays in plain tensors if it cannot be resharded: 8-bit values whose scales belong to blocks of
@@ -13,10 +13,11 @@ this rank's shard, and statistics of another shape. See `_Shard.store`.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from operator import is_
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,9 +25,22 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.dtensor import local_parts
 from zeroamp.planning.mesh import local_part, num_shards_of, sharded_like
-from zeroamp.training.optimizer_kinds import has_own_step, has_step_hooks, kind_of
-from zeroamp.wrapping.owned_optimizers import OwnedOptimizers
+from zeroamp.wrapping.optimizer_hooks import ELEMENTWISE, OwnedOptimizers, has_own_step, has_step_hooks
 from zeroamp.wrapping.state import WrapState
+
+Kind = Literal["shards", "muon", "DTensors"]
+"""`shards`: the optimizer gets this rank's shards as plain tensors. `muon`: `torch.optim.Muon`, whose matrices are
+gathered on one rank each. `DTensors`: the optimizer gets the sharded parameters as they are, and torch communicates
+where an operation needs it."""
+
+
+def kind_of(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> Kind:
+    """Return how an optimizer is updated. `on_shards`: the caller states that the optimizer is element-wise."""
+    if on_shards or type(optimizer) in ELEMENTWISE:
+        return "shards"
+    from zeroamp.optimizers.kinds import kind_of_other
+
+    return kind_of_other(optimizer)
 
 
 class OptimizerUpdate:
@@ -82,13 +96,10 @@ def _plain_shards(optimizer: torch.optim.Optimizer, *, as_parameters: bool) -> I
     own do not, and building one takes time.
     """
     own_state, own_params = optimizer.state, [group["params"] for group in optimizer.param_groups]
-    with torch.no_grad():  # otherwise each `to_local` records an autograd function
-        shards = {
-            id(each): _Shard(each, own_state.get(each), as_parameters) for params in own_params for each in params
-        }
+    shards = _shards_of([each for params in own_params for each in params], own_state, as_parameters)
     state: defaultdict[Any, Any] = defaultdict(dict)
-    state.update((key, values) for key, values in own_state.items() if id(key) not in shards)
-    state.update((each.shard, dict(each.state)) for each in shards.values() if each.state)
+    state.update({key: values for key, values in own_state.items() if id(key) not in shards})
+    state.update({each.shard: dict(each.state) for each in shards.values() if each.state})
     try:
         optimizer.state = state
         for group, params in zip(optimizer.param_groups, own_params, strict=True):
@@ -108,8 +119,23 @@ def _plain_shards(optimizer: torch.optim.Optimizer, *, as_parameters: bool) -> I
         for each in shards.values():
             if as_parameters:
                 each.copy_back()
-            each.store(state.pop(each.shard, {}), own_state)
+            left = state.pop(each.shard, {})
+            if left.keys() != each.state.keys() or not all(map(is_, left.values(), each.state.values())):
+                each.store(left, own_state)  # otherwise the optimizer has changed its state in place
     own_state.update(state)
+
+
+@torch.no_grad()  # otherwise an `nn.Parameter` of a shard records an autograd function
+def _shards_of(
+    parameters: Sequence[torch.Tensor], state: Mapping[torch.Tensor, dict[str, Any]], as_parameters: bool
+) -> "dict[int, _Shard]":
+    """Return {id of a parameter: its shard}."""
+    tensors = [(each, each.grad, *state.get(each, {}).values()) for each in parameters]
+    local = iter(local_parts([each for of_parameter in tensors for each in of_parameter]))
+    return {
+        id(parameter): _Shard(parameter, state.get(parameter, {}), list(islice(local, len(own))), as_parameters)
+        for parameter, own in zip(parameters, tensors, strict=True)
+    }
 
 
 class _Shard:
@@ -121,10 +147,12 @@ class _Shard:
 
     __slots__ = ("_is_empty", "_shape", "parameter", "shard", "state")
 
-    def __init__(self, parameter: torch.Tensor, state: dict[str, Any] | None, as_parameter: bool) -> None:
+    def __init__(
+        self, parameter: torch.Tensor, state: dict[str, Any], local_tensors: list[Any], as_parameter: bool
+    ) -> None:
+        """`local_tensors`: the local parts of the parameter, its gradient and the values of its state."""
         self.parameter = parameter
-        state = state or {}
-        local, grad, *values = local_parts((parameter, parameter.grad, *state.values()))
+        local, grad, *values = local_tensors
         self._shape = local.shape
         self._is_empty = local.numel() == 0 and num_shards_of(parameter) > 1
         if self._is_empty:
@@ -151,8 +179,6 @@ class _Shard:
         an integer tensor, all tensors stay plain: they are quantized values, or statistics of this rank's shard, and
         belong together.
         """
-        if state.keys() == self.state.keys() and all(map(is_, state.values(), self.state.values())):
-            return  # the optimizer changed its state in place
         own = own_state.setdefault(self.parameter, {})
         for name in own.keys() - state.keys():
             del own[name]
@@ -191,18 +217,16 @@ def works_on_shards(optimizer: torch.optim.Optimizer, *, on_shards: bool = False
     """
     if on_shards:
         return True
-    return (
-        kind_of(optimizer, on_shards=False) == "shards"
-        and not has_own_step(optimizer)
-        and not has_step_hooks(optimizer)
-        and not any(group.get("differentiable") for group in optimizer.param_groups)
-        and all(
-            _is_usable(parameter, parameter.grad, optimizer.state.get(parameter, {}))
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        )
-    )
+    if kind_of(optimizer, on_shards=False) != "shards" or has_own_step(optimizer) or has_step_hooks(optimizer):
+        return False
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            return False
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is not None and not _is_usable(parameter, grad, optimizer.state.get(parameter, {})):
+                return False
+    return True
 
 
 def _is_usable(parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> bool:

@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from zeroamp.hooks._torch.fsdp import are_replicas_left, divide_factor, units_of
-from zeroamp.hooks.group_gradients import by_module
+from zeroamp.hooks.group_gradients import by_module, reset_gradients
 from zeroamp.policies.errors import StepError, WrapError
 from zeroamp.wrapping.refused_calls import replace_method
 from zeroamp.wrapping.shard import group_modules, prefetch_in_backward, prefetch_in_forward
@@ -227,8 +227,7 @@ class FsdpMethods:
         def reset() -> None:
             self._state.root_forward.reset()
             method()
-            for group in self._state.gradients:
-                group.reset()
+            reset_gradients(self._state.gradients)
 
         return reset
 

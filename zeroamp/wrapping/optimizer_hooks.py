@@ -23,27 +23,29 @@ it only on a rank that did not use a parameter of a unit that ran. Gradients tha
 """
 
 from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
-from weakref import WeakKeyDictionary, ref
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroamp.hooks._torch.dispatch import is_in_backward
 from zeroamp.hooks._torch.fsdp import can_be_sharded
+from zeroamp.hooks._torch.parameter_group import release_groups
 from zeroamp.hooks.collectives.collective_calls import issue
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
-from zeroamp.hooks.group_gradients import GroupGradients, refuse_lost_gradients
-from zeroamp.planning.mesh import device_of
+from zeroamp.hooks.group_gradients import GroupGradients, end_backward, refuse_lost_gradients
 from zeroamp.policies.errors import StepError
-from zeroamp.wrapping.owned_optimizers import OwnedOptimizers
 from zeroamp.wrapping.reduction_order import compare_orders, order_bytes
-from zeroamp.wrapping.state import WrapState, reshard, wrap_state, wrapped_models
+from zeroamp.wrapping.state import WrapState, wrap_state, wrapped_models
+from zeroamp.wrapping.unused_parameters import SentNumbers, discard_unused, numbers_of
 
 ELEMENTWISE = (
     torch.optim.Adadelta,
@@ -61,6 +63,35 @@ ELEMENTWISE = (
 """Element-wise optimizers whose state has the parameter's shape or one element. Subclasses may update differently."""
 
 
+class OwnedOptimizers:
+    """The optimizers that `TrainStep` steps, which the checks of other loops leave alone."""
+
+    is_updating: ClassVar[bool] = False
+    """Whether a `TrainStep` of this process steps its optimizers now."""
+    _all: ClassVar["WeakSet[torch.optim.Optimizer]"] = WeakSet()
+
+    @classmethod
+    def add(cls, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse calls of `optimizer.step` inside of an optimizer step, unless they come from `TrainStep`."""
+        cls._all.add(optimizer)
+
+    @classmethod
+    def has(cls, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether a `TrainStep` steps this optimizer."""
+        return optimizer in cls._all
+
+    @classmethod
+    @contextmanager
+    def updating(cls) -> Iterator[None]:
+        """Step optimizers inside the context without the checks of this module."""
+        cls.is_updating = True
+        try:
+            yield
+        finally:
+            cls.is_updating = False
+            torch.clear_autocast_cache()  # casts of the old weights
+
+
 @dataclass(slots=True, kw_only=True)
 class _Held:
     """What an optimizer holds of wrapped models. Valid until the optimizer, or the set of wrapped models, changes."""
@@ -71,10 +102,8 @@ class _Held:
     groups: "list[tuple[ref[nn.Module], tuple[int, ...]]]"
     """(root, positions of the parameter groups in the `WrapState.gradients` of the root). A strong reference to a
     group would keep its model as long as the optimizer."""
-    used: bytes = b""
-    """The last bytes that this rank sent: see `_discard_unused`."""
-    sent: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    """These bytes on the device."""
+    sent: SentNumbers = field(default_factory=lambda: SentNumbers(torch.uint8))
+    """The bytes of `_discard_unused`."""
 
 
 class _Replaced:
@@ -138,16 +167,6 @@ def refuse_steps(model: nn.Module, refuse: Callable[[], None]) -> RemovableHandl
     return register_optimizer_step_pre_hook(_RefusedSteps(model, refuse))
 
 
-def concerns(hook: object, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step hook must see the parameters of this optimizer: any hook but those of this module.
-
-    A hook of `refuse_steps` concerns the optimizers of its model.
-    """
-    if isinstance(hook, _RefusedSteps):
-        return hook.holds(optimizer)
-    return hook is not _before_step and hook is not _after_step
-
-
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     """Check an optimizer, and discard gradients of unused parameters: see [Note: Optimizer-step hooks]."""
     if OwnedOptimizers.is_updating:
@@ -184,9 +203,8 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
         return
     for _, groups in _groups(_held(optimizer)):
         torch.clear_autocast_cache()  # casts of the old weights
-        reshard([cast(nn.Module, group.module) for group in groups])
-        for group in groups:
-            group.end_backward()
+        release_groups([group.group for group in groups])
+        end_backward(groups)
 
 
 def _held(optimizer: torch.optim.Optimizer) -> _Held:
@@ -269,29 +287,62 @@ def _late_parameters(roots: list[nn.Module], owners: Container[int]) -> dict[int
 
 
 def _discard_unused(held: _Held, state: WrapState, groups: list[GroupGradients]) -> None:
-    """Set `grad` to None on the parameters of `groups` that no rank used, as in one process; compare the ranks' orders.
-
-    If only some ranks used a parameter, the others have added zeros to its mean gradient, and it stays.
-    """
-    parameters: list[nn.Parameter] = []
-    unused: list[int] = []
-    for group in groups:
-        for position, parameter in enumerate(group.parameters):
-            if parameter.grad is not None and position in group.filled:
-                unused.append(len(parameters))
-            parameters.append(parameter)
-    is_used = [True] * len(parameters)
-    for index in unused:
-        is_used[index] = False
+    """Set `grad` to None on the parameters of `groups` that no rank used; compare the ranks' orders."""
+    numbers, unused = numbers_of(groups)
+    used: torch.Tensor | bytes = numbers
     if state.axes.whole.size() > 1:
-        if held.used != (used := bytes(is_used) + order_bytes(state.issued)):
-            held.used, held.sent = used, torch.tensor(list(used), dtype=torch.uint8, device=device_of(state.mesh))
-        by_any = held.sent.clone()
+        by_any = held.sent.on_device(state.mesh, numbers + order_bytes(state.issued)).clone()
         call = IssuedCollective("all_reduce", by_any, STEP, state.world, dist.ReduceOp.MAX)
         issue(lambda: dist.all_reduce(by_any, dist.ReduceOp.MAX, group=state.world), call, state.listeners)
-        compare_orders(state, by_any[len(parameters) :])
-        if unused:  # otherwise the host does not wait for the device
-            is_used = by_any[: len(parameters)].tolist()
-    for index in unused:
-        if not is_used[index]:
-            parameters[index].grad = None
+        compare_orders(state, by_any[len(numbers) :])
+        used = by_any[: len(numbers)]
+    discard_unused(unused, used)
+
+
+_hooks_of: "WeakKeyDictionary[torch.optim.Optimizer, tuple[Callable[[], Any], ...]]" = WeakKeyDictionary()
+"""Optimizer -> weak references to the dicts of its step hooks and of the global ones."""
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step hook is registered, on this optimizer or globally on all optimizers.
+
+    Hooks of this module do not count, but those of `refuse_steps` count for the optimizers of their model. The dicts in
+    which torch has the hooks are found once per optimizer, and again if one was replaced.
+    """
+    references = _hooks_of.get(optimizer, ())
+    dicts = [reference() for reference in references]
+    if not dicts or None in dicts:
+        own = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+        of_all = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+        references = _hooks_of[optimizer] = tuple(map(_dict_of, (*own, *of_all)))
+        dicts = [reference() for reference in references]
+    for hooks in dicts:
+        for hook in hooks.values():
+            if hook is _before_step or hook is _after_step:
+                continue
+            if not isinstance(hook, _RefusedSteps) or hook.holds(optimizer):
+                return True
+    return False
+
+
+def _dict_of(register: Callable[..., RemovableHandle]) -> Callable[[], Any]:
+    """Return a weak reference to the dict to which `register` adds a hook."""
+    handle: Any = register(_nothing)
+    handle.remove()
+    reference: Callable[[], Any] = handle.hooks_dict_ref
+    return reference
+
+
+def _nothing(*_args: Any) -> None:
+    pass
+
+
+def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has a `step` of its own, other than the wrapper that torch's schedulers install.
+
+    That wrapper is a function of `torch.optim.lr_scheduler` whose `__wrapped__` is the `step` of the class.
+    """
+    step = vars(optimizer).get("step")
+    is_of_scheduler = getattr(step, "__globals__", None) is vars(lr_scheduler)
+    is_scheduled = is_of_scheduler and getattr(step, "__wrapped__", None) is type(optimizer).step
+    return step is not None and not is_scheduled

@@ -182,3 +182,51 @@ def test_replicas_sum_micro_batches_first(ranks2, stage):
     # One rank per replica: each sums its micro-batches, as at stage 0, and the sums are averaged.
     """Replicas sum micro batches first also of units that the last one skips."""
     _check(ranks2.run(_train, stage, "micro-batches", (2, 1)), _one_process(0, "micro-batches"))
+
+
+class _MaySkip(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, is_used):
+        x = self.always(x)
+        return (x + self.sometimes(x) if is_used else x).float().square().mean()
+
+
+def _without_gradient(loop, options, mesh_shape):
+    """Return the FQNs without a gradient in two steps: of the first one, only the first micro-batch uses all."""
+    torch.manual_seed(0)
+    accumulation = 2 if loop == "TrainStep" else 1
+    policy = zeroamp.policy_from_config(config(2, accumulation=accumulation, **options))
+    model = zeroamp.wrap_model(_MaySkip(), policy, mesh_of(mesh_shape))
+    optimizer, found = ADAMW(model.parameters()), []
+    train = TrainStep(model, optimizer) if loop == "TrainStep" else None
+    for is_used in ((True, False), (False, False)):
+        for micro in range(2):
+            loss = model(_inputs(0, micro, dist.get_rank()), is_used[micro])
+            if train is not None:
+                train.backward(loss, is_last=micro == 1)
+            else:
+                model.set_requires_all_reduce(micro == 1)
+                loss.backward()
+        train.clip_grad_norm() if train is not None else optimizer.step()
+        found.append([fqn for fqn, p in model.named_parameters() if p.grad is None])
+        train.update() if train is not None else optimizer.zero_grad()
+    return found
+
+
+NATIVE = {"zeroamp": {"reduce_accumulate_dtype": "native"}}
+LOOPS = {
+    "sums in fp32": ("TrainStep", {}, None),
+    "sums in bf16": ("TrainStep", {"data_types": {"grad_accum_dtype": "bf16"}}, None),
+    "native sums of replicas": ("TrainStep", NATIVE, (2, 1)),
+    "native sums of replicas in a plain loop": ("plain loop", NATIVE, (2, 1)),
+    "sums of replicas in a plain loop": ("plain loop", {}, (2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_gradient_of_an_earlier_micro_batch_stays(ranks2, name):
+    """Zeros of the last micro-batch discard no sum, wherever the sum of the earlier ones is held."""
+    assert ranks2.run(_without_gradient, *LOOPS[name]) == [[[], ["sometimes.weight", "sometimes.bias"]]] * NUM_RANKS

@@ -27,7 +27,7 @@ from zeroamp.training.refused_arguments import Scheduler
 from zeroamp.training.step import TrainStep
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.state import reshard, wrap_state
-from zeroamp.wrapping.step_state import Phase
+from zeroamp.wrapping.step_state import StepPhase
 
 logger = logging.getLogger("zeroamp")
 
@@ -115,7 +115,7 @@ class DeepSpeedEngine(nn.Module):
         if retain_graph:
             raise refusal("engine.backward(retain_graph=True)", "Add the losses, and call backward once.")
         train_step, step = self._trained("backward"), wrap_state(self.module).step
-        if not step.is_stepped and (step.is_counted or step.phase is Phase.COMPLETE):
+        if not step.is_stepped and (step.is_counted or step.phase is StepPhase.COMPLETE):
             step.extend_micro_batch(is_divided=scale_wrt_gas)
         train_step.backward(loss, is_last=self._boundary, divide=scale_wrt_gas)
         return loss.detach() / self.policy.gradient_accumulation_steps if scale_wrt_gas else loss.detach()
@@ -127,7 +127,7 @@ class DeepSpeedEngine(nn.Module):
             StepError: `TrainStep.step` raises it, there was no `backward`, or the engine has no optimizer.
         """
         train_step = self._trained("step")
-        if wrap_state(self.module).step.phase is Phase.IDLE:
+        if wrap_state(self.module).step.phase is StepPhase.IDLE:
             raise StepError(
                 "engine.step was called without engine.backward(loss) since the last optimizer step. Call that instead "
                 "of loss.backward()."

@@ -24,7 +24,7 @@ from zeroamp.training.optimizer_step import Step
 from zeroamp.training.step import TrainStep, step_of
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.state import wrap_state
-from zeroamp.wrapping.step_state import Phase
+from zeroamp.wrapping.step_state import StepPhase
 
 
 class LoopDriver:
@@ -89,7 +89,7 @@ class LoopDriver:
     def backward(self, loss: torch.Tensor, *, divide: bool = False) -> None:
         """Run the backward of one micro-batch. `divide`: see `TrainStep.backward`."""
         step = self._step
-        if step.phase is Phase.REDUCED:
+        if step.phase is StepPhase.REDUCED:
             self._end_or_refuse()
         if step.is_complete and not self._reopens:
             raise StepError(
@@ -114,7 +114,7 @@ class LoopDriver:
         `max_norm`: see `TrainStep.clip_grad_norm`. It has no effect if the norm was computed before.
         """
         step = self._step
-        if step.phase is Phase.REDUCED:
+        if step.phase is StepPhase.REDUCED:
             return step.reduce().norm
         if not step.is_complete:
             raise StepError(
@@ -127,7 +127,7 @@ class LoopDriver:
         """Clip the gradients of all optimizers by their norm, and return the norm before."""
         self._refuse_clipping()
         step = self._step
-        is_first = step.phase is not Phase.REDUCED
+        is_first = step.phase is not StepPhase.REDUCED
         norm = self.norm(max_norm)
         step.current.is_clipped = True
         if max_norm > 0 and not is_first:
@@ -187,7 +187,7 @@ class LoopDriver:
         step = self._step
         if any(optimizer is own for own in self._left()):
             step.current.done.append(optimizer)
-        if any(map(_has_gradient, self._left())) or (step.phase is not Phase.REDUCED and self._left()):
+        if any(map(_has_gradient, self._left())) or (step.phase is not StepPhase.REDUCED and self._left()):
             return
         if step.current.is_applied:
             self.report = self.train.update([])

@@ -321,7 +321,7 @@ def num_shards_of(tensor: torch.Tensor) -> int:
     return math.prod(tensor.device_mesh.size(axis) for axis, kind in placements if split_dim(kind) is not None)
 
 
-def num_holders(tensor: torch.Tensor, num_ranks: int) -> int:
+def num_copies(tensor: torch.Tensor, num_ranks: int) -> int:
     """Return how many of all `num_ranks` ranks have the same shard of a tensor.
 
     For the gradient norm: if each rank divides its sum of squares by this number, the sum over all ranks counts every

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from zeroamp.hooks._torch.fsdp import divide_factors
-from zeroamp.planning.mesh import device_of, num_holders, replicate_size
+from zeroamp.planning.mesh import device_of, num_copies, replicate_size
 from zeroamp.training.gradients import Gradients
 from zeroamp.training.norm_and_clip import local_sum_of_squares, squares_counted_once
 from zeroamp.wrapping.state import WrapState
@@ -25,7 +25,7 @@ class StepArithmetic:
         self._device = device_of(state.mesh)  # the step's collective runs here; loss and shards may be elsewhere
         self._num_ranks = state.axes.whole.size()
         self._num_replicas = replicate_size(state.mesh) if state.axes.is_plain else None
-        self._holders: dict[nn.Parameter, int] = {}  # how many ranks hold the parameter's shard
+        self._num_copies: dict[nn.Parameter, int] = {}  # how many ranks hold the parameter's shard
 
     def loss_divisor(self, *, divide: bool, others: bool | None) -> int:
         """Return the number by which `TrainStep.backward` divides a loss.
@@ -63,7 +63,7 @@ class StepArithmetic:
         if self._num_replicas is not None:  # the same for all parameters
             squares = local_sum_of_squares(averaged, device) / self._num_replicas
         else:
-            squares = squares_counted_once(averaged, device, [self._holders_of(each) for each in averaged])
+            squares = squares_counted_once(averaged, device, [self._copies_of(each) for each in averaged])
         if ignored:
             own = [parameter for parameter in with_gradient if parameter in ignored]
             squares = squares + local_sum_of_squares(own, device) / num_ranks
@@ -81,7 +81,7 @@ class StepArithmetic:
         factor = next(factors, 1.0 if self._state.plan.policy.reduce == "sum" else None)
         return axes.whole.size() if factor is None else factor * axes.num_tensor
 
-    def _holders_of(self, parameter: nn.Parameter) -> int:
-        if parameter not in self._holders:
-            self._holders[parameter] = num_holders(parameter, self._num_ranks)
-        return self._holders[parameter]
+    def _copies_of(self, parameter: nn.Parameter) -> int:
+        if parameter not in self._num_copies:
+            self._num_copies[parameter] = num_copies(parameter, self._num_ranks)
+        return self._num_copies[parameter]

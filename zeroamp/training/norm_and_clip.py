@@ -33,15 +33,15 @@ def local_sum_of_squares(parameters: Sequence[nn.Parameter], device: torch.devic
 
 
 def squares_counted_once(
-    parameters: Sequence[nn.Parameter], device: torch.device, holders: Sequence[int]
+    parameters: Sequence[nn.Parameter], device: torch.device, copies: Sequence[int]
 ) -> torch.Tensor:
     """Return this rank's part of the sum of squares over all ranks: 0-D fp64, on `device`.
 
-    `holders` has for each parameter the number of ranks that hold the same shard, by which its squares are divided: see
-    `zeroamp.planning.mesh.num_holders`.
+    `copies` has for each parameter the number of ranks that have the same shard, by which its squares are divided: see
+    `zeroamp.planning.mesh.num_copies`.
     """
     by_number: dict[int, list[nn.Parameter]] = {}
-    for parameter, number in zip(parameters, holders, strict=True):
+    for parameter, number in zip(parameters, copies, strict=True):
         by_number.setdefault(number, []).append(parameter)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for number in sorted(by_number):

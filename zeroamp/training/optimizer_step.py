@@ -42,7 +42,7 @@ from zeroamp.training.rank_agreement import Done, RankAgreement
 from zeroamp.training.refused_arguments import refuse_foreign, refuse_set_by_caller
 from zeroamp.training.update import OptimizerUpdate
 from zeroamp.wrapping.state import WrapState
-from zeroamp.wrapping.step_state import Phase, Reduced
+from zeroamp.wrapping.step_state import StepPhase, Reduced
 
 logger = logging.getLogger("zeroamp")
 
@@ -102,20 +102,20 @@ class Step:
             self._agreement = self.all_reduce.agreement = RankAgreement(self.state, self.optimizers)
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> StepPhase:
         """The phase of this object's optimizer step. IDLE during a step of another `TrainStep` of the model."""
         owner = self.current.owner
-        return self.current.phase if owner is None or owner is self else Phase.IDLE
+        return self.current.phase if owner is None or owner is self else StepPhase.IDLE
 
     @property
     def is_between_steps(self) -> bool:
         """Whether the optimizer step has not run a backward yet, or a failure has ended it."""
-        return self.phase in (Phase.IDLE, Phase.FAILED)
+        return self.phase in (StepPhase.IDLE, StepPhase.FAILED)
 
     @property
     def is_complete(self) -> bool:
         """Whether the last backward of this object's optimizer step has run."""
-        return self.phase in (Phase.COMPLETE, Phase.REDUCED)
+        return self.phase in (StepPhase.COMPLETE, StepPhase.REDUCED)
 
     # The four calls
 
@@ -136,9 +136,9 @@ class Step:
         if self.state.set_by_caller:
             refuse_set_by_caller(self.state)
         phase = self.phase
-        if phase is Phase.IDLE:
+        if phase is StepPhase.IDLE:
             self._refuse_changes()
-        elif phase is Phase.COMPLETE:
+        elif phase is StepPhase.COMPLETE:
             self._refuse_low_sums()
         self.gradients.refuse_lost()
         _refuse_loss(loss)
@@ -195,7 +195,7 @@ class Step:
         except BaseException:  # after any error, the next backward begins a new optimizer step
             self.end()
             raise
-        current.reduced, current.phase = reduced, Phase.REDUCED
+        current.reduced, current.phase = reduced, StepPhase.REDUCED
         return reduced
 
     def apply(self, optimizer: torch.optim.Optimizer) -> None:
@@ -255,7 +255,7 @@ class Step:
             BackwardGuard.armed = False
             self.arithmetic.end_micro_batch()
         self.current.num_micro_batches += 1
-        self.current.phase = Phase.COMPLETE if last else Phase.OPEN
+        self.current.phase = StepPhase.COMPLETE if last else StepPhase.OPEN
         if not last:
             self.gradients.note()
 
@@ -319,7 +319,7 @@ class Step:
 
     def recover(self) -> None:
         """Make steps possible after a failed one, at whatever point, whose parameters and state were loaded again."""
-        self.current.failure, self.current.phase = None, Phase.OPEN
+        self.current.failure, self.current.phase = None, StepPhase.OPEN
         self._set_flags(last=True)
         end_failed_backward(self._root)
         self.discard()

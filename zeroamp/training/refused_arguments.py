@@ -121,24 +121,24 @@ def refuse_set_by_caller(state: WrapState) -> None:
 
 def refuse_foreign(optimizers: Sequence[torch.optim.Optimizer], parameters: list[nn.Parameter]) -> None:
     """Raise StepError if an optimizer holds a parameter not in `parameters`, or two optimizers hold the same one."""
-    holders: dict[int, int | None] = {id(parameter): None for parameter in parameters}
+    owners: dict[int, int | None] = {id(parameter): None for parameter in parameters}
     for number, optimizer in enumerate(optimizers):
         name = "optimizer" if len(optimizers) == 1 else f"optimizer {number}"
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 kind = "a sharded" if isinstance(parameter, DTensor) else "an unsharded"
                 found = f"{name}.param_groups[{index}] has {kind} parameter of shape {tuple(parameter.shape)}"
-                if id(parameter) not in holders:
+                if id(parameter) not in owners:
                     raise StepError(
                         f"{found} that is not one of the wrapped model's. Build the optimizer from model.parameters() "
                         "after wrap_model and before the first forward."
                     )
-                if holders[id(parameter)] not in (None, number):
+                if owners[id(parameter)] not in (None, number):
                     raise StepError(
-                        f"{found} that optimizer {holders[id(parameter)]} also holds. Give each parameter to only one "
+                        f"{found} that optimizer {owners[id(parameter)]} also holds. Give each parameter to only one "
                         "optimizer."
                     )
-                holders[id(parameter)] = number
+                owners[id(parameter)] = number
 
 
 def checked_max_norm(max_norm: object) -> float:

@@ -19,7 +19,7 @@ from zeroamp.training.refused_arguments import Scheduler, checked_max_norm, refu
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.run_alike import Description, run_alike
 from zeroamp.wrapping.state import autocast_of, wrap_state
-from zeroamp.wrapping.step_state import Phase
+from zeroamp.wrapping.step_state import StepPhase
 
 logger = logging.getLogger("zeroamp")
 
@@ -222,8 +222,8 @@ class TrainStep:
     def _is_last(self, is_last: bool | None) -> bool:
         """Return whether a backward is the last of its optimizer step. Raise StepError if it contradicts the others."""
         phase, current = self._step.phase, self._step.current
-        is_first = phase in (Phase.IDLE, Phase.FAILED)
-        if phase is Phase.REDUCED:
+        is_first = phase in (StepPhase.IDLE, StepPhase.FAILED)
+        if phase is StepPhase.REDUCED:
             raise StepError("TrainStep.backward was called between clip_grad_norm() and update(). Call update() first.")
         if self._is_in_no_sync and is_last:
             raise StepError("TrainStep.backward got is_last=True inside no_sync(). Run the last backward after it.")
@@ -237,7 +237,7 @@ class TrainStep:
                     "TrainStep.backward got is_last for some micro-batches of an optimizer step, but not for all. Pass "
                     "it for each of them, or for none; no_sync() counts as is_last=False."
                 )
-            if phase is Phase.COMPLETE or (is_last is None and not current.is_stepped):
+            if phase is StepPhase.COMPLETE or (is_last is None and not current.is_stepped):
                 raise StepError(
                     "TrainStep.backward was called twice without step() in between. Call step() after each backward. "
                     "For several losses of one micro-batch call it once, with their sum: backward(loss + other_loss)."
@@ -262,12 +262,12 @@ class TrainStep:
         step, current = self._step, self._step.current
         current.refuse_after_failure("TrainStep.step")
         phase = step.phase
-        if phase is not Phase.REDUCED and (phase in (Phase.IDLE, Phase.FAILED) or current.is_stepped):
+        if phase is not StepPhase.REDUCED and (phase in (StepPhase.IDLE, StepPhase.FAILED) or current.is_stepped):
             raise StepError("TrainStep.step was called without a backward since the last step. Call backward first.")
-        if phase is Phase.OPEN and current.is_counted:
+        if phase is StepPhase.OPEN and current.is_counted:
             current.is_stepped = True
             return None
-        if phase is Phase.OPEN:
+        if phase is StepPhase.OPEN:
             self._refuse_incomplete("step")
         with step.callbacks.phase("optimizer"):
             step.reduce(self._policy.gradient_clipping)
@@ -276,7 +276,7 @@ class TrainStep:
 
     def _refuse_incomplete(self, method: str) -> None:
         step = self._step
-        if step.phase is Phase.REDUCED:
+        if step.phase is StepPhase.REDUCED:
             raise StepError(f"TrainStep.{method} was called twice in one optimizer step. Call update() after it.")
         if not step.is_complete:
             when = "without a backward" if step.is_between_steps else "before the last micro-batch of an optimizer step"
@@ -326,7 +326,7 @@ class TrainStep:
         """
         optimizers = self.optimizers if optimizers is None else optimizers
         self._step.current.refuse_after_failure("TrainStep.update")
-        if self._step.phase is not Phase.REDUCED:
+        if self._step.phase is not StepPhase.REDUCED:
             raise StepError("TrainStep.update was called without clip_grad_norm(). Call it first, or step() alone.")
         for optimizer in optimizers:
             if not any(optimizer is own for own in self.optimizers):

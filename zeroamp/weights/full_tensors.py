@@ -16,7 +16,7 @@ from zeroamp.planning.mesh import axis_groups, device_of, local_part, local_slic
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.weights.stream import naming_lost_ranks
 from zeroamp.wrapping.state import WrapState, reshard, wrap_state, wrapped_models
-from zeroamp.wrapping.step_state import Phase
+from zeroamp.wrapping.step_state import StepPhase
 
 
 def _owner_of(parameter: nn.Parameter) -> tuple[WrapState, nn.Parameter]:
@@ -74,7 +74,7 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 def _refuse_open_step(state: WrapState, method: str) -> None:
-    if state.step.phase is Phase.OPEN:
+    if state.step.phase is StepPhase.OPEN:
         raise StepError(
             f"{method} was called before the last micro-batch of an optimizer step. Gradients are complete after its "
             "backward, and parameters can be set between two optimizer steps."

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from zeroamp.accumulation.shard_accumulator import ShardAccumulator
 
 
-class Phase(Enum):
+class StepPhase(Enum):
     """Where a model is in an optimizer step."""
 
     IDLE = "between two optimizer steps"
@@ -62,7 +62,7 @@ class Reduced:
 class StepState:
     """The state of the current optimizer step of a model."""
 
-    phase: Phase = Phase.IDLE
+    phase: StepPhase = StepPhase.IDLE
     owner: Owner | None = None
     """Who runs the optimizer step. None between two steps."""
     num_micro_batches: int = 0
@@ -101,7 +101,7 @@ class StepState:
     @property
     def is_open(self) -> bool:
         """Whether an optimizer step has run a backward and has not ended."""
-        return self.phase in (Phase.OPEN, Phase.COMPLETE, Phase.REDUCED)
+        return self.phase in (StepPhase.OPEN, StepPhase.COMPLETE, StepPhase.REDUCED)
 
     def add_loss(self, loss: torch.Tensor, *, is_divided: bool, retains_each: bool) -> None:
         """Add the loss of one micro-batch, a tensor of one element in any floating-point dtype, in fp32."""
@@ -117,7 +117,7 @@ class StepState:
 
         `is_divided`: whether the last backward divided its loss.
         """
-        self.phase, self.is_stepped = Phase.OPEN, True
+        self.phase, self.is_stepped = StepPhase.OPEN, True
         self.num_micro_batches -= 1
         self.num_divided -= is_divided
 
@@ -135,7 +135,7 @@ class StepState:
         """Record the first failure. No optimizer step of the model runs after it."""
         if self.failure is None:  # later exceptions follow from the first
             self.failure = failure
-            self.phase, self.owner = Phase.FAILED, None
+            self.phase, self.owner = StepPhase.FAILED, None
 
     def refuse_after_failure(self, method: str) -> None:
         """Raise StepError if a failure is recorded. The error names `method`."""
@@ -155,7 +155,7 @@ class StepState:
 
     def reset(self) -> None:
         """End the optimizer step."""
-        self.phase = Phase.IDLE if self.failure is None else Phase.FAILED
+        self.phase = StepPhase.IDLE if self.failure is None else StepPhase.FAILED
         self.owner, self.num_micro_batches, self.gradient_scale = None, 0, 1.0
         self.is_counted, self.is_stepped = False, True
         self.reduced, self.is_clipped, self.is_applied, self.done = None, False, False, []

@@ -12,7 +12,7 @@ import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.ranks import RankError
 from tests.processes.training import SmallTraining, check_errors, config, errors_of, same_bits, wrapped
-from zeroamp.wrapping.step_state import Phase, StepState
+from zeroamp.wrapping.step_state import StepPhase, StepState
 
 NAME = "llama_tied"
 
@@ -247,7 +247,7 @@ def test_a_failure_outlives_the_end_of_its_step():
     state = StepState()
     state.fail("backward")
     state.reset()
-    assert state.phase is Phase.FAILED
+    assert state.phase is StepPhase.FAILED
 
 
 def _gradients_left():

@@ -42,7 +42,7 @@ from zeroamp.training.rank_agreement import Done, RankAgreement
 from zeroamp.training.refused_arguments import refuse_foreign, refuse_set_by_caller
 from zeroamp.training.update import OptimizerUpdate
 from zeroamp.wrapping.state import WrapState
-from zeroamp.wrapping.step_state import StepPhase, Reduced
+from zeroamp.wrapping.step_state import Reduced, StepPhase
 
 logger = logging.getLogger("zeroamp")
 

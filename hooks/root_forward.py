@@ -16,6 +16,7 @@ order after FSDP2's hooks, also if the forward raised. Methods given to `registe
 list. A forward inside a forward (`generate` calls the model) is not outermost.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -36,7 +37,7 @@ from zeroamp.hooks._torch.fsdp import (
     recorded_forwards,
     release,
 )
-from zeroamp.hooks.unit_hooks import UnitHooks, wrap_forward
+from zeroamp.hooks.unit_hooks import UnitHooks
 
 ContextPlace = Literal["report", "outer autocast", "random state", "autocast", "reshard", "before unshard"]
 PLACES: tuple[ContextPlace, ...] = get_args(ContextPlace)
@@ -70,17 +71,8 @@ class _OpenForward:
     """Whether it is a registered method, and not a call of the root."""
     has_begun: bool = False
     """Whether the model's own code runs, after FSDP2 has unsharded the root."""
-    is_noted: bool = False
-    """Whether `has_ended` will be set."""
-    has_ended: bool = False
-    """Whether the model's own code has ended, also by a KeyboardInterrupt, for which torch calls no hooks."""
     entered: ExitStack = field(default_factory=ExitStack)
     """The context managers that were entered. Empty until all of them are."""
-
-    @property
-    def may_call_root(self) -> bool:
-        """Whether a call of the root may run inside this forward. Otherwise this forward was interrupted."""
-        return self.is_method or (self.has_begun and not self.has_ended)
 
     def leave(self, error: BaseException | None) -> None:
         """Exit the context managers with the exception that ended the forward, or None."""
@@ -96,7 +88,7 @@ class RootForward:
     def __init__(self) -> None:
         self._by_place: dict[ContextPlace, list[ForwardContext]] = {place: [] for place in PLACES}
         self._contexts: tuple[ForwardContext, ...] = ()
-        self.running: list[_OpenForward] = []
+        self._open: list[_OpenForward] = []
         """One entry per running forward, outermost first."""
         self._output_hooks: list[Callable[[object], None]] = []
         self._change_output: Callable[[Any], Any] | None = None
@@ -104,12 +96,12 @@ class RootForward:
     @property
     def depth(self) -> int:
         """The number of forwards that are running, one inside the other."""
-        return len(self.running)
+        return len(self._open)
 
     @property
     def runs_model(self) -> bool:
         """Whether the model's own code runs in a forward, after FSDP2 has unsharded the root."""
-        return bool(self.running) and self.running[-1].has_begun and not self.running[-1].has_ended
+        return bool(self._open) and self._open[-1].has_begun
 
     def add(self, place: ContextPlace, context: ForwardContext) -> None:
         """Run all later forwards inside `context`. Those of one place are entered in the order of their `add`."""
@@ -133,8 +125,7 @@ class RootForward:
         self._change_output = change
 
     def add_hooks(self, root: nn.Module, hooks: UnitHooks) -> None:
-        """Add the hooks on `root`, and wrap its forward. Call once."""
-        wrap_forward(root, self._noting_end)
+        """Add the hooks on `root`. Call once."""
         hooks.add(root, "enter root", self._enter)
         hooks.add(root, "begin root", lambda _module, _args: self._begin())
         hooks.add(root, "see root's output", lambda _module, _args, output: self._see_output(output))
@@ -186,64 +177,60 @@ class RootForward:
         setattr(root, name, outside)
 
     def reset(self) -> None:
-        """Exit the context managers of forwards that a KeyboardInterrupt ended: it calls no hooks.
-
-        A call of the root that follows does this by itself, unless a library has replaced `root.forward`.
-        """
-        while self.running:
+        """Exit the context managers of forwards that a KeyboardInterrupt ended: it calls no hooks."""
+        while self._open:
             with suppress(_AbandonedError):
-                self.running.pop().leave(_AbandonedError())
+                self._open.pop().leave(_AbandonedError())
 
     @untraced
     def _enter(
-        self, _root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_method: bool = False
+        self, root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_method: bool = False
     ) -> None:
-        if self.running and not self.running[-1].may_call_root:
+        if self._open and not self._open[-1].is_method and not _is_nested(root):
             self.reset()
-        call = ForwardCall(args, kwargs, is_outermost=not self.running)
+        call = ForwardCall(args, kwargs, is_outermost=not self._open)
         # Appended before anything can raise, because torch calls `_leave` then too.
-        self.running.append(forward := _OpenForward(sys.exception(), is_method))
+        self._open.append(forward := _OpenForward(sys.exception(), is_method))
         with ExitStack() as entered:
             for new_context in self._contexts:
                 if (context := new_context(call)) is not None:
                     entered.enter_context(context)
             forward.entered = entered.pop_all()
 
-    def _noting_end(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward of the root that notes when it ends. Lightning calls another one: see `reset`."""
-
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            current = self.running[-1] if self.running and not torch.compiler.is_compiling() else None
-            if current is None or current.is_noted:  # `root.forward(x)` inside of the root's forward
-                return forward(*args, **kwargs)
-            current.is_noted = True
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                current.has_ended = True
-
-        return noted
-
     @untraced
     def _begin(self) -> None:
-        if self.running:
-            self.running[-1].has_begun = True
+        if self._open:
+            self._open[-1].has_begun = True
 
     @untraced
     def _leave(self) -> None:
-        if self.running:
-            forward, error = self.running.pop(), sys.exception()
+        if self._open:
+            forward, error = self._open.pop(), sys.exception()
             forward.leave(error if error is not forward.handled_before else None)
 
     @untraced
     def _see_output(self, output: Any) -> Any:
-        if self.running:
-            self.running[-1].has_ended = True
+        if self._open:
+            self._open[-1].has_begun = False
         if self._change_output is not None and self.depth == 1:
             output = self._change_output(output)
         for hook in self._output_hooks:
             hook(output)
         return output
+
+
+def _is_nested(root: nn.Module) -> bool:
+    """Return whether the call of `root` that begins runs inside another one, as in Lightning's `training_step`.
+
+    Otherwise a KeyboardInterrupt has ended the other one without calling its hooks. Only the stack tells them apart. It
+    is read only if a forward seems to be running.
+    """
+    frame, num_calls = inspect.currentframe(), 0
+    while frame is not None:
+        is_call = frame.f_code.co_name == "_call_impl" and frame.f_code.co_filename == nn.modules.module.__file__
+        num_calls += is_call and frame.f_locals.get("self") is root
+        frame = frame.f_back
+    return num_calls > 1
 
 
 def reshard_after_no_grad(root: nn.Module) -> ForwardContext:

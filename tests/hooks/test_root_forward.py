@@ -160,44 +160,6 @@ def test_a_model_may_call_itself_in_its_forward():
     assert forward.depth == 0
 
 
-def test_a_method_in_the_place_of_the_forward_may_call_the_model():
-    """Lightning replaces the forward for one call, by `training_step` for example."""
-    depths = []
-    forward, root = RootForward(), Calls([])
-    forward.add("report", lambda call: depths.append((call.is_outermost, forward.depth)))
-    attach(forward, root)
-    for _ in range(2):
-        own = root.forward
-
-        def instead(own=own):
-            root.forward = own
-            return root()
-
-        root.forward = instead
-        assert root() == 0
-    assert depths == [(True, 1), (False, 2)] * 2
-    assert forward.depth == 0
-
-
-def test_the_forward_itself_may_be_called_inside_of_the_forward():
-    """`root.forward(x)` runs no hooks, and does not end the forward around it."""
-    depths = []
-    forward = RootForward()
-
-    class CallsForward(nn.Module):
-        def forward(self, depth):
-            if depth == 0:
-                return "output"
-            self.forward(0)
-            return self(depth - 1)
-
-    root = CallsForward()
-    forward.add("report", lambda call: depths.append((call.is_outermost, forward.depth)))
-    attach(forward, root)
-    assert root(2) == "output"
-    assert depths == [(True, 1), (False, 2), (False, 3)]
-
-
 def test_outputs_are_shown_unchanged_and_a_removed_context_is_not_entered():
     log, outputs = [], []
     root = Calls(log)

@@ -97,15 +97,8 @@ class _ForwardModule(nn.Module):
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped model, with its hooks. Lightning has replaced its forward, by `training_step` for example.
-
-        A KeyboardInterrupt, which the Trainer catches, calls no hooks.
-        """
-        try:
-            return self.module(*args, **kwargs)
-        except BaseException:
-            wrap_state(self.module).root_forward.reset()
-            raise
+        """Call the wrapped model, with its hooks."""
+        return self.module(*args, **kwargs)
 
 
 class ZeroampStrategy(DDPStrategy):

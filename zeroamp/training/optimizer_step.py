@@ -227,7 +227,7 @@ class Step:
 
     def run_backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Run a backward with the flags of the ZeRO stage. `loss` is already scaled and divided."""
-        if self.state.root_forward.running:
+        if self.state.root_forward.depth:
             self.state.root_forward.reset()  # a KeyboardInterrupt may have ended a forward midway
         is_first = self.current.num_micro_batches == 0
         if is_first:

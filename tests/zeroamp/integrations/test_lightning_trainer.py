@@ -11,7 +11,6 @@ import zeroamp
 from tests.processes.lightning_loops import fit, fitted, lightning_warnings, loader_of, module_of, trainer_of
 from tests.processes.training import check_errors, errors_of, full_parameters, same_bits
 from tests.selection import slow_but
-from zeroamp.wrapping.state import wrap_state
 
 pytest.importorskip("lightning")
 
@@ -208,31 +207,6 @@ REFUSED = {
 
 def test_what_does_not_go_is_refused_by_name(ranks2, tmp_path):
     check_errors(ranks2.run(_refused, tmp_path), REFUSED)
-
-
-class _Interrupted(torch.nn.Linear):
-    def training_step(self, x):
-        self(x)
-        raise KeyboardInterrupt
-
-
-def _after_an_interrupt():
-    """Return of each forward of an interrupted training_step, and of the one after it, whether it was outermost."""
-    from lightning.pytorch.strategies.strategy import _ForwardRedirection
-
-    from zeroamp.integrations.lightning import _ForwardModule
-
-    torch.manual_seed(0)
-    model, seen = zeroamp.wrap_model(_Interrupted(4, 4), zeroamp.policy_from_config(AUTOCAST)), []
-    wrap_state(model).root_forward.add("report", lambda call: seen.append(call.is_outermost))
-    with pytest.raises(KeyboardInterrupt):
-        _ForwardRedirection()(_ForwardModule(model), model, "training_step", torch.ones(2, 4))
-    model(torch.ones(2, 4))
-    return seen
-
-
-def test_a_forward_after_an_interrupted_step_is_outermost_again(ranks2):
-    assert ranks2.run(_after_an_interrupt) == [[True, False, True]] * 2
 
 
 def test_the_names_are_registered():

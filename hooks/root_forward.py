@@ -168,11 +168,13 @@ class RootForward:
 
         @wraps(method)
         def outside(*args: Any, **kwargs: Any) -> Any:
-            self._enter(root, args, kwargs, is_method=True)
+            depth = self.depth
             try:
+                self._enter(root, args, kwargs, is_method=True)
                 return registered(*args, **kwargs)
             finally:
-                self._leave()
+                while self.depth > depth:  # a KeyboardInterrupt may have ended a call of the root, without its hooks
+                    self._leave()
 
         setattr(root, name, outside)
 

@@ -1,4 +1,4 @@
-"""Shows what a run does to whoever records it: the ops that run, and the reads of a tensor's dtype.
+"""Passes each op of a run, and each read of a tensor's dtype, to a recorder.
 
 | recorder | of | records |
 |---|---|---|

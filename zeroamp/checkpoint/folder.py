@@ -187,5 +187,5 @@ def _run(path: Path) -> str | None:
 
 
 def _is_unused(path: Path) -> bool:
-    """Return whether a path is left of a removal of a checkpoint that was killed."""
+    """Return whether a path was left by a process that was killed while it removed a checkpoint."""
     return path.is_dir() and path.name.startswith(_REMOVED)

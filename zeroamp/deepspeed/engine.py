@@ -116,8 +116,9 @@ class DeepSpeedEngine(nn.Module):
             raise refusal("engine.backward(retain_graph=True)", "Add the losses, and call backward once.")
         train_step, step = self._trained("backward"), wrap_state(self.module).step
         if not step.is_stepped and (step.is_counted or step.phase is StepPhase.COMPLETE):
-            step.extend_micro_batch(is_divided=scale_wrt_gas)
-        train_step.backward(loss, is_last=self._boundary, divide=scale_wrt_gas)
+            train_step.add_backward(loss, divide=scale_wrt_gas)
+        else:
+            train_step.backward(loss, is_last=self._boundary, divide=scale_wrt_gas)
         return loss.detach() / self.policy.gradient_accumulation_steps if scale_wrt_gas else loss.detach()
 
     def step(self) -> None:

@@ -75,9 +75,9 @@ def _stepped(
 ) -> defaultdict[torch.Tensor, dict[str, object]]:
     """Return the state after one step of a copy of `optimizer` that has `stepped` in the place of `parameter`.
 
-    The place of each other parameter has one without elements and gradient: bitsandbytes reads a parameter's settings
-    by the number of its group and its own number there. The copy has no hooks. Its `step` is that of the class,
-    not one that a scheduler or torch.compile has set.
+    Each other parameter is replaced by an empty one without a gradient, because bitsandbytes reads the settings of a
+    parameter by the number of its group and its own number there. The copy has no hooks. Its `step` is that of the
+    class, not one that a scheduler or torch.compile has set.
     """
     absent = nn.Parameter(torch.empty(0))
     groups = [

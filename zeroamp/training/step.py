@@ -219,6 +219,18 @@ class TrainStep:
         self._step.backward(loss, last=self._is_last(is_last), divide=divide)
         current.is_counted, current.was_in_no_sync = is_counted, self._is_in_no_sync
 
+    def add_backward(self, loss: torch.Tensor, *, divide: bool) -> None:
+        """Run another backward of the last micro-batch, before `step`: its gradients and its loss are added.
+
+        Raises as `backward`.
+        """
+        current = self._step.current
+        before = current.is_counted, current.was_in_no_sync, current.num_micro_batches
+        num_divided = current.num_divided or int(divide)
+        self._step.backward(loss, last=self._step.phase is StepPhase.COMPLETE, divide=divide)
+        current.is_counted, current.was_in_no_sync, current.num_micro_batches = before
+        current.num_divided = num_divided
+
     def _is_last(self, is_last: bool | None) -> bool:
         """Return whether a backward is the last of its optimizer step. Raise StepError if it contradicts the others."""
         phase, current = self._step.phase, self._step.current

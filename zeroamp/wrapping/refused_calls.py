@@ -24,8 +24,9 @@ _REFUSED = {
         "of the weights, average the shards: docs/recipes.md has an example. For a second model, build and wrap one."
     ),
     "__reduce_ex__": (
-        "torch.save(model) cannot pickle a wrapped model, whose parameters are sharded. On all ranks, call "
-        "zeroamp.export_hf(model, folder) for its weights, or zeroamp.save_checkpoint to go on with training."
+        "A wrapped model, whose parameters are sharded, cannot be pickled or copied, as torch.save(model) and "
+        "copy.copy do. On all ranks, call zeroamp.export_hf(model, folder) for its weights, or zeroamp.save_checkpoint "
+        "to go on with training."
     ),
     "resize_token_embeddings": (
         "resize_token_embeddings was called on a wrapped model, whose embeddings are sharded. Call it before "
@@ -151,15 +152,16 @@ def _own_shards_only(model: nn.Module, shard: str | None, load: Callable[..., An
 
     @wraps(load)
     def checked(state_dict: Any, prefix: str, metadata: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if (saved := metadata.get(_SHARD)) is not None and saved != shard:
+        named = [(name, state_dict.get(prefix + name), parameter) for name, parameter in model.named_parameters()]
+        saved = metadata.get(_SHARD, shard)
+        if saved != shard and any(isinstance(value, DTensor) for _, value, _ in named):
             raise WrapError(
                 f"load_state_dict was given the parameters of another rank ({saved}), but this rank has "
                 f"{shard or 'whole parameters'}. The state_dict() of a wrapped model has its own rank's shards, so one "
                 "rank cannot save the model with torch.save. To go on with training, call zeroamp.save_checkpoint and "
                 "zeroamp.load_checkpoint on all ranks. For the weights, call zeroamp.export_hf and zeroamp.load_hf."
             )
-        for name, parameter in model.named_parameters():
-            value = state_dict.get(prefix + name)
+        for name, value, parameter in named:
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and can_be_sharded(parameter):
                 _refuse_whole(name, parameter)
         return load(state_dict, prefix, metadata, *args, **kwargs)

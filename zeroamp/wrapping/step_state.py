@@ -112,15 +112,6 @@ class StepState:
         else:
             terms.append(loss)
 
-    def extend_micro_batch(self, *, is_divided: bool) -> None:
-        """Let the next backward belong to the micro-batch of the last one: its gradients and its loss are added.
-
-        `is_divided`: whether the last backward divided its loss.
-        """
-        self.phase, self.is_stepped = StepPhase.OPEN, True
-        self.num_micro_batches -= 1
-        self.num_divided -= is_divided
-
     @property
     def are_divided(self) -> bool | None:
         """Whether `backward` divided the losses: True if it divided any, None before the first loss."""

@@ -103,7 +103,9 @@ def describe_random_blocks(model: nn.Module, plan: Plan) -> str | None:
     """
     if plan.policy.optional_units:
         return None
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    }
     rates = {
         name: value
         for config in configs.values()
@@ -114,8 +116,8 @@ def describe_random_blocks(model: nn.Module, plan: Plan) -> str | None:
         return None
     return (
         f"The model's config has {some_of([f'{name}={value}' for name, value in rates.items()])}: in training, each "
-        "rank skips other blocks at random. Ranks that run other units wait for each other until the backend's "
-        'timeout, or reduce in another order, which is an error. Set it to 0, or name the blocks in "zeroamp": '
+        "rank skips different blocks at random. Ranks that run different units wait for each other until the backend's "
+        'timeout, or reduce in another order, which is an error. Set layerdrop to 0, or name the blocks in "zeroamp": '
         '{"optional_units": [...]} (docs/ranks.md).'
     )
 

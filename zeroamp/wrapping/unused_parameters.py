@@ -29,7 +29,7 @@ class SentNumbers:
     """Small integers that a rank sends in each optimizer step. They are copied to the device after a change only."""
 
     dtype: torch.dtype
-    _values: bytes = b""
+    _values: bytes | None = None
     _sent: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
     def on_device(self, mesh: DeviceMesh, values: bytes) -> torch.Tensor:

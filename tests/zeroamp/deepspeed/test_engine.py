@@ -37,6 +37,32 @@ def test_backwards_before_one_step_add_up(ranks2, case):
     check_runs(ranks2.run(several_backwards, cfg, 3, *boundary), one_process.train(NAME, reduce_each=True, **options))
 
 
+def _mixed_backwards():
+    """Steps of several backwards: after `no_sync`, after a failure, of two scales. Return their counts and a loss."""
+    engine, found = start(config(2, accumulation=1)), []
+    with engine.no_sync():
+        engine.backward(loss_at(engine, 0))
+    for scaled in (True, True):
+        engine.backward(loss_at(engine, 1), scale_wrt_gas=scaled)
+    engine.step()
+    found.append(engine.global_steps)
+    engine.backward(loss_at(engine, 2))
+    with pytest.raises(StepError):
+        engine.backward(loss_at(engine, 2).detach())
+    engine.step()
+    found.append(engine.global_steps)
+    for scaled in (False, True):
+        engine.backward(loss_at(engine, 3), scale_wrt_gas=scaled)
+    engine.step()
+    return [*found, engine.global_steps], float(engine.report.loss)
+
+
+def test_more_backwards_leave_the_count_of_steps_as_it_is(ranks2):
+    for counts, mean in ranks2.run(_mixed_backwards):
+        assert counts == [1, 2, 3]
+        assert 0 < mean < 100
+
+
 def _small_losses_in_fp16():
     """The parameters that an engine and a TrainStep train, on this rank."""
     keys = {"fp16": {"enabled": True, "initial_scale_power": 8}, "zeroamp": {"reproducible": True}}

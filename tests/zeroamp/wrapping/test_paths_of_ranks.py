@@ -223,6 +223,6 @@ def _warnings(optional_units):
 
 def test_a_model_that_skips_blocks_at_random_is_warned_of(ranks2):
     (line,), of_others = ranks2.run(_warnings, [])
-    assert "config has encoder_layerdrop=0.1: in training, each rank skips other blocks at random" in line
+    assert "config has encoder_layerdrop=0.1: in training, each rank skips different blocks at random" in line
     assert of_others == []  # one message per job
     assert not any("at random" in line for line in ranks2.run(_warnings, ["text"])[0])

@@ -145,6 +145,16 @@ def test_a_forward_after_a_keyboard_interrupt_is_outermost_again():
     assert forward.depth == 0
 
 
+def test_a_method_that_was_interrupted_is_left_with_the_call_inside():
+    log = []
+    forward = _all_places(log)
+    root = _attached(forward, Calls(log, raises_at=1))
+    root.error = KeyboardInterrupt  # in the second call of the root, for which torch calls no hook
+    with pytest.raises(KeyboardInterrupt):
+        root.generate(1)
+    assert forward.depth == 0
+
+
 class _CallsItself(nn.Module):
     def forward(self, call_again):
         return self(call_again=False) if call_again else "inner"

@@ -220,6 +220,7 @@ NATIVE = {"zeroamp": {"reduce_accumulate_dtype": "native"}}
 LOOPS = {
     "sums in fp32": ("TrainStep", {}, None),
     "sums in bf16": ("TrainStep", {"data_types": {"grad_accum_dtype": "bf16"}}, None),
+    "reproducible": ("TrainStep", {"zeroamp": {"reproducible": True}}, None),
     "native sums of replicas": ("TrainStep", NATIVE, (2, 1)),
     "native sums of replicas in a plain loop": ("plain loop", NATIVE, (2, 1)),
     "sums of replicas in a plain loop": ("plain loop", {}, (2, 1)),

@@ -22,8 +22,8 @@ from zeroamp.planning.mesh import device_of
 from zeroamp.planning.mesh_axes import MeshAxes
 from zeroamp.policies.errors import StepError, some_of
 from zeroamp.training.norm_and_clip import local_sum_of_squares
-from zeroamp.training.optimizer_checks import full_name
 from zeroamp.training.update import kind_of
+from zeroamp.wrapping.optimizer_hooks import full_name
 
 TOLERANCE = 1e-3
 

@@ -16,9 +16,7 @@ from zeroamp.optimizers.bf16_states import Bf16StatesAdamW
 from zeroamp.optimizers.muon import update_matrices_in_steps
 from zeroamp.planning.mesh import num_shards_of
 from zeroamp.policies.errors import StepError
-from zeroamp.training.optimizer_checks import full_name
-from zeroamp.training.update import Kind
-from zeroamp.wrapping.optimizer_hooks import has_own_step
+from zeroamp.wrapping.optimizer_hooks import Kind, full_name, has_own_step
 
 WHOLE_PARAMETERS = (
     "torch.optim.Adafactor",

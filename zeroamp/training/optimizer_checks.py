@@ -60,8 +60,3 @@ def shard_loaded_state(optimizer: torch.optim.Optimizer, root: nn.Module) -> Non
         shard_state(optimizer, names)
     with suppress(AttributeError):  # a wrapper that does not call `Optimizer.__init__` has no hooks
         optimizer.register_load_state_dict_pre_hook(before_load)
-
-
-def full_name(optimizer: torch.optim.Optimizer) -> str:
-    """Return module and class: several libraries have an optimizer of the same name."""
-    return f"{type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from operator import is_
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,13 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.dtensor import local_parts
 from zeroamp.planning.mesh import local_part, num_shards_of, sharded_like
-from zeroamp.wrapping.optimizer_hooks import ELEMENTWISE, OwnedOptimizers, has_own_step, has_step_hooks
+from zeroamp.wrapping.optimizer_hooks import ELEMENTWISE, Kind, OwnedOptimizers, has_own_step, has_step_hooks
 from zeroamp.wrapping.state import WrapState
-
-Kind = Literal["shards", "muon", "DTensors"]
-"""`shards`: the optimizer gets this rank's shards as plain tensors. `muon`: `torch.optim.Muon`, whose matrices are
-gathered on one rank each. `DTensors`: the optimizer gets the sharded parameters as they are, and torch communicates
-where an operation needs it."""
 
 
 def kind_of(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> Kind:

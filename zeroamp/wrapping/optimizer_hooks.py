@@ -25,7 +25,7 @@ it only on a rank that did not use a parameter of a unit that ran. Gradients tha
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -61,6 +61,16 @@ ELEMENTWISE = (
     torch.optim.SGD,
 )
 """Element-wise optimizers whose state has the parameter's shape or one element. Subclasses may update differently."""
+
+Kind = Literal["shards", "muon", "DTensors"]
+"""`shards`: the optimizer gets this rank's shards as plain tensors. `muon`: `torch.optim.Muon`, whose matrices are
+gathered on one rank each. `DTensors`: the optimizer gets the sharded parameters as they are, and torch communicates
+where an operation needs it."""
+
+
+def full_name(optimizer: torch.optim.Optimizer) -> str:
+    """Return module and class: several libraries have an optimizer of the same name."""
+    return f"{type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}"
 
 
 class OwnedOptimizers:

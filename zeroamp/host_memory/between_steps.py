@@ -26,9 +26,6 @@ from zeroamp.wrapping.state import wrap_state
 PART_BYTES = 256 * 2**20
 """Bytes of the shards of parameters that are updated together. Two fp32 moments of them take twice as many."""
 
-Bucket = list[torch.Tensor]
-"""Shards that are updated together."""
-
 
 class OffloadBetweenSteps(StepExtension):
     """Lets a `TrainStep`'s optimizers update in parts, whose state is in host memory before and after."""
@@ -55,7 +52,7 @@ class _OffloadedState:
 
     def __init__(self, update: OptimizerUpdate, device: torch.device) -> None:
         self._optimizer, self._device = update.optimizer, device
-        self._parts: list[Bucket] = []
+        self._parts: list[list[torch.Tensor]] = []
         """Those whose state is in host memory."""
         self._copies: list[HostCopies] = []
         """The state of each of them. One that was restored is empty, until the next `_copied`."""
@@ -73,7 +70,7 @@ class _OffloadedState:
             yield self._on_device(index, part)
 
     @contextmanager
-    def _on_device(self, index: int, part: Bucket) -> Iterator[None]:
+    def _on_device(self, index: int, part: list[torch.Tensor]) -> Iterator[None]:
         self._copies[index].restore()
         with limited_to(self._optimizer, part):
             yield
@@ -85,7 +82,7 @@ class _OffloadedState:
             self._copies.append(self._copied(part))
             self._parts.append(part)
 
-    def _copied(self, part: Bucket) -> HostCopies:
+    def _copied(self, part: list[torch.Tensor]) -> HostCopies:
         ids = set(map(id, part))
         state = [value for key, value in self._optimizer.state.items() if id(key) in ids]
         copies = HostCopies(tensors_in(state), self._device)
@@ -97,11 +94,11 @@ class _OffloadedState:
         self._copies, self._parts = [], []
 
 
-def _ids(parts: list[Bucket]) -> list[list[int]]:
+def _ids(parts: list[list[torch.Tensor]]) -> list[list[int]]:
     return [list(map(id, part)) for part in parts]
 
 
-def parts_of(optimizer: torch.optim.Optimizer) -> list[Bucket]:
+def parts_of(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
     """Return the parameters of an optimizer in the parts in which it updates them: see [Note: An update in parts].
 
     A part has shards of at most `PART_BYTES`; a larger shard is a part of its own. An optimizer with step hooks has one
@@ -111,7 +108,7 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[Bucket]:
     is_elementwise = type(optimizer) in (*ELEMENTWISE, Bf16StatesAdamW)
     if not is_elementwise or has_own_step(optimizer) or has_step_hooks(optimizer):
         return [parameters]
-    parts: list[Bucket] = [[]]
+    parts: list[list[torch.Tensor]] = [[]]
     num_bytes = 0
     for parameter in parameters:
         with torch.no_grad():
@@ -125,7 +122,7 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[Bucket]:
 
 
 @contextmanager
-def limited_to(optimizer: torch.optim.Optimizer, part: Bucket) -> Iterator[None]:
+def limited_to(optimizer: torch.optim.Optimizer, part: list[torch.Tensor]) -> Iterator[None]:
     """Leave only the parameters of `part` in the optimizer's param groups inside the context."""
     own, ids = [group["params"] for group in optimizer.param_groups], set(map(id, part))
     try:

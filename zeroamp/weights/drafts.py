@@ -103,7 +103,7 @@ class Draft:
 
 
 def remove_leftovers(folder: Path, prefix: str, is_unused: Callable[[Path], bool] = lambda _: False) -> None:
-    """Remove the drafts of killed writers, whose names begin with `prefix`, and paths for which `is_unused` is true.
+    """Remove the drafts of killed writers, whose names begin with `prefix`, and folders for which `is_unused` is true.
 
     What cannot be removed stays, with a warning: the caller does not need its place.
     """
@@ -111,10 +111,8 @@ def remove_leftovers(folder: Path, prefix: str, is_unused: Callable[[Path], bool
         try:
             if path.name.startswith(prefix):
                 _remove_if_left(path.with_name(path.name.removesuffix(_WRITER)))
-            elif is_unused(path) and path.is_dir():
-                shutil.rmtree(path)
             elif is_unused(path):
-                path.unlink(missing_ok=True)
+                shutil.rmtree(path)
         except OSError as error:
             logger.warning("%s may be left of a killed writer, but cannot be checked or removed: %s", path, error)
 

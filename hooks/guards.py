@@ -99,16 +99,30 @@ def explain_sharded_reads(root: nn.Module, own_units: Collection[str]) -> Forwar
 
 def _read_sharded(root: nn.Module, traceback: TracebackType | None, own_units: Collection[str]) -> str:
     """Return the text for an error of a sharded read. It names the innermost module in whose forward it was raised."""
-    callers = [frame.f_locals.get("self") for frame, _ in walk_tb(traceback)]
+    callers = [frame.f_locals for frame, _ in walk_tb(traceback)]
     fqns = {module: fqn for fqn, module in root.named_modules()}
-    reader = next((each for each in reversed(callers) if isinstance(each, nn.Module) and each in fqns), root)
+    in_modules = (names for names in reversed(callers) if isinstance(names.get("self"), nn.Module))
+    names = next((names for names in in_modules if names["self"] in fqns), {"self": root})
+    reader = names["self"]
     name = next(cls.__name__ for cls in type(reader).__mro__ if not issubclass(cls, FSDPModule))
+    where = f"{fqns[reader] or 'The root'} (a {name})"
+    whole = [variable for variable, value in names.items() if any(map(_is_whole_dtensor, tensors_in(value)))]
+    if whole:
+        return (
+            f"{where} got a DTensor in {', '.join(whole)}, beside plain tensors. A new tensor of a sharded parameter is "
+            "a DTensor, as in next(model.parameters()).new_zeros(size). Make it without the parameter: "
+            "torch.zeros(size, device=inputs.device)."
+        )
     text = (
-        f"{fqns[reader] or 'The root'} (a {name}) read a sharded parameter of another module. Each FSDP unit is "
-        f"unsharded when it is called. In auto_wrap_policy, name {name} or a module around it, and not the modules "
-        "whose parameters it reads."
+        f"{where} read a sharded parameter of another module. Each FSDP unit is unsharded when it is called. In "
+        f"auto_wrap_policy, name {name} or a module around it, and not the modules whose parameters it reads."
     )
     return f"{text} Or, if it was one of these: {_read_outside(own_units)}" if own_units else text
+
+
+def _is_whole_dtensor(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a DTensor that every rank has whole. A parameter, or what is computed of it, is not."""
+    return isinstance(tensor, DTensor) and all(placement.is_replicate() for placement in tensor.placements)
 
 
 def attach_gradient_guard(parameter: nn.Parameter, unit: str) -> None:

@@ -109,8 +109,8 @@ def _read_sharded(root: nn.Module, traceback: TracebackType | None, own_units: C
     whole = [variable for variable, value in names.items() if any(map(_is_whole_dtensor, tensors_in(value)))]
     if whole:
         return (
-            f"{where} got a DTensor in {', '.join(whole)}, beside plain tensors. A new tensor of a sharded parameter is "
-            "a DTensor, as in next(model.parameters()).new_zeros(size). Make it without the parameter: "
+            f"{where} got a DTensor in {', '.join(whole)}, beside plain tensors. A new tensor of a sharded parameter "
+            "is a DTensor, as in next(model.parameters()).new_zeros(size). Make it without the parameter: "
             "torch.zeros(size, device=inputs.device)."
         )
     text = (
@@ -121,7 +121,7 @@ def _read_sharded(root: nn.Module, traceback: TracebackType | None, own_units: C
 
 
 def _is_whole_dtensor(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a DTensor that every rank has whole. A parameter, or what is computed of it, is not."""
+    """Return whether a tensor is a DTensor that every rank has whole. Parameters, and results of them, are not."""
     return isinstance(tensor, DTensor) and all(placement.is_replicate() for placement in tensor.placements)
 
 
@@ -160,14 +160,14 @@ class BackwardGuard:
     models, because a generator's loss also runs through the discriminator. The discriminator's own `TrainStep` refuses
     the gradients that this backward leaves."""
 
-    def __init__(self, reason: str, leaves: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def __init__(self, text: Callable[[], str], leaves: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Store what the check and its error need.
 
         Args:
-            reason: what a plain backward ignores, for the message.
+            text: returns the error's text.
             leaves: returns the unsharded parameters, which are autograd's leaves.
         """
-        self.reason = reason
+        self._text = text
         self._leaves = leaves
 
     def watch(self, output: object) -> None:
@@ -183,10 +183,7 @@ class BackwardGuard:
 
     def _check(self, _grad: torch.Tensor) -> None:
         if not self.armed and accumulates_in(self._leaves()):
-            raise StepError(
-                f"loss.backward() was called, but {self.reason}, which a plain backward ignores. "
-                "Call zeroamp.TrainStep(model, optimizer).backward(loss), then .step()."
-            )
+            raise StepError(self._text())
 
 
 def refuse_create_graph(_grad: torch.Tensor | None = None) -> None:

@@ -22,6 +22,7 @@ from zeroamp.policies.errors import StepError
 from zeroamp.policies.policy import Policy, policy_from_config
 from zeroamp.training.refused_arguments import Scheduler
 from zeroamp.training.step import TrainStep
+from zeroamp.wrapping.state import wrap_state
 from zeroamp.wrapping.wrap import wrap_model
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer] | None
@@ -93,6 +94,7 @@ def initialize(
             "initialize(lr_scheduler=) was given without an optimizer. Pass optimizer=, or write it in the config."
         )
     wrap_model(model, policy)
+    wrap_state(model).step.trained_by = "an engine trains. Call engine.backward(loss), then engine.step()"
     before.wrapped(model)
     for parameter in before.replaced():
         vars(parameter)[REPLACED] = True

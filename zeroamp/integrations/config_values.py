@@ -5,6 +5,8 @@
 | "auto" | gets the value of its argument, else a rule's (the model's `hidden_size`), else that of `_DEFAULTS` |
 | another value | must agree with the argument |
 | not there | is left out. Only accumulation, clipping and the precision are taken from the arguments even then |
+
+`zeroamp.sync_module_states` is true unless the config sets it: all ranks get the first rank's weights, as with DDP.
 """
 
 from collections.abc import Mapping
@@ -34,6 +36,7 @@ _DEFAULTS = {STEPS: 1, CLIPPING: 0.0, "scheduler.params.warmup_min_lr": 0}
 _BATCH_SIZES = ("train_micro_batch_size_per_gpu", "train_batch_size")
 _ENABLED, _DTYPE = "torch_autocast.enabled", "torch_autocast.dtype"
 _BLOCKS = ("bf16", "fp16")
+_SAVES_16_BIT = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 
 def flat_config(config: ConfigOrPolicy) -> dict[str, Any]:
@@ -69,6 +72,7 @@ def fill_config(
         ConfigError: keys and arguments disagree (the error names all of them), or an "auto" cannot be filled.
     """
     flat = flat_config(config)
+    was_auto = AUTO in (flat.get(_ENABLED), *(flat.get(f"{block}.enabled") for block in _BLOCKS))
     mismatches = _fill_precision(flat, precision or "no")
     if precision is None:
         mismatches = []
@@ -93,7 +97,12 @@ def fill_config(
             f'{some_of(left)} must have a value, but is "auto": neither {arguments} nor the hidden_size of the '
             "model's config give one. Write a value, or remove the key."
         )
-    return nest(flat)
+    if was_auto and not any(flat.get(path) for path in (_ENABLED, *(f"{block}.enabled" for block in _BLOCKS))):
+        flat.pop(_SAVES_16_BIT, None)  # one config for runs in low precision and in fp32, which has no such weights
+    filled = nest(flat)
+    if isinstance(own := filled.get("zeroamp", {}), dict):  # else the policy's error names the block
+        filled["zeroamp"] = {"sync_module_states": True, **own}
+    return filled
 
 
 def without_open_keys(config: dict[str, Any]) -> dict[str, Any]:

@@ -222,8 +222,6 @@ class ZeroampStrategy(DDPStrategy):
     def _policy_for(self, trainer: "pl.Trainer | None") -> Policy:
         """Return the policy from the config, the precision, and the arguments of the Trainer if there is one.
 
-        `zeroamp.sync_module_states` is true by default: ranks get the first rank's parameters, as with DDP.
-
         Raises:
             ConfigError: the config is invalid, or contradicts the arguments.
         """
@@ -235,7 +233,6 @@ class ZeroampStrategy(DDPStrategy):
                 known[CLIPPING] = "gradient_clip_val", float(trainer.gradient_clip_val)
         precision = _MIXED[self._mixed]
         config = fill_config(self._config, known, precision=precision, arguments="the arguments of the Trainer")
-        config["zeroamp"] = {"sync_module_states": True} | config.get("zeroamp", {})
         policy = policy_from_config(config, world_size=None if trainer is None else self.num_nodes * self.num_processes)
         refuse_other_precision(policy, precision, f'precision="{self._mixed}"')
         if policy.reproducible:

@@ -102,7 +102,7 @@ def _add_root_forward(model: nn.Module, state: WrapState, hooks: UnitHooks) -> N
     elif policy.external_autocast == "error":
         forward.add("outer autocast", refuse_autocast(device_type, policy.mode))
     if reasons := _needs_train_step(state.plan, state.extensions):
-        forward.on_output(BackwardGuard(reasons, partial(_leaves, model, state)).watch)
+        forward.on_output(BackwardGuard(partial(_plain_backward, state, reasons), partial(_leaves, model, state)).watch)
     forward.add_hooks(model, hooks)
 
 
@@ -131,6 +131,16 @@ def _add_own_units(model: nn.Module, state: WrapState, hooks: UnitHooks) -> None
         for parameter in (each for each in module.parameters() if each.requires_grad):
             attach_gradient_guard(parameter, fqn)
     forward.add("reshard", explain_sharded_reads(model, tuple(own_units)))
+
+
+def _plain_backward(state: WrapState, reasons: str) -> str:
+    """Return the text of the error for a plain backward. `reasons`: of `_needs_train_step`."""
+    if state.step.trained_by is not None:
+        return f"loss.backward() was called on a model that {state.step.trained_by}."
+    return (
+        f"loss.backward() was called, but {reasons}, which a plain backward ignores. Call "
+        "zeroamp.TrainStep(model, optimizer).backward(loss), then .step()."
+    )
 
 
 def _needs_train_step(plan: Plan, extensions: Iterable[Extension]) -> str:

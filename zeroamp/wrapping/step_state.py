@@ -91,6 +91,8 @@ class StepState:
     failure: str | None = None
     """The first exception of a backward or step, as text: where, class and message. Gradients may be missing, and
     parameters may be updated in part, so no step runs after it. The exception itself would retain tensors."""
+    trained_by: str | None = None
+    """Which integration runs the optimizer steps, and what to call there: the end of an error's sentence."""
     is_observed: bool = False
     """Whether an observed step is running, which restores all state: see `ledger/observed_step.py`."""
     accumulates_in: torch.dtype = torch.float32

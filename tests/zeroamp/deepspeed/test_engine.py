@@ -116,6 +116,8 @@ def _refused():
             call(engine)
         assert says in str(raised.value), name
     assert not hasattr(engine, "train_batch")
+    with pytest.raises(StepError, match=r"that an engine trains. Call engine.backward\(loss\), then engine.step\(\)"):
+        loss_of(start({"zero_optimization": {"stage": 2}}), batch(NAME, 0)).backward()  # gradient_clipping: 1.0
 
 
 def test_what_an_engine_cannot_do_raises_with_the_reason(ranks2):

@@ -407,12 +407,44 @@ def _misused():
         accelerator.backward(model(**batch)["loss"])
         raises("LocalSGD", script.optimizer.step)
     script.optimizer.zero_grad()
+    raises("even_batches=True", accelerator.join_uneven_inputs, [model])
     other = Classifier()
     raises("2 models", accelerator.prepare, other, torch.optim.SGD(other.parameters()))
 
 
 def test_what_a_script_may_not_call(ranks2):
     ranks2.run(_misused)
+
+
+def _without_optimizer():
+    """What differs from DDP's parameters and norms, with an optimizer of the caller, and other weights per rank."""
+    found = []
+    for kind in (DDP, 0, 3):
+        accelerator = accelerator_of(kind)
+        torch.manual_seed(dist.get_rank())
+        model, loader = accelerator.prepare(Classifier(), DataLoader(examples(16, 3), batch_size=4))
+        optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for batch in loader:
+            with accelerator.no_sync(model):
+                accelerator.backward(model(**batch)["loss"])
+            accelerator.backward(model(**batch)["loss"])
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 100.0)))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((full_parameters(getattr(model, "module", model)), norms))
+    (expected, norms), *ours = found
+    accelerator = accelerator_of(0, {"gradient_clipping": 1.0}, gradient_accumulation_steps=2)
+    model = accelerator.prepare(Classifier())
+    with pytest.raises(zeroamp.StepError, match="gradient_accumulation_steps=2, but no optimizer is prepared"):
+        accelerator.backward(torch.ones((), requires_grad=True))
+    with pytest.raises(zeroamp.StepError, match=r"a ZeroampAccelerator trains. Call accelerator.backward\(loss\)"):
+        model(torch.ones(1, 2, dtype=torch.long))["logits"].sum().backward()
+    return [(same_bits(parameters, expected), each == pytest.approx(norms)) for parameters, each in ours]
+
+
+def test_a_model_prepared_without_an_optimizer_trains_as_with_ddp(ranks2):
+    """Also with other first weights on each rank, which get those of the first."""
+    assert ranks2.run(_without_optimizer) == [[([], True)] * 2] * 2
 
 
 def _teacher():

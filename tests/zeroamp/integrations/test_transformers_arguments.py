@@ -85,6 +85,8 @@ def test_every_mismatch_is_named_at_once():
 
 
 AUTO_AUTOCAST = {"torch_autocast": {"enabled": "auto", "dtype": "auto"}}
+SAVES_16_BIT = {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}}
+"""As in transformers' template of a ZeRO-3 config."""
 AUTO_BLOCKS = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
 
 
@@ -96,6 +98,7 @@ AUTO_BLOCKS = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
         ({}, "no", ("fp32", None)),
         (AUTO_AUTOCAST, "bf16", ("autocast", torch.bfloat16)),
         (AUTO_AUTOCAST, "no", ("fp32", None)),
+        (AUTO_BLOCKS | SAVES_16_BIT, "no", ("fp32", None)),  # the key has no effect in fp32
         ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "no", ("autocast", torch.bfloat16)),
         ({"torch_autocast": {"enabled": True}, "bf16": {"enabled": "auto"}}, "bf16", ("autocast", torch.bfloat16)),
         (AUTO_BLOCKS, "fp16", ("fp16", torch.float16)),

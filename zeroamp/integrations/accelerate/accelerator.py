@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -18,6 +18,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import AutocastKwargs, DynamoBackend, convert_file_size_to_int, convert_to_fp32
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
@@ -242,6 +244,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             model = self.wrap(model)
             before.wrapped(model)
             self._before.append(before)
+        wrap_state(model).step.trained_by = "a ZeroampAccelerator trains. Call accelerator.backward(loss)"
         refuse_shared_samples(model, "accelerate", self.num_processes)
         if _outputs_to_fp32 not in model._forward_hooks.values():  # another training may have prepared the model
             model.register_forward_hook(_outputs_to_fp32)
@@ -347,16 +350,42 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         without `accumulate` calls this several times before `optimizer.step()`, gradients are added, and each call
         reduces.
 
+        If no optimizer is prepared, the caller's own is stepped, as in a loop without `TrainStep`.
+
         Raises:
-            StepError: `zeroamp.TrainStep.backward` raises it.
+            StepError: `zeroamp.TrainStep.backward` raises it, or no optimizer is prepared where the config needs
+                `TrainStep`.
         """
-        loop, steps = self.loop_driver, self.gradient_accumulation_steps
+        steps, is_last = self.gradient_accumulation_steps, self.sync_gradients and not self._is_in_no_sync
+        if self._models and not self._optimizers:
+            self._plain_backward(loss, is_last=is_last)
+            return
+        loop = self.loop_driver
         # Reproducible gradients are divided once, after the sum over all micro-batches.
         divide = self.policy.reproducible and self._divides_losses and steps == self.policy.gradient_accumulation_steps
         if isinstance(loss, torch.Tensor) and not divide:  # TrainStep refuses other losses
             loss = loss / steps
-        with loop.accumulating(self._is_in_no_sync or not self.sync_gradients):
+        with loop.accumulating(not is_last):
             loop.backward(loss, divide=divide)
+
+    def _plain_backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Run the backward of a loop whose optimizer is not prepared: see "The plain loop" in docs/from-fsdp2.md."""
+        if (steps := self.gradient_accumulation_steps) > 1:
+            raise StepError(
+                f"accelerator.backward was called with gradient_accumulation_steps={steps}, but no optimizer is "
+                "prepared. Call accelerator.prepare(model, optimizer)."
+            )
+        for model in self._models:
+            cast(FSDPModule, model).set_requires_gradient_sync(is_last)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        """Raise StepError: parameters are sharded, so every rank must run the same number of forwards."""
+        del joinables, even_batches
+        raise StepError(
+            "accelerator.join_uneven_inputs was called, but the parameters are sharded, so every rank must run the "
+            "same number of forwards. Leave it out, and keep even_batches=True, accelerate's default, or use drop_last."
+        )
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -388,6 +417,9 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             raise StepError(
                 f"clip_grad_norm_ must get norm_type=2, but got {norm_type}: zeroamp has the 2-norm. Leave it out."
             )
+        if self._models and not self._optimizers:
+            norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+            return norm.full_tensor() if isinstance(norm, DTensor) else norm
         self._refuse_part(parameters)
         return self.loop_driver.clip_norm(max_norm)
 

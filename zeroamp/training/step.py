@@ -99,6 +99,7 @@ class TrainStep:
         self._policy = self._step.state.plan.policy
         self._scheduler_steps = _SchedulerSteps()
         self._is_in_no_sync = False
+        self._has_warned = False  # of another number of micro-batches
         run_alike(
             self._checked,
             what="TrainStep",
@@ -216,8 +217,24 @@ class TrainStep:
             PeerError: the backend ended a collective, because it timed out or another rank's process ended.
         """
         is_counted, current = is_last is None and not self._is_in_no_sync, self._step.current
+        if is_last and divide and not self._has_warned:
+            self._warn_of_other_number()
         self._step.backward(loss, last=self._is_last(is_last), divide=divide)
         current.is_counted, current.was_in_no_sync = is_counted, self._is_in_no_sync
+
+    def _warn_of_other_number(self) -> None:
+        """Warn if the last backward of an optimizer step makes its losses no mean over its micro-batches."""
+        number = 1 if self._step.is_between_steps else self._step.current.num_micro_batches + 1
+        if number == (divisor := self._policy.gradient_accumulation_steps) or divisor == 1:
+            return
+        self._has_warned = True
+        if is_first_rank(self._step.state.axes.whole):
+            logger.warning(
+                "TrainStep.backward divided the losses of an optimizer step of %d micro-batches by "
+                "gradient_accumulation_steps, %d. For their mean, divide each loss yourself and pass divide=False. "
+                "This is logged once.",
+                *(number, divisor),
+            )
 
     def add_backward(self, loss: torch.Tensor, *, divide: bool) -> None:
         """Run another backward of the last micro-batch, before `step`: its gradients and its loss are added.

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.measuring.accumulation import NAME, all_cells, relative_errors
+from tests.measuring.logs import log_lines
 from tests.models.small import build
 from tests.processes.training import SmallTraining, config, same_bits, train
 from zeroamp.policies.accumulation import COMPUTE
@@ -111,3 +112,21 @@ def test_a_parameter_frozen_between_micro_batches_keeps_its_gradient(ranks2, sta
     assert same_bits(first[1], second[1]) == []
     assert first[2] == second[2] == [fqn for fqn in first[0] if "blocks.1" in fqn]
     assert set(same_bits(first[0], first[1])) == set(first[0])  # each block has the gradient of one micro-batch
+
+
+def _warnings_of_counts(divide):
+    """The lines that are logged in steps of other numbers of micro-batches than the config's 2."""
+    training = SmallTraining(config(2, accumulation=2), name=NAME)
+    with log_lines() as lines:
+        for count in (2, 1, 3):
+            for micro in range(count):
+                training.backward(is_last=micro + 1 == count, divide=divide)
+            training.train.step()
+    return lines
+
+
+def test_a_step_of_fewer_micro_batches_than_its_divisor_warns_once(ranks2):
+    assert ranks2.run(_warnings_of_counts, divide=False) == [[], []]
+    (line,), of_others = ranks2.run(_warnings_of_counts, divide=True)
+    assert "divided the losses of an optimizer step of 1 micro-batches by gradient_accumulation_steps, 2" in line
+    assert of_others == []  # one message per job

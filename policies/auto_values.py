@@ -1,11 +1,11 @@
 """Fills the values that a config leaves `"auto"` with keyword arguments, as accelerate and transformers do."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from zeroamp.policies.errors import ConfigError, describe, shown, some_of
-from zeroamp.policies.json_values import flatten, json_value, load_config
+from zeroamp.policies.json_values import flatten, json_value, load_config, nest
 from zeroamp.policies.key_names import names_key, rename_keys
 from zeroamp.policies.numbers import is_integer
 
@@ -55,6 +55,19 @@ def open_auto_keys(cfg: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str,
     flat = rename_keys(flatten(load_config(cfg)))
     derived = {path: [name for name, rules in DERIVED.items() if path in rules] for path in flat}
     return {path: (path, _short_name(path), *derived[path]) for path in flat if _is_open(path, flat)}
+
+
+def without_open_keys(cfg: Mapping[str, Any] | str | os.PathLike[str], filled: Collection[str] = ()) -> dict[str, Any]:
+    """Return a config without the keys that are "auto", so that its errors are found before they have values.
+
+    `filled`: names of the arguments that will fill keys, which stay.
+
+    A block `optimizer` or `scheduler` with such a key is left out.
+    """
+    left = [path for path, names in open_auto_keys(cfg).items() if not set(names) & set(filled)]
+    blocks = tuple(f"{path.split('.')[0]}." for path in left if path.startswith(("optimizer.", "scheduler.")))
+    flat = rename_keys(flatten(load_config(cfg)))
+    return nest({path: value for path, value in flat.items() if path not in left and not path.startswith(blocks)})
 
 
 def _short_name(path: str) -> str:

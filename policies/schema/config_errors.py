@@ -42,6 +42,11 @@ _MEANT = {
     "reduce_dtype": "communication_data_type",
 }
 """Name of a key elsewhere -> the path of the key with its meaning, where the spelling is not near."""
+_ELSEWHERE = {
+    "fsdp": "zeroamp calls FSDP2 itself: set zero_optimization.stage.",
+    "activation_checkpointing.enabled": "Call model.gradient_checkpointing_enable() before wrap_model.",
+}
+"""Path of a key that neither has -> what to do, beside removing it."""
 _SET_BY_MODE = ("dtype", "param_dtype", "compute_dtype")  # FSDP2's names among them
 _TYPE_ERRORS = ("_type", "_from_float", "value_error")
 _MOST_LINES = 20  # of an error: finding the key that was meant takes a millisecond for each unknown one
@@ -70,6 +75,9 @@ def _explain(path: str, details: list[Any]) -> str:
     if detail["type"] == "missing":
         return f"{path} is missing and has no default. Add it."
     if detail["type"] == "extra_forbidden":
+        if path in _ELSEWHERE or path.rpartition(".")[2].startswith("_"):
+            instead = _ELSEWHERE.get(path, "JSON has no comments: write them elsewhere.")
+            return f"{path} is a key of neither DeepSpeed 0.19.8 nor zeroamp. Remove it. {instead}"
         known, block = _siblings(path), path.rpartition(".")[0] or "the top level"
         listed = ", ".join(known) if len(known) <= _MANY else "listed by `zeroamp check --all`"
         remedy = f"{_nearest(path, known)} The keys of {block} are {listed}."

@@ -10,7 +10,7 @@ import runpy
 import signal
 import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +28,7 @@ from zeroamp.ledger.explain import Ledger
 from zeroamp.module_dtypes.extension import overridden
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan, build_plan
+from zeroamp.policies.auto_values import without_open_keys
 from zeroamp.policies.errors import ConfigError, ZeroAmpError, printable, some_of
 from zeroamp.policies.policy import Policy
 from zeroamp.reporting import saved_runs
@@ -82,9 +83,19 @@ def check(options: Namespace) -> str:
         raise ConfigError("The config is missing. Name a JSON file, or list all keys with --all.")
     if options.model is None and (options.auto_wrap is not None or options.inputs is not None):
         raise ConfigError("--auto-wrap and --inputs are about a model. Name one with --model, or leave them out.")
-    policy = zeroamp.policy_from_config({}) if options.config is None else _policy(options, options.world_size)
+    opened = {} if options.config is None else zeroamp.open_auto_keys(options.config)
+    left = [path for path, names in opened.items() if not dict(options.auto).keys() & names]
+    if left:
+        policy = _policy(options, options.world_size, _without(left, options))
+    else:
+        policy = zeroamp.policy_from_config({}) if options.config is None else _policy(options, options.world_size)
     lines = [] if options.config is None else [str(options.config)]
     lines.append(policy.report(defaults=options.all))
+    if left:
+        lines.append(
+            f'"auto", and not checked: {some_of(left, len(left))}. A Trainer of transformers and a ZeroampAccelerator '
+            "fill these keys by their arguments (bf16 is assumed above). To check a value, pass --auto KEY=VALUE."
+        )
     if not options.all:
         lines.append("--all lists all other keys with their defaults.")
     if options.model is None:
@@ -93,6 +104,15 @@ def check(options: Namespace) -> str:
         plan = build_plan(load_model(options.model), policy, options.auto_wrap, _example_inputs(options))
         lines.append(f"\n{options.model}: {_describe(plan)}")
     return "\n".join(lines)
+
+
+def _without(left: Collection[str], options: Namespace) -> dict[str, Any]:
+    """Return the config without the keys in `left`, which are "auto". Of the precisions it then has bf16."""
+    config = without_open_keys(options.config, dict(options.auto))
+    for block, others in (("torch_autocast", {"dtype": "bfloat16"}), ("bf16", {})):
+        if f"{block}.enabled" in left:
+            return {**config, block: {**others, **config.get(block, {}), "enabled": True}}
+    return config
 
 
 def _describe(plan: Plan) -> str:
@@ -237,10 +257,11 @@ def parsers() -> list[ArgumentParser]:
     return [root, of_check, of_explain, of_plan, of_report, of_profile, of_compare]
 
 
-def _policy(options: Namespace, num_ranks: int | None) -> Policy:
-    """Return the policy of the config. A mistake in it is an error whose text begins with the path."""
+def _policy(options: Namespace, num_ranks: int | None, config: dict[str, Any] | None = None) -> Policy:
+    """Return the policy of the config, or of `config`, a part of it. The text of an error begins with the path."""
+    given = options.config if config is None else config
     try:
-        policy = zeroamp.policy_from_config(options.config, world_size=num_ranks, **dict(options.auto))
+        policy = zeroamp.policy_from_config(given, world_size=num_ranks, **dict(options.auto))
         if num_ranks is not None:
             ranks_at(policy, num_ranks)
         return policy

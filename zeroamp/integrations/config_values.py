@@ -105,17 +105,6 @@ def fill_config(
     return filled
 
 
-def without_open_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config without the keys that are "auto", so that its errors are found before there is a model.
-
-    A block `optimizer` or `scheduler` with such a key is left out.
-    """
-    left = open_auto_keys(config)
-    blocks = tuple(f"{path.split('.')[0]}." for path in left if path.startswith(("optimizer.", "scheduler.")))
-    flat = flatten(config)
-    return nest({path: value for path, value in flat.items() if path not in left and not path.startswith(blocks)})
-
-
 def refuse_other_precision(policy: Policy, asked: Precision | None, argument: str) -> None:
     """Raise ConfigError if an argument asks for another precision than the policy's. None: it asks for none."""
     found = PRECISIONS[policy.low_dtype]

@@ -1,5 +1,6 @@
 """Builds the learning-rate scheduler of the config's `scheduler` block."""
 
+import logging
 from typing import Any
 
 import torch
@@ -7,6 +8,8 @@ import torch
 from zeroamp.optimizers.from_config import PolicyLike, policy_of
 from zeroamp.optimizers.scheduler_params import Curve
 from zeroamp.policies.errors import ConfigError
+
+logger = logging.getLogger("zeroamp")
 
 
 class CurveLR(torch.optim.lr_scheduler.LRScheduler):
@@ -82,6 +85,13 @@ def scheduler_from_config(cfg: PolicyLike, optimizer: torch.optim.Optimizer, /, 
 
 
 def _check_fits(curve: Curve, optimizer: torch.optim.Optimizer) -> None:
+    values = dict(curve)
+    if (total := values.get("total_num_steps")) is not None and values["warmup_num_steps"] >= total:
+        logger.warning(
+            "scheduler.params.warmup_num_steps is %d, but total_num_steps is %d: the run ends before the learning rate "
+            "has reached its maximum. Set fewer warm-up steps.",
+            *(values["warmup_num_steps"], total),
+        )
     num_groups = len(optimizer.param_groups)
     for key, value in curve:
         if isinstance(value, tuple) and len(value) != num_groups:

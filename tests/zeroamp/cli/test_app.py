@@ -64,6 +64,24 @@ def test_check_prints_the_keys_of_the_config_and_their_defaults_if_asked(cfg):
     assert run("check", "--all") == (0, f"{zeroamp.policy_from_config({}).report(defaults=True)}\n{model}", "")
 
 
+def test_check_leaves_out_keys_that_an_integration_fills(tmp_path):
+    path = tmp_path / "trainer.json"
+    stage = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
+    precision = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    path.write_text(json.dumps({**stage, **precision, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}))
+    code, out, err = run("check", path)
+    assert (code, err) == (0, "")
+    assert "zero_optimization.stage = 3" in out
+    left = "bf16.enabled, fp16.enabled, optimizer.params.lr"
+    assert f'"auto", and not checked: zero_optimization.reduce_bucket_size, {left}. A Trainer' in out
+    assert (
+        "not checked: zero_optimization.reduce_bucket_size. A Trainer"
+        in run("check", path, "--auto", "bf16=false", "--auto", "fp16=true", "--auto", "lr=0.1")[1]
+    )
+    path.write_text(json.dumps({**precision, "zero_optimization": {"stage": 4}}))
+    assert "zero_optimization.stage must be" in run("check", path)[2]
+
+
 def test_check_with_a_model_adds_a_line_of_its_units_and_groups(cfg, net, llama):
     policy = zeroamp.policy_from_config(cfg)
     code, out, err = run("check", cfg, "--model", net)

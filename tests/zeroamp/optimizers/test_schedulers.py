@@ -122,6 +122,11 @@ def test_a_learning_rate_that_is_a_tensor_stays_that_tensor():
     assert {type(lr) for lr in scheduler.get_last_lr() + scheduler.state_dict()["base_lrs"]} == {float}
 
 
+def test_a_warm_up_longer_than_the_run_warns(caplog):
+    scheduler_from_config(cfg("WarmupDecayLR", total_num_steps=100, warmup_num_steps=200), adam())
+    assert "warmup_num_steps is 200, but total_num_steps is 100: the run ends before" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("case", "optimizer", "words"),
     [

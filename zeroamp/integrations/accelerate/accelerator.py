@@ -40,11 +40,11 @@ from zeroamp.integrations.config_values import (
     fill_config,
     flat_config,
     refuse_other_precision,
-    without_open_keys,
 )
 from zeroamp.integrations.loop_driver import LoopDriver, refuse_shared_samples
 from zeroamp.optimizers.parameters_before import ParametersBefore
 from zeroamp.optimizers.schedulers import CurveLR
+from zeroamp.policies.auto_values import without_open_keys
 from zeroamp.policies.errors import ConfigError, StepError
 from zeroamp.policies.policy import Policy, policy_from_config
 from zeroamp.training.step import TrainStep, step_of

@@ -22,11 +22,11 @@ from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
 from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.integrations.accelerate import ZeroampAccelerator
-from zeroamp.integrations.config_values import without_open_keys
 from zeroamp.integrations.peft import export_adapter, load_adapter
 from zeroamp.integrations.transformers.arguments import REFUSED, fill_auto, refuse_arguments, with_head_in_fp32
 from zeroamp.optimizers.from_config import optimizer_from_config
 from zeroamp.optimizers.schedulers import scheduler_from_config
+from zeroamp.policies.auto_values import without_open_keys
 from zeroamp.policies.auto_wrap import find_units
 from zeroamp.policies.errors import CheckpointError, ConfigError, WrapError
 from zeroamp.policies.policy import ConfigLike, Policy, policy_from_config

@@ -15,7 +15,7 @@ from tests.oracles import plain_loop
 from tests.processes.training import config, full_parameters, same_bits
 from tests.selection import slow_but
 
-NUM_STEPS = 6
+NUM_STEPS = 3
 STAGES = (0, 1, 2, 3)
 OPTIMIZERS = {
     "AdamW": functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1),
@@ -187,7 +187,7 @@ def _run_loop(loop, model, context):
         with context():
             return loss_of(model, FAMILIES["Llama"].batch(index))
 
-    for step in range(4):
+    for step in range(NUM_STEPS):
         loop(model, optimizers, loss_at, step)
     return full_parameters(model)
 

@@ -1,3 +1,4 @@
+import gc
 import sys
 
 import pytest
@@ -9,6 +10,13 @@ from tests.processes.ranks import Ranks
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _frozen():
+    """Collections, of which a run on fake tensors makes several, need not look at torch and at all tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def _started(num_ranks, scope):

@@ -105,11 +105,10 @@ def _numbers(out):
 def test_killed_ranks_do_not_change_the_run(data, uninterrupted, tmp_path):
     random_ = random.Random(0)
     with Run(tmp_path, data, "--save-every", "1", "--resume", "auto") as run:
-        for step in (3, 9):  # at step 3 the checkpoint of step 1 is written: the save of step 2 waited for it
-            assert run.wait_for(f"step {step}/"), "".join(run.lines)
-            threading.Event().wait(random_.uniform(0, 0.2))
-            os.kill(random_.choice(run.ranks()), signal.SIGKILL)
-            assert run.wait_for("resuming after step"), "".join(run.lines)
+        assert run.wait_for("step 3/"), "".join(run.lines)  # the checkpoint of step 1 is written: that of step 2 waited
+        threading.Event().wait(random_.uniform(0, 0.2))
+        os.kill(random_.choice(run.ranks()), signal.SIGKILL)
+        assert run.wait_for("resuming after step"), "".join(run.lines)
         assert run.finish() == 0, "".join(run.lines)
     assert _numbers(tmp_path) == uninterrupted
 
@@ -134,21 +133,20 @@ def test_sigterm_saves_ends_and_the_run_goes_on(data, uninterrupted, tmp_path):
 
 @pytest.mark.slow
 def test_a_reproducible_run_ends_with_the_files_of_one_rank(data, tmp_path):
-    """A reproducible run on 4, 2 and 1 ranks ends with the files of a run on 1."""
+    """A reproducible run on 2 ranks and 1 ends with the files of a run on 1."""
     config = ["--config", ROOT / "examples" / "configs" / "reproducible_autocast_bf16.json"]
     whole, parts, changes = tmp_path / "whole", tmp_path / "parts", []
     with Run(whole, data, *config, num_ranks=1) as run:
         assert run.finish() == 0, "".join(run.lines)
-    for num_ranks, step in ((4, 5), (2, 11), (1, None)):  # two saves or more each: the second waits for the first
+    for num_ranks, step in ((2, 5), (1, None)):  # two saves: the second waits for the first
         with Run(parts, data, *config, "--save-every", "2", "--resume", "auto", num_ranks=num_ranks) as run:
             if step is None:
                 assert run.finish() == 0, "".join(run.lines)
             else:
                 assert run.wait_for(f"step {step}/"), "".join(run.lines)  # leaving the block kills it
-            assert (num_ranks == 4) == (not any(line.startswith("resuming after step") for line in run.lines))
+            assert (num_ranks == 2) == (not any(line.startswith("resuming after step") for line in run.lines))
             changes += [line.strip() for line in run.lines if line.startswith("after step")]
     assert [change.split(": ")[1] for change in changes] == [
-        "ranks 4 -> 2, gradient_accumulation_steps 1 -> 2, train_batch_size is still 16",
         "ranks 2 -> 1, gradient_accumulation_steps 2 -> 4, train_batch_size is still 16",
     ]
     assert json.loads((parts / "losses.json").read_text())["changes"] == changes

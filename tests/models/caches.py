@@ -158,13 +158,3 @@ class Model(nn.Module):
 
 
 KINDS = [name[1:] for name in vars(Model) if name.startswith("_") and not name.startswith("__")]
-
-
-def empty_caches():
-    """Empty all caches that are not of a model."""
-    global LAST
-    for cache in (of_function, _tuple_in_dict, Model.method, cache_helpers.of_function):
-        cache.cache_clear()
-    for container in (TABLES, LIST, Plain.shared, Model.by_size, cache_helpers.TABLES, cache_helpers.Rotary.tables):
-        container.clear()
-    LAST, Model.size, Model.current, PLAIN.size, PLAIN.table = (None,) * 5

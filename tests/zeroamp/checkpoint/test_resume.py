@@ -8,20 +8,20 @@ import torch
 from tests.processes.checkpoint_training import Case, resume
 from tests.selection import slow_but
 
-DYNAMIC = {"dtype": "float16", "fp16": {"initial_scale_power": 12, "loss_scale_window": 3, "hysteresis": 2}}
+DYNAMIC = {"dtype": "float16", "fp16": {"initial_scale_power": 12, "loss_scale_window": 2, "hysteresis": 2}}
 
 
 @pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
-def test_ten_steps_and_ten_resumed_ones_are_twenty(ranks2, tmp_path, stage):
+def test_five_steps_and_five_resumed_ones_are_ten(ranks2, tmp_path, stage):
     options = {"accumulation": 2, "clip": 0.5, **DYNAMIC}
-    case = Case(stage=stage, scheduler="cosine", options=options, overflow_at=(3, 7, 8, 12, 14), steps=(10, 10))
+    case = Case(stage=stage, scheduler="cosine", options=options, overflow_at=(3, 6, 8), steps=(5, 5))
     for resumed in ranks2.run(resume, str(tmp_path), case, uninterrupted=True):
         assert resumed.differing == []
         scales = [entry[2] for entry in resumed.log]
         skipped = [index for index, entry in enumerate(resumed.log) if entry[3]]
-        assert skipped == [3, 7, 8, 12, 14]
-        assert len(set(scales[:10])) > 1  # it moved before the save, and after it
-        assert len(set(scales[10:])) > 1
+        assert skipped == [3, 6, 8]
+        assert len(set(scales[:5])) > 1  # it moved before the save, and after it
+        assert len(set(scales[5:])) > 1
         assert all(entry[1] > 0.5 for index, entry in enumerate(resumed.log[:3]))  # so that clipping acts
 
 

@@ -80,7 +80,7 @@ def step_s(seconds):
 
 def test_losses_norms_and_times_are_compared_step_by_step_in_alternating_pairs():
     a = steps('"loss", 1 / step, "grad_norm", 2', path="a.py")
-    steps('{"loss": 1 / step + (step > 2), "grad_norm": 4}', seconds=0.2, path="b.py")
+    steps('{"loss": 1 / step + (step > 2), "grad_norm": 4}', seconds=0.05, path="b.py")
     code, out, err = run("compare", a, f"{PYTHON} -m b", "--steps", 6, "--rounds", 2, "--json")
     assert code == 0, err
     found = json.loads(out)
@@ -138,7 +138,7 @@ def test_two_ranks_that_print_losses_are_an_error():
     [
         ("print('loss', 1); raise OSError('no data here')", [], "A ended with exit code 1, after 1 of 10 losses"),
         ("print('no data here')", [], "A ended with exit code 0, after 0 of 10 losses (--steps) that match --loss"),
-        ("print('no data here'); time.sleep(600)", ["--timeout", 5], "A was killed after 5 s (--timeout), after 0"),
+        ("print('no data here'); time.sleep(600)", ["--timeout", 3], "A was killed after 3 s (--timeout), after 0"),
     ],
 )
 def test_a_run_without_its_losses_is_an_error(script, arguments, sentence):
@@ -163,8 +163,8 @@ def test_a_process_that_holds_the_output_does_not_delay_the_end():
 
 
 def test_output_without_a_line_break_is_not_retained():
-    """A run prints 400 MB in one line; then its losses, after carriage returns, are found."""
-    script = "import sys; [sys.stdout.write('x' * 10**6) for _ in range(400)]; print('no loss here')"
+    """A run prints 200 MB in one line; then its losses, after carriage returns, are found."""
+    script = "import sys; [sys.stdout.write('x' * 10**6) for _ in range(200)]; print('no loss here')"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     code, _, err = run("compare", f"{PYTHON} -c {shlex.quote(script)}", "unused", "--timeout", 60)
     assert code == 1
@@ -186,7 +186,7 @@ def test_a_signal_ends_the_run_and_its_processes():
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         children = Path("children")
         while process.poll() is None and not (children.exists() and len(children.read_text().split()) == 2):
-            time.sleep(0.1)
+            time.sleep(0.02)
         process.terminate()
         assert process.wait() == -signal.SIGINT
     assert_nothing_runs(2)

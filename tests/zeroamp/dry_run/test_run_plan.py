@@ -13,6 +13,9 @@ from tests.zeroamp.dry_run.plans import FULL, TOKENS, plan, tokens
 from zeroamp.dry_run.gpu_memory import RESERVED_BYTES
 from zeroamp.dry_run.timeline import KINDS
 
+FITS = (4_000_000 + RESERVED_BYTES) / 1e9
+"""GB of a GPU into which some batches of the small model fit."""
+
 
 @pytest.fixture(scope="module")
 def run():
@@ -50,13 +53,12 @@ def test_what_a_page_draws_has_the_parts_in_order(accumulation, names):
 
 @pytest.mark.slow
 def test_the_largest_batch_fits_and_the_next_does_not():
-    gpu = (4_000_000 + RESERVED_BYTES) / 1e9
-    run = plan(gpu=gpu, stages=(1, 3))
+    run = plan(gpu=FITS, stages=(1, 3))
     assert [run.fits(stage) for stage in run.stages] == [True, True]
     for stage in run.stages:
         assert stage.largest_batch > 2
         for batch, fits in ((stage.largest_batch, True), (stage.largest_batch + 1, False)):
-            at_batch = plan(gpu=gpu, stages=(stage.stage,), batch=batch)
+            at_batch = plan(gpu=FITS, stages=(stage.stage,), batch=batch)
             assert at_batch.fits(at_batch.stages[0]) is fits
     assert run.stages[0].largest_batch <= run.stages[1].largest_batch
 
@@ -71,7 +73,7 @@ def test_json_has_every_number_in_bytes(run):
 
 def test_text_says_what_is_planned_and_what_is_not(monkeypatch, run):
     """Text says what is planned and not counted in one unit and in the width of the terminal."""
-    text = " ".join(str(plan({"threshold": None}, stages=(3,), gpu=80)).split())
+    text = " ".join(str(plan({"threshold": None}, stages=(3,), gpu=FITS)).split())
     assert "mode autocast, 8 ranks, 1 x batch 2 x 12 per rank, without activation checkpointing" in text
     assert "Every expert of an MoE layer gets equally many tokens" in text
     assert "Fragmentation is not counted" in text
@@ -182,5 +184,5 @@ def test_the_model_is_left_as_it_was():
 
 
 def test_a_run_that_does_not_fit_says_what_to_change(run):
-    assert "Nothing fits" not in str(plan(stages=(3,), gpu=80))
+    assert "Nothing fits" not in str(plan(stages=(3,), gpu=FITS))
     assert "Nothing fits. Plan again with activation checkpointing" in " ".join(str(run).split())

@@ -123,7 +123,7 @@ def _slept(what, stride):
     return counts, same_bits(training.parameters(), undisturbed.parameters())
 
 
-AT_EACH = [pytest.param([part], 3, marks=pytest.mark.slow) for part in PARTS]
+AT_EACH = [pytest.param([part], 7, marks=pytest.mark.slow) for part in PARTS]
 
 
 @pytest.mark.parametrize(("what", "stride"), [(PARTS, 11), *AT_EACH])  # a storage has 4 points
@@ -142,8 +142,8 @@ def _between_steps():
             assert same_bits(_bits(training), before) == []
 
         for _ in range(2):
-            counts.append(_faults(optimizer.state_dict, is_whole, stride=3))  # a storage has 4 points
-            counts.append(_faults(lambda: put_state_away(optimizer), is_whole, stride=3))
+            counts.append(_faults(optimizer.state_dict, is_whole, stride=5))  # a storage has 4 points
+            counts.append(_faults(lambda: put_state_away(optimizer), is_whole, stride=5))
         training.step(2)
     return counts, same_bits(training.parameters(), _trained({}, 3).parameters())
 
@@ -189,7 +189,7 @@ def _in_updates():
             names = [name for name in before if not name.endswith(".grad")]
             broken += [n for n in names if not any(torch.equal(found[n], each[n]) for each in (before, after))]
             training = _trained({"zeroamp": {"offload_between_steps": ["optimizer"]}})
-            number += 17  # a sample: each number needs a training of its own
+            number += 31  # a sample: each number needs a training of its own
 
 
 @pytest.mark.slow

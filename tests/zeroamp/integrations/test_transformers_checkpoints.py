@@ -178,7 +178,9 @@ def _best(folder, in_16_bits):
     return best, losses, trainer.evaluate()["eval_loss"], parameters_of(trainer.model)
 
 
-@pytest.mark.parametrize("in_16_bits", [False, True], ids=["weights alone", "files of 16 bits beside the state"])
+@pytest.mark.parametrize(
+    "in_16_bits", slow_but([False, True], True), ids=["weights alone", "files of 16 bits beside the state"]
+)
 def test_the_best_model_is_loaded_at_the_end_in_fp32(ranks2, tmp_path, in_16_bits):
     from safetensors.torch import load_file
 

@@ -43,22 +43,22 @@ def options_of(*overrides, **options):
 CASES = {
     "fp32 head": (
         options_of({"modules": "head", "compute": "fp32", "communication": "fp32"}),
-        (0, 1, 2, 3),
+        (0, 3),
         {"in_fp32": ["head"]},
     ),
     "fp32 Linear inside of a unit, bf16 gradients": (
         options_of({"modules": ["blocks.1.out", "norm"], "compute": "fp32", "communication": "bf16"}),
-        (1, 2, 3),
+        (1, 3),
         {"in_fp32": ["blocks.1.out", "norm"], "sent_as": {"blocks.1.out.weight": BF16, "norm.weight": BF16}},
     ),
     "some norms send bf16: two model-wide groups": (
         options_of({"modules": "norm2", "communication": "bf16"}),
-        (1, 2, 3),
+        (1, 2),
         {"sent_as": {fqn: BF16 for fqn in NORMS if "norm2" in fqn}},
     ),
     "the embedding is all-gathered in bf16": (
         options_of({"modules": "torch.nn.Embedding", "param": "bf16"}),
-        (0, 1, 2, 3),
+        (0, 3),
         {"gathered_low": ["embed.weight"]},
     ),
     "Linears of no list": (

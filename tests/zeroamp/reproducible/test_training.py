@@ -12,7 +12,10 @@ from tests.processes.reproducible import SEED
 from tests.processes.training import check_errors, config, errors_of, same_bits
 from tests.selection import slow_but
 
-NUM_STEPS = 12
+NUM_STEPS = 6
+GROWTH_INTERVAL = 2
+OVERFLOW_AT = (4, 5)
+"""Step and micro-batch."""
 CLIP = 0.5
 
 
@@ -25,7 +28,7 @@ def cfg_of(stage=3, mode="autocast", **more):
     elif mode == "bf16":
         cfg["bf16"] = {"enabled": True}
     else:
-        cfg["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 6, "hysteresis": 1}
+        cfg["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": GROWTH_INTERVAL, "hysteresis": 1}
     return cfg
 
 
@@ -44,7 +47,7 @@ def oracle(name, mode="autocast", *, num_micro_batches=8, num_steps=NUM_STEPS, o
         clip=CLIP,
         seed_of=reproducible.seeds,
         scale=256.0 if mode == "fp16" else 1.0,
-        growth_interval=6 if mode == "fp16" else 0,
+        growth_interval=GROWTH_INTERVAL if mode == "fp16" else 0,
         overflow_at=overflow_at,
     )
     return reproducible.Reproduced(**dict(zip(("losses", "norms", "scales", "parameters"), found, strict=True)))
@@ -61,11 +64,11 @@ CASES = {
     "overflows": ((2,), "llama_untied", "fp16", 3, 8),
     "a unit that runs several times": ((2,), "recurrent", "autocast", 3, 8),
     "parameters that only a rank's last micro-batch uses": ((2,), "chosen", "bf16", 2, 8),
-    "adapters": ((1, 2, 4), "lora", "autocast", 2, 8),
+    "adapters": ((2, 4), "lora", "autocast", 2, 8),
     "dropout": ((1, 2, 4, 8), "dropout", "autocast", 3, 8),
-    "experts": ((1, 2, 4), "moe", "bf16", 2, 8),
+    "experts": ((1, 4), "moe", "bf16", 2, 8),
     # 12 is no power of two, but its tree has the subtrees that 1, 2 and 4 ranks add.
-    "12 micro-batches": ((1, 2, 4), "dropout", "autocast", 3, 12),
+    "12 micro-batches": ((2, 4), "dropout", "autocast", 3, 12),
 }
 """Numbers of ranks, model, mode, stage, and micro-batches per optimizer step."""
 
@@ -73,14 +76,14 @@ CASES = {
 @pytest.mark.parametrize("case", slow_but(CASES, "overflows"))
 def test_any_number_of_ranks_has_the_bits_of_the_tree(request, case):
     sizes, name, mode, stage, num_micro_batches = CASES[case]
-    arguments = {"num_micro_batches": num_micro_batches, "overflow_at": (8, 5) if mode == "fp16" else None}
+    arguments = {"num_micro_batches": num_micro_batches, "overflow_at": OVERFLOW_AT if mode == "fp16" else None}
     expected = oracle(name, mode, **arguments)
     for size in sizes:
         ranks = request.getfixturevalue(f"ranks{size}")
         for run in ranks.run(reproducible.run, name, cfg_of(stage, mode), num_steps=NUM_STEPS, **arguments):
             check(run, expected)
     if mode == "fp16":
-        assert expected.scales[6:10] == [256, 512, 512, 256], "a step must have a scale that has grown"
+        assert expected.scales[2:6] == [256, 512, 512, 256], "a step must have a scale that has grown"
 
 
 REFUSED = [

@@ -14,7 +14,7 @@ from tests.selection import slow_but
 from zeroamp.training.step import step_of
 
 NAME = "llama_tied"
-COUNTS = (1, 3, 2, 4)
+COUNTS = (1, 3, 2)
 CLIP = 0.5
 FP16 = {"dtype": None, "fp16": {"enabled": True, "loss_scale": 1024}}
 

@@ -147,14 +147,14 @@ def test_the_bits_are_those_of_torchs_fused_optimizer_in_one_process(ranks2, cli
     expected = one_process.train(
         NAME,
         world_size=2,
-        num_steps=6,
+        num_steps=3,
         clip=clip,
         loss_scale=1024.0,
         autocast=torch.float16,
         make_optimizers=lambda named: [_fused(named.values())],
     )
     cfg = config(3, clip=clip, dtype="float16", fp16={"loss_scale": 1024})
-    check_runs(ranks2.run(_train_fused, cfg, 6), expected)
+    check_runs(ranks2.run(_train_fused, cfg, 3), expected)
 
 
 def _after_clip():

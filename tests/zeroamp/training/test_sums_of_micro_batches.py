@@ -20,8 +20,8 @@ from tests.oracles import one_process
 from tests.processes.training import SmallTraining, config, full_parameters, mesh_of, same_bits
 from tests.selection import slow_but
 
-WIDTH, NUM_STEPS, NUM_MICRO = 16, 3, 3
-STAGES = (0, 1, 2, 3)
+WIDTH, NUM_STEPS, NUM_MICRO = 16, 2, 3
+STAGES = (0, 1, 3)
 NATIVE = {"zeroamp": {"reduce_accumulate_dtype": "native"}}
 MODES = {
     "autocast": {},
@@ -182,8 +182,9 @@ def test_native_sums_of_micro_batches_are_sent_in_fp32(ranks2):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, NATIVE], ids=["fp32", "native"])
-@pytest.mark.parametrize("route", [_everything, _unused_in_the_last, _another_on_each_rank])
+@pytest.mark.parametrize(
+    ("route", "options"), [(_everything, NATIVE), (_unused_in_the_last, {}), (_another_on_each_rank, {})]
+)
 def test_replicas_of_shards_equal_one_process(ranks4, route, options):
     _check_loops(ranks4, 4, (1, 2, 3), route, "autocast", options, (2, 2))
 

@@ -133,9 +133,8 @@ def one_file_beside_an_index(folder):
 
 
 CASES = [
-    (prepare, max_shard_bytes)
-    for prepare in (nothing, one_file, several, several_with_ids, one_file_beside_an_index)
-    for max_shard_bytes in (LARGE, SMALL)
+    *((prepare, max_shard_bytes) for prepare in (one_file, several) for max_shard_bytes in (LARGE, SMALL)),
+    *((nothing, SMALL), (several_with_ids, SMALL), (one_file_beside_an_index, LARGE)),
 ]
 FAULTS = {"error": partial(OSError, errno.EIO, "a fault"), "interrupt": KeyboardInterrupt}
 

@@ -16,7 +16,7 @@ from tests.oracles import one_process
 from tests.processes.training import check_runs, config, train
 from tests.selection import slow_but
 
-NUM_STEPS = 4
+NUM_STEPS = 3
 CLIP = 0.1  # low enough that every step clips
 BLOCK = 10_272 + 64  # elements of one of the three blocks of "llama": Linear layers and norms
 OWN = 1000  # as the threshold: embeddings and heads, of 2,560 elements, are units of their own
@@ -128,10 +128,10 @@ CASES = {
     "a head that is read, no own units": own("chunked_reads", options=NOT_OWN),
     "methods of FSDP2": Case(options={"accumulation": 2, "threshold": 0}, after=set_by_methods_of_fsdp2, oracle=TWICE),
     "moved": Case(stages=(1, 3), between=move),
-    "odd rows": Case(model="odd_rows", stages=(0, 1, 2, 3)),
+    "odd rows": Case(model="odd_rows", stages=(1, 3)),
     "odd rows, HSDP": Case(model="odd_rows", stages=(1, 3), world_size=4, mesh=(2, 2), oracle={"num_replicas": 2}),
     "stored in bf16 and in fp16": Case(
-        stages=(0, 1, 2, 3), before=to_low_in_part, oracle={"prepare": to_low_in_part_and_back}
+        stages=(0, 3), before=to_low_in_part, oracle={"prepare": to_low_in_part_and_back}
     ),
 }
 FAST = (

@@ -91,6 +91,8 @@ class StepState:
     failure: str | None = None
     """The first exception of a backward or step, as text: where, class and message. Gradients may be missing, and
     parameters may be updated in part, so no step runs after it. The exception itself would retain tensors."""
+    is_unwrapped: bool = False
+    """Whether `unwrap_model` has taken the model out of zeroamp."""
     is_observed: bool = False
     """Whether an observed step is running, which restores all state: see `ledger/observed_step.py`."""
     accumulates_in: torch.dtype = torch.float32
@@ -129,7 +131,12 @@ class StepState:
             self.phase, self.owner = StepPhase.FAILED, None
 
     def refuse_after_failure(self, method: str) -> None:
-        """Raise StepError if a failure is recorded. The error names `method`."""
+        """Raise StepError if a failure is recorded, or the model was unwrapped. The error names `method`."""
+        if self.is_unwrapped:
+            raise StepError(
+                f"{method} was called after unwrap_model, which gave the model other parameters. Call wrap_model "
+                "again, and build the optimizer and the TrainStep from the model that it returns."
+            )
         if (failure := self.failure) is not None:
             raise StepError(
                 f"{method} was called after an earlier failure in {failure}. Load the last checkpoint on every rank "

@@ -31,12 +31,13 @@ from tests.processes.training import (
 
 
 class Scaled(Llama):
-    """Tied, with a 0-D parameter, a buffer, and a frozen bf16 norm."""
+    """Tied, with a 0-D parameter, a buffer, a frozen bf16 norm, and a parameter with two names in one module."""
 
     def __init__(self):
         super().__init__(tied=True, num_blocks=2)
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.register_buffer("offset", torch.tensor([0.5]), persistent=False)
+        self.norm.twin = self.norm.weight
         self.blocks[0].norm1.to(torch.bfloat16).requires_grad_(False)
 
     def forward(self, tokens):
@@ -84,6 +85,7 @@ class There:
             if prepare is not None:
                 prepare(model)
             model.register_forward_hook(_hook)
+            model.forward = model.forward  # on the instance, as some libraries set it
             self.before = _snapshot(model)
             self.dtypes = {fqn: parameter.dtype for fqn, parameter in model.named_parameters()}
 
@@ -91,11 +93,14 @@ class There:
         self.training = SmallTraining(cfg, name=name, prepare_before=note, **options)
         self.model = self.training.model
         self.added = [self.model.register_forward_hook(_hook), self.model.register_state_dict_pre_hook(_hook)]
-        zeroamp.register_forward_method(self.model, "extra_repr")
+        for _ in range(2):
+            zeroamp.register_forward_method(self.model, "extra_repr")
         self.training.step(0)
         self.model.state_dict()
         self.weights = full_parameters(self.model)
         self.model(batch(name, 0))  # leaves units unsharded
+        for parameter in self.model.parameters():
+            parameter.grad = None if parameter.dim() else torch.ones(())  # those of others are of the shards
 
 
 def _there_and_back(name, cfg, prepare=None, *, mesh_shape=None):

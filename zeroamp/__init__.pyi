@@ -50,6 +50,7 @@ from zeroamp.weights.full_tensors import full_parameter as full_parameter
 from zeroamp.weights.full_tensors import set_full_parameter as set_full_parameter
 from zeroamp.weights.load import load_hf as load_hf
 from zeroamp.weights.stream import iter_weights as iter_weights
+from zeroamp.wrapping.unwrap import unwrap_model as unwrap_model
 from zeroamp.wrapping.wrap import register_forward_method as register_forward_method
 from zeroamp.wrapping.wrap import wrap_model as wrap_model
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -184,6 +185,27 @@ def end_failed_backward(root: FSDPModule) -> None:
         discard_unsharded_gradients(unit)
     state = root._get_fsdp_state()
     getattr(type(state), END_OF_BACKWARD)(state)  # not the methods around it, which report a backward
+
+
+def leave_fsdp(module: nn.Module, plain: type[nn.Module]) -> None:
+    """Make `module`, to which `fully_shard` was applied, an instance of the class `plain` without FSDP2 state.
+
+    `plain` is the class that it had before. torch has no public way back: `fully_shard` sets the class of the instance
+    to a subclass, so it is set again. Its parameters and the entries of its `__dict__` are left to the caller.
+    """
+    module.__class__ = plain
+    _module_state_mapping.pop(module, None)
+
+
+def remove_late_hooks(root: nn.Module) -> None:
+    """Remove the hooks on `state_dict` and `load_state_dict` that FSDP2 has registered since `fully_shard`.
+
+    Each group registers a function of its own module when it is first unsharded, on the modules of its parameters.
+    """
+    homes = {type(group).__module__ for unit in units_of(root) for group in groups_of(unit._get_fsdp_state())}
+    for entries in (each for module in root.modules() for each in vars(module).values() if isinstance(each, dict)):
+        for key in [key for key, value in entries.items() if getattr(value, "__module__", None) in homes]:
+            del entries[key]
 
 
 def units_of(root: nn.Module) -> Iterator[FSDPModule]:

@@ -19,9 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zeroamp.hooks._torch.fsdp import groups_of, units_of
 
-Method = Literal["pre_forward", "post_forward", "post_backward"]
+Method = Literal["pre_forward", "post_forward", "post_backward", "unshard"]
 """`pre_forward` unshards a group before a forward, and `post_forward` reshards it after the forward. `post_backward`
-ends the group's backward and reduces its gradients."""
+ends the group's backward and reduces its gradients. `unshard` starts an all-gather, also before a backward."""
 
 
 Registration = tuple[dict[str, nn.Parameter | None], str, str]

@@ -28,6 +28,8 @@ REASONS = {
     "_root_post_backward_final_callback": "waits for the last reductions; no hook runs around it",
     "_timeout": "the timeout of a process group; new groups do not inherit it",
     "_get_backend": "see `_timeout`",
+    "_composable_state": "the module of the next name",
+    "_module_state_mapping": "a module that was unwrapped could not be sharded again: FSDP2 finds its old state there",
     # FSDP2: all-gathers of a plain shard in another dtype
     "_init_extensions": "FSDP2 looks for an extension once, before it is set here",
     "_sharded_local_tensor": "the property from which FSDP2 takes an extension; else the shard must be of its class",

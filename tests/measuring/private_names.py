@@ -46,7 +46,8 @@ def _places(module):
 
     yield lambda: torch, "_C _subclasses _disable_dynamo _foreach_norm"
     yield lambda: torch.utils, "_python_dispatch"
-    yield lambda: dist, "_functional_collectives"
+    yield lambda: dist, "_functional_collectives _composable_state"
+    yield lambda: dist._composable_state, "_module_state_mapping"
     yield lambda: dist.fsdp, "_fully_shard"
     yield lambda: dist.fsdp._fully_shard, "_fsdp_common"
     yield lambda: torch._C, "_current_graph_task_id _current_autograd_node _will_engine_execute_node"

@@ -101,7 +101,9 @@ def guard_state_dict(module: nn.Module) -> None:
 
     Scripts call it on one rank and write the result to a file. Calls by torch and zeroamp are not affected.
     """
-    replace_method(module, "state_dict", partial(_whole_or_error, wrap_state(module).plan.policy.stage))
+    state = wrap_state(module)
+    with state.changes.noting([module]):
+        replace_method(module, "state_dict", partial(_whole_or_error, state.plan.policy.stage))
 
 
 def _whole_or_error(stage: int, state_dict: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

@@ -7,7 +7,7 @@ once, because `TrainStep` checks and reshards by itself. In other loops:
 
 | before or after `step` | what the loop did | what happens |
 |---|---|---|
-| before | the optimizer holds parameters that `wrap_model` replaced, unsharded ones, or ones added later | StepError |
+| before | the optimizer holds parameters that were replaced, unsharded ones, or ones added later | StepError |
 | before | it steps an optimizer that `TrainStep` steps too, inside an optimizer step | StepError |
 | before | its kind needs whole parameters, or plain tensors (`zeroamp.optimizers.kinds`) | StepError; Muon gets them |
 | before | its last backward did not reduce the gradients (`set_requires_gradient_sync`) | StepError |
@@ -117,10 +117,10 @@ class _Held:
 
 
 class _Replaced:
-    """The parameters that `wrap_model` replaced, and that something still holds."""
+    """The parameters that `wrap_model` or `unwrap_model` replaced, and that something still holds."""
 
     fqns: ClassVar[WeakTensorKeyDictionary] = WeakTensorKeyDictionary()
-    """Parameter -> its FQN."""
+    """Parameter -> its FQN, and the function that replaced it."""
     num_changes: ClassVar[int] = 0
     """How often parameters were replaced."""
 
@@ -129,22 +129,23 @@ _held_by: "WeakKeyDictionary[torch.optim.Optimizer, _Held]" = WeakKeyDictionary(
 
 
 def parameters_before(model: nn.Module) -> WeakTensorKeyDictionary:
-    """Return the FQN of each parameter of a model that is going to be wrapped. Retains no parameter."""
+    """Return the FQN of each parameter of a model that is going to be (un)wrapped. Retains no parameter."""
     before = WeakTensorKeyDictionary()
     for fqn, parameter in model.named_parameters():
         before[parameter] = fqn
     return before
 
 
-def watch_optimizers(model: nn.Module, before: WeakTensorKeyDictionary) -> None:
-    """Note which parameters `wrap_model` replaced, and check optimizers from now on: [Note: Optimizer-step hooks].
+def watch_optimizers(model: nn.Module, before: WeakTensorKeyDictionary, call: str = "wrap_model") -> None:
+    """Note which parameters were replaced, and check optimizers from now on: [Note: Optimizer-step hooks].
 
-    Call when `model` has its new parameters. `before` is what `parameters_before` returned.
+    Call when `model` has its new parameters. `before` is what `parameters_before` returned, and `call` the function
+    that replaced them.
     """
     after = {id(parameter) for parameter in model.parameters()}
     for parameter, fqn in before.items():  # type: ignore[no-untyped-call]
         if id(parameter) not in after:
-            _Replaced.fqns[parameter] = fqn
+            _Replaced.fqns[parameter] = fqn, call
     if _Replaced.num_changes == 0:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
@@ -257,10 +258,11 @@ def _find_groups(optimizer: torch.optim.Optimizer) -> "list[tuple[ref[nn.Module]
     for index, param_group in enumerate(optimizer.param_groups):
         where = f"{type(optimizer).__name__}.step was called, but param_groups[{index}] holds"
         for parameter in param_group["params"]:
-            if (fqn := _Replaced.fqns.get(parameter)) is not None:  # type: ignore[no-untyped-call]
+            if (replaced := _Replaced.fqns.get(parameter)) is not None:  # type: ignore[no-untyped-call]
+                fqn, call = replaced
                 raise StepError(
-                    f"{where} {fqn} as it was before wrap_model, which replaced it: the step would not train the "
-                    "model. Build the optimizer from model.parameters() after wrap_model."
+                    f"{where} {fqn} as it was before {call}, which replaced it: the step would not train the "
+                    f"model. Build the optimizer from model.parameters() after {call}."
                 )
             if id(parameter) in unsharded:
                 raise StepError(

@@ -21,12 +21,13 @@ from zeroamp.policies.errors import WrapError
 _REFUSED = {
     "__deepcopy__": (
         "copy.deepcopy cannot copy a wrapped model, and torch.optim.swa_utils.AveragedModel calls it. For an average "
-        "of the weights, average the shards: docs/recipes.md has an example. For a second model, build and wrap one."
+        "of the weights, average the shards: docs/recipes.md has an example. For a second model, build and wrap one. "
+        "zeroamp.unwrap_model makes the model plain again."
     ),
     "__reduce_ex__": (
         "A wrapped model, whose parameters are sharded, cannot be pickled or copied, as torch.save(model) and "
-        "copy.copy do. On all ranks, call zeroamp.export_hf(model, folder) for its weights, or zeroamp.save_checkpoint "
-        "to go on with training."
+        "copy.copy do. On all ranks, call zeroamp.export_hf(model, folder) for its weights, zeroamp.save_checkpoint to "
+        "go on with training, or zeroamp.unwrap_model(model) to make the model plain again."
     ),
     "resize_token_embeddings": (
         "resize_token_embeddings was called on a wrapped model, whose embeddings are sharded. Call it before "

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from zeroamp.hooks.collectives.collective_calls import IssuedInStep
 from zeroamp.hooks.collectives.gradient_reduction import ReceiveBuffers
 from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
 from zeroamp.hooks.group_gradients import GroupGradients
+from zeroamp.hooks.module_changes import ModuleChanges
 from zeroamp.hooks.root_forward import RootForward
 from zeroamp.planning.mesh_axes import MeshAxes
 from zeroamp.planning.plan import Plan
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 _ATTRIBUTE = "_zeroamp_state"
 _roots: "WeakKeyDictionary[nn.Module, None]" = WeakKeyDictionary()
 """The wrapped models of this process. A WeakSet has another order on each rank."""
+_unwrapped: "WeakSet[nn.Module]" = WeakSet()
+"""The models that were unwrapped, for errors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +80,8 @@ class WrapState:
     """Called after each collective that this rank issues, `traffic` first; `issued` only if there are several ranks."""
     step: StepState
     """The current optimizer step."""
+    changes: ModuleChanges
+    """What zeroamp and FSDP2 have changed on the modules, which `unwrap_model` undoes."""
     buffers: ReceiveBuffers = field(default_factory=ReceiveBuffers)
     """The receive buffers that all groups share."""
     root_forward: RootForward = field(default_factory=RootForward)
@@ -94,6 +99,7 @@ def record_state(model: nn.Module, state: WrapState) -> None:
     """Set `state` on the wrapped root."""
     setattr(model, _ATTRIBUTE, state)
     _roots[model] = None
+    _unwrapped.discard(model)
 
 
 def wrap_state(model: nn.Module) -> WrapState:
@@ -104,7 +110,8 @@ def wrap_state(model: nn.Module) -> WrapState:
     """
     state = getattr(model, _ATTRIBUTE, None)
     if not isinstance(state, WrapState):
-        why = state or "is not wrapped. Call zeroamp.wrap_model first, and pass what it returned."
+        done = "is not wrapped any more since unwrap_model" if model in _unwrapped else "is not wrapped"
+        why = state or f"{done}. Call zeroamp.wrap_model first, and pass what it returned."
         raise WrapError(f"The model (a {type(model).__name__}) {why}")
     return state
 
@@ -112,6 +119,14 @@ def wrap_state(model: nn.Module) -> WrapState:
 def hide_state(model: nn.Module, why: str) -> None:
     """Let `wrap_state` raise WrapError with the end of a sentence about the model, until `record_state`."""
     setattr(model, _ATTRIBUTE, why)
+
+
+def forget_state(model: nn.Module) -> None:
+    """Remove the state from a root that was unwrapped."""
+    for module in model.modules():  # a compiled root has handed it on to the module inside
+        vars(module).pop(_ATTRIBUTE, None)
+    del _roots[model]
+    _unwrapped.add(model)
 
 
 def wrapped_models(*, with_hidden: bool = False) -> list[nn.Module]:

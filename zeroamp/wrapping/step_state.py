@@ -93,6 +93,8 @@ class StepState:
     parameters may be updated in part, so no step runs after it. The exception itself would retain tensors."""
     trained_by: str | None = None
     """Which integration runs the optimizer steps, and what to call there: the end of an error's sentence."""
+    is_unwrapped: bool = False
+    """Whether `unwrap_model` has taken the model out of zeroamp."""
     is_observed: bool = False
     """Whether an observed step is running, which restores all state: see `ledger/observed_step.py`."""
     accumulates_in: torch.dtype = torch.float32
@@ -131,7 +133,12 @@ class StepState:
             self.phase, self.owner = StepPhase.FAILED, None
 
     def refuse_after_failure(self, method: str) -> None:
-        """Raise StepError if a failure is recorded. The error names `method`."""
+        """Raise StepError if a failure is recorded, or the model was unwrapped. The error names `method`."""
+        if self.is_unwrapped:
+            raise StepError(
+                f"{method} was called after unwrap_model, which gave the model other parameters. Call wrap_model "
+                "again, and build the optimizer and the TrainStep from the model that it returns."
+            )
         if (failure := self.failure) is not None:
             raise StepError(
                 f"{method} was called after an earlier failure in {failure}. Load the last checkpoint on every rank "

@@ -16,6 +16,7 @@ from zeroamp.hooks.callers_containers import CallersContainers
 from zeroamp.hooks.collectives.collective_calls import IssuedInStep
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.hooks.group_gradients import follow_gradients
+from zeroamp.hooks.module_changes import ModuleChanges
 from zeroamp.hooks.precision.module_casts import cast_inputs
 from zeroamp.hooks.typed_groups import typed_group_hooks
 from zeroamp.hooks.unit_hooks import return_no_views
@@ -221,8 +222,10 @@ def _shard(
     policy, mesh = plan.policy, axes.fsdp
     cast_buffers(model, plan)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
-    return_no_views(model.get_submodule(fqn) for fqn in plan.own_units)
-    holders = shard_model(model, plan, axes)
+    changes = ModuleChanges()
+    with changes.noting(model.modules()):
+        return_no_views(model.get_submodule(fqn) for fqn in plan.own_units)
+        holders = shard_model(model, plan, axes)
     if is_meta and materialize:
         from zeroamp.weights.materialize import materialize_model
 
@@ -251,15 +254,17 @@ def _shard(
         issued=issued,
         listeners=[traffic] if axes.whole.size() == 1 else [traffic, issued],
         step=StepState(accumulates_in=unsharded_accumulation(policy)),
+        changes=changes,
     )
 
 
 def _attach(model: nn.Module, state: WrapState) -> None:
-    attach_hooks(model, state)
-    compile_sums(state)
-    for extension in of_class(state.extensions, WrapExtension):
-        extension.attach(model, state)
-    FsdpMethods(state).attach()
+    with state.changes.noting(model.modules()):
+        attach_hooks(model, state)
+        compile_sums(state)
+        for extension in of_class(state.extensions, WrapExtension):
+            extension.attach(model, state)
+        FsdpMethods(state).attach()
 
 
 def _log_summary(state: WrapState, name: str, seconds: float) -> None:
@@ -292,12 +297,13 @@ def register_forward_method(model: nn.Module, method_name: str) -> None:
         pre_forwards.append(state.containers.take_inputs_of_root)
     if dtype is not None:
         pre_forwards.append(cast_inputs(dtype, state.containers, method, keeps))
-    state.root_forward.register_method(
-        model,
-        method_name,
-        pre_forwards=pre_forwards,
-        groups=[typed_group_hooks(holder) for holder in at_root],
-    )
+    with state.changes.noting([model]):
+        state.root_forward.register_method(
+            model,
+            method_name,
+            pre_forwards=pre_forwards,
+            groups=[typed_group_hooks(holder) for holder in at_root],
+        )
 
 
 def _refuse_unusable(model: object) -> None:
@@ -307,7 +313,7 @@ def _refuse_unusable(model: object) -> None:
     if wrapped is not None:
         raise WrapError(
             f"{wrapped or 'The root'} is sharded already: fully_shard or wrap_model was applied to it. Wrap a model "
-            "once. To wrap it in another way, build it anew."
+            "once. To wrap it in another way, call zeroamp.unwrap_model(model) first; after fully_shard, build it anew."
         )
     meta = [fqn for fqn, parameter in model.named_parameters() if parameter.is_meta]
     real = [fqn for fqn, parameter in model.named_parameters() if not parameter.is_meta]

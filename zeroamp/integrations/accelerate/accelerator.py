@@ -246,10 +246,11 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             self._before.append(before)
         wrap_state(model).step.trained_by = "a ZeroampAccelerator trains. Call accelerator.backward(loss)"
         refuse_shared_samples(model, "accelerate", self.num_processes)
-        if _outputs_to_fp32 not in model._forward_hooks.values():  # another training may have prepared the model
-            model.register_forward_hook(_outputs_to_fp32)
-        # Scripts for DDP call it on the model.
-        model.no_sync = partial(self.no_sync, model)  # type: ignore[assignment]
+        with wrap_state(model).changes.noting([model]):
+            if _outputs_to_fp32 not in model._forward_hooks.values():  # another training may have prepared the model
+                model.register_forward_hook(_outputs_to_fp32)
+            # Scripts for DDP call it on the model.
+            model.no_sync = partial(self.no_sync, model)  # type: ignore[assignment]
         self._models.append(model)
         return model
 

@@ -5,7 +5,7 @@ A read follows the layout in the manifest. All files are read by `torch.load(wei
 
 import pickle
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,26 +16,18 @@ from zeroamp.checkpoint.manifest import Chunk, Layout, removed
 from zeroamp.hooks._torch.file_parts import part_of_file
 from zeroamp.planning.mesh import local_part, local_slices
 from zeroamp.policies.errors import CheckpointError
-from zeroamp.weights.files import MANIFEST
 from zeroamp.weights.untrusted_files import open_regular
 
 Block = tuple[slice, ...]
 """One slice per dimension."""
 
 
-def read_values(folder: Path, name: str, files: Collection[str]) -> Any:
+def read_values(path: Path) -> Any:
     """Return the content of one of a checkpoint's own files of `torch.save`: tensors on the CPU, plain values.
 
     Raises:
-        CheckpointError: `files`, those in the manifest, lacks the file, it cannot be read, or it names classes or
-            functions other than those of tensors.
+        CheckpointError: the file cannot be read, or it names classes or functions other than those of tensors.
     """
-    path = folder / name
-    if name not in files:
-        raise CheckpointError(
-            f"{folder / MANIFEST} must list every file of the checkpoint, but has no record of {name}. Load another "
-            "checkpoint."
-        )
     try:
         with open_regular(path) as file:
             return torch.load(file, map_location="cpu", weights_only=True)
@@ -46,7 +38,7 @@ def read_values(folder: Path, name: str, files: Collection[str]) -> Any:
             "the call with torch.serialization.safe_globals([...])."
         ) from error
     except Exception as error:  # a damaged file may make torch raise anything
-        raise removed(folder) or CheckpointError(
+        raise removed(path.parent) or CheckpointError(
             f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {error}). Copy it again, or "
             "load another checkpoint."
         ) from error

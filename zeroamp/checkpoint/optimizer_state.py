@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.checkpoint.half_loaded import state_of
 from zeroamp.checkpoint.manifest import Layout
-from zeroamp.checkpoint.model_state import MODEL, tensors_by_name
+from zeroamp.checkpoint.model_state import MODEL, state_by_name
 from zeroamp.host_memory.storages import bring_state_back
 from zeroamp.planning.mesh import local_part, num_shards_of, sharded_like
 from zeroamp.policies.errors import CheckpointError, describe, some_of
@@ -128,7 +128,8 @@ def _layout(parameter: torch.Tensor, root: nn.Module) -> str:
 
 
 def _names(root: nn.Module) -> dict[int, str]:
-    return {id(value): name for name, value in tensors_by_name(root).items()}
+    tensors, _ = state_by_name(root)
+    return {id(value): name for name, value in tensors.items()}
 
 
 def _name_of(parameter: torch.Tensor, names: dict[int, str]) -> str:

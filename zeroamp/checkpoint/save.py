@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.checkpoint.folder import MAX_STEP, CheckpointDraft, is_checkpoint_name, open_draft
 from zeroamp.checkpoint.half_loaded import state_of
 from zeroamp.checkpoint.manifest import METADATA, VALUES, FileRecord, Manifest, rank_file, record_file
-from zeroamp.checkpoint.model_state import extra_states, frozen_names, model_tensors
+from zeroamp.checkpoint.model_state import frozen_names, model_tensors, state_by_name
 from zeroamp.checkpoint.optimizer_state import class_name, optimizer_state
 from zeroamp.checkpoint.tensors import unsafe_names
 from zeroamp.checkpoint.torch_metadata import layouts_of
@@ -273,7 +273,7 @@ class _Save:
             own_states.append(own_state)
         content = {
             "random": random_state(device_of(self.state.mesh)),
-            "extra_states": extra_states(self.state.root),
+            "extra_states": state_by_name(self.state.root)[1],
             "tensors": own,
             "optimizers": own_states,
             "extra": extra,

@@ -9,7 +9,6 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,16 +101,17 @@ class Draft:
             _unlock(self._lock)
 
 
-def remove_leftovers(folder: Path, prefix: str, is_unused: Callable[[Path], bool] = lambda _: False) -> None:
-    """Remove the drafts of killed writers, whose names begin with `prefix`, and folders for which `is_unused` is true.
+def remove_leftovers(folder: Path, prefix: str, removed_prefix: str | None = None) -> None:
+    """Remove the drafts of killed writers, whose names begin with `prefix`, and what killed removals left.
 
+    `removed_prefix`: the beginning of the names of folders that were renamed to be removed; None if there are none.
     What cannot be removed stays, with a warning: the caller does not need its place.
     """
     for path in list(folder.iterdir()):
         try:
             if path.name.startswith(prefix):
                 _remove_if_left(path.with_name(path.name.removesuffix(_WRITER)))
-            elif is_unused(path):
+            elif removed_prefix is not None and path.name.startswith(removed_prefix) and path.is_dir():
                 shutil.rmtree(path)
         except OSError as error:
             logger.warning("%s may be left of a killed writer, but cannot be checked or removed: %s", path, error)

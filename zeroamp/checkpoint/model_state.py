@@ -47,7 +47,7 @@ def frozen_names(root: nn.Module) -> list[str]:
     return [name for name, value in tensors.items() if isinstance(value, nn.Parameter) and not value.requires_grad]
 
 
-def model_tensors(root: nn.Module, excluded: Container[str] = ()) -> dict[str, torch.Tensor]:
+def model_tensors(root: nn.Module, excluded: Container[str]) -> dict[str, torch.Tensor]:
     """Return the model's tensors except those named in `excluded`: by name in the checkpoint, detached, not copied.
 
     Raises as `state_by_name`.

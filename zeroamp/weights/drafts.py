@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -143,16 +143,13 @@ def _lock(draft: Path) -> int:
         if attempt > 0:
             time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
         descriptor = os.open(_lock_file(draft), os.O_CREAT | os.O_RDWR)
-        is_ours = False
-        try:
+        with ExitStack() as stack:
+            stack.callback(_unlock, descriptor)
             locked = _try_lock(descriptor)
             # Another job may have removed the file after it was opened here. Its lock would then protect nothing.
-            is_ours = locked is None or (locked and _is_open_as(descriptor, _lock_file(draft)))
-        finally:
-            if not is_ours:
-                _unlock(descriptor)
-        if is_ours:
-            return descriptor
+            if locked is None or (locked and _is_open_as(descriptor, _lock_file(draft))):
+                stack.pop_all()
+                return descriptor
     raise FileExistsError(f"another process writes {draft}")
 
 

@@ -151,7 +151,7 @@ def open_draft(root: Path, step: int) -> CheckpointDraft:
     """
     root.mkdir(parents=True, exist_ok=True)
     sync_to_disk(root.parent)
-    remove_leftovers(root, _DRAFT, _is_unused)
+    remove_leftovers(root, _DRAFT, _REMOVED)
     for attempt in count(1):
         target = root / (f"step_{step:08d}" if attempt == 1 else f"step_{step:08d}_{attempt}")
         if not os.path.lexists(target):
@@ -184,8 +184,3 @@ def _run(path: Path) -> str | None:
         return read_manifest(path).run
     except (CheckpointError, OSError):
         return None
-
-
-def _is_unused(path: Path) -> bool:
-    """Return whether a path was left by a process that was killed while it removed a checkpoint."""
-    return path.is_dir() and path.name.startswith(_REMOVED)

@@ -202,8 +202,8 @@ class _Load:
 
     def _prepare(self, extra_rank: int | None) -> None:
         reshard(self.state.root.modules())
-        self.values = self._read(VALUES)
-        self.own = self._read(rank_file(self.ranks.rank if self.is_same_size else 0))
+        self.values = read_values(self.path / VALUES)
+        self.own = read_values(self.path / rank_file(self.ranks.rank if self.is_same_size else 0))
         if extra_rank is not None and not 0 <= extra_rank < self.manifest.world_size:
             raise CheckpointError(
                 f"extra_rank must be one of the {self.manifest.world_size} ranks that wrote {self.path}, from 0 on, "
@@ -212,7 +212,7 @@ class _Load:
         excluded = self.values["excluded"]
         check_model_fits(self.state.root, self.manifest.tensors, self.own, str(self.path), excluded)
         self.tensors = model_tensors(self.state.root, excluded)
-        self.extra = (self.own if extra_rank is None else self._read(rank_file(extra_rank)))["extra"]
+        self.extra = (self.own if extra_rank is None else read_values(self.path / rank_file(extra_rank)))["extra"]
         if self.train is not None:
             self._check_training(self.train)
         if "optimizers" in self.parts:
@@ -220,9 +220,6 @@ class _Load:
                 self.tensors |= optimizer_targets(description, self.tensors, self.manifest.tensors)
         if unread := [name for name in self.tensors if name not in self.manifest.tensors and not self._is_own(name)]:
             raise CheckpointError(f"{self.path} has no values of {some_of(unread, 5)}. Load another checkpoint.")
-
-    def _read(self, name: str) -> Any:
-        return read_values(self.path, name, self.manifest.files)
 
     def load_counts(self) -> None:
         """Load step counts and loss scale. Raise StepError if the config has another kind of loss scale."""

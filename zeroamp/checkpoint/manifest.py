@@ -18,7 +18,7 @@ import math
 import os
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -195,7 +195,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
         OSError: a file could not be read this time.
     """
     path = checkpoint / MANIFEST
-    content = _parsed(path, _whole_content)
+    with _naming_damage(path):
+        content = _whole_content(read_regular(path, _MAX_BYTES))
     if (found := content.pop("format", None)) not in (FORMAT, OLD_FORMAT) or type(found) is not int:
         raise CheckpointError(
             f"{path} must have format {FORMAT} or {OLD_FORMAT}, but has another one. Use the version of zeroamp that "
@@ -204,7 +205,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if ("tensors" in content) != (found == FORMAT):
         raise _damage(path, f"tensors: must be there from format {FORMAT} on, and not before")
     if found == OLD_FORMAT:
-        content["tensors"] = _parsed(checkpoint / METADATA, layouts_in)
+        with _naming_damage(checkpoint / METADATA):
+            content["tensors"] = layouts_in(read_regular(checkpoint / METADATA, _MAX_BYTES))
     try:
         return Manifest(**content)
     except ValidationError as error:
@@ -218,18 +220,6 @@ def _whole_content(text: bytes) -> dict[str, Any]:
     if content.pop(_DIGEST) != _digest(content):
         raise ValueError("its text does not match its own digest")
     return content
-
-
-def _parsed(path: Path, parse: Callable[[bytes], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `parse` makes of the content of a file. What it raises is damage: the file may have any content."""
-    with _naming_damage(path):
-        content = read_regular(path, _MAX_BYTES)
-    try:
-        return parse(content)
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise _damage(path, f"{type(error).__name__}: {error}") from error
 
 
 def record_file(path: Path) -> FileRecord:
@@ -256,13 +246,17 @@ def check_file(path: Path, record: FileRecord) -> None:
 
 @contextmanager
 def _naming_damage(path: Path) -> Iterator[None]:
-    """Raise DamagedCheckpointError for an error of the file system that does not go away."""
+    """Raise DamagedCheckpointError for what is raised, except an error of the file system that may go away."""
     try:
         yield
+    except MemoryError:
+        raise
     except OSError as error:
         if error.errno not in _DAMAGE:
             raise
         raise _damage(path, str(error)) from error
+    except Exception as error:  # the file may have any content
+        raise _damage(path, f"{type(error).__name__}: {error}") from error
 
 
 def _damage(path: Path, found: str) -> DamagedCheckpointError:

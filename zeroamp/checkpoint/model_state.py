@@ -19,7 +19,7 @@ _EXTRA_STATE = "_extra_state"
 _NUM_NAMED = 5  # names of one kind in an error
 
 
-def _state(root: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def state_by_name(root: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return parameters and persistent buffers, without copies, and extra states by name. A shared one has one name.
 
     Raises:
@@ -41,29 +41,19 @@ def _state(root: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return dict(tensors.values()), others
 
 
-def tensors_by_name(root: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and persistent buffers themselves by name. Raises as `model_tensors`."""
-    return _state(root)[0]
-
-
 def frozen_names(root: nn.Module) -> list[str]:
     """Return the names of the parameters with `requires_grad` False."""
-    tensors = tensors_by_name(root).items()
-    return [name for name, value in tensors if isinstance(value, nn.Parameter) and not value.requires_grad]
+    tensors, _ = state_by_name(root)
+    return [name for name, value in tensors.items() if isinstance(value, nn.Parameter) and not value.requires_grad]
 
 
-def model_tensors(root: nn.Module, excluded: Container[str] = ()) -> dict[str, torch.Tensor]:
+def model_tensors(root: nn.Module, excluded: Container[str]) -> dict[str, torch.Tensor]:
     """Return the model's tensors except those named in `excluded`: by name in the checkpoint, detached, not copied.
 
-    Raises:
-        CheckpointError: a tensor is neither a parameter nor a buffer, so it could not be loaded.
+    Raises as `state_by_name`.
     """
-    return {MODEL + name: value.detach() for name, value in tensors_by_name(root).items() if name not in excluded}
-
-
-def extra_states(root: nn.Module) -> dict[str, Any]:
-    """Return the results of the modules' `get_extra_state`, by name."""
-    return _state(root)[1]
+    tensors, _ = state_by_name(root)
+    return {MODEL + name: value.detach() for name, value in tensors.items() if name not in excluded}
 
 
 def load_extra_states(root: nn.Module, saved: dict[str, Any]) -> None:
@@ -91,7 +81,7 @@ def check_model_fits(
     ours = {name: _form(tensor.shape, tensor.dtype) for name, tensor in model_tensors(root, excluded).items()}
     saved |= {name: _form(tensor.shape, tensor.dtype) for name, tensor in own["tensors"].items()}
     saved |= dict.fromkeys(own["extra_states"], "an extra state")
-    ours |= dict.fromkeys(extra_states(root), "an extra state")
+    ours |= dict.fromkeys(state_by_name(root)[1], "an extra state")
     if differing := [name for name in sorted({**saved, **ours}) if saved.get(name) != ours.get(name)]:
         texts = [
             f"{name.removeprefix(MODEL)} (checkpoint: {saved.get(name, 'none')}, model: {ours.get(name, 'none')})"

@@ -3,11 +3,12 @@
     snapshot   plain values and random states as bytes, tensors by name (copied to CPU memory for a background save)
     draft      the first rank creates an empty folder
     plan       each rank writes its own file to the disk (fsync). The first rank divides the tensors among the ranks
-    write      each rank writes its chunks of tensors to the disk (see `tensors`), and computes digests of its files
+    write      each rank writes its chunks of tensors to the disk, and computes digests of its files
     publish    the first rank writes the manifest, renames the draft and writes `latest`. The checkpoint is saved now.
                Then the first rank removes old checkpoints
 
-Each line runs in a `RankGroup`: an error of one rank is raised on all ranks, and the draft is removed.
+Each line runs in a `RankGroup`: an error of one rank is raised on all ranks, and the draft is removed. What is planned
+and written is torch.distributed.checkpoint's.
 """
 
 import io
@@ -26,15 +27,19 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from zeroamp.checkpoint.folder import MAX_STEP, CheckpointDraft, is_checkpoint_name, open_draft
 from zeroamp.checkpoint.half_loaded import state_of
 from zeroamp.checkpoint.manifest import METADATA, VALUES, FileRecord, Manifest, rank_file, record_file
-from zeroamp.checkpoint.model_state import extra_states, frozen_names, model_tensors
+from zeroamp.checkpoint.model_state import frozen_names, model_tensors, state_by_name
 from zeroamp.checkpoint.optimizer_state import class_name, optimizer_state
-from zeroamp.checkpoint.tensors import TensorWriter, unsafe_names
+from zeroamp.checkpoint.tensors import unsafe_names
+from zeroamp.checkpoint.torch_metadata import layouts_of
 from zeroamp.hooks.random_state import random_state
 from zeroamp.host_memory.storages import put_state_away
 from zeroamp.planning.mesh import device_of
@@ -223,6 +228,10 @@ class _Save:
     """Path of the draft."""
     target: Path | None = None
     """Path of the checkpoint, which does not exist before this save publishes it."""
+    planner: DefaultSavePlanner = field(default_factory=DefaultSavePlanner)
+    writer: FileSystemWriter = field(init=False)
+    metadata: Metadata = field(init=False)
+    """On the first rank: torch's description of the tensors, which `_divide` makes."""
 
     def begin(self, train: TrainStep, extra: Any, excluded: Sequence[str], *, in_background: bool) -> Path:
         """Take the snapshot, then write it, in this thread or in the background. Return the checkpoint's path."""
@@ -264,7 +273,7 @@ class _Save:
             own_states.append(own_state)
         content = {
             "random": random_state(device_of(self.state.mesh)),
-            "extra_states": extra_states(self.state.root),
+            "extra_states": state_by_name(self.state.root)[1],
             "tensors": own,
             "optimizers": own_states,
             "extra": extra,
@@ -290,12 +299,14 @@ class _Save:
     def _write(self) -> None:
         """Write the draft and publish it."""
         with self._removing_draft():
-            writer = TensorWriter(self.tensors, self.path, self.ranks.rank)
-            plans = self.ranks.gather(lambda: self._plan(writer))
+            # By default torch copies ahead on a stream of the current GPU, also for staged tensors, which are on the
+            # CPU. In the thread of a background save, the current GPU is GPU 0 on every rank.
+            self.writer = FileSystemWriter(self.path, sync_files=True, per_thread_copy_ahead=0)
+            plans = self.ranks.gather(self._plan)
             self._refuse_destroyed()
-            plan = self.ranks.scatter(lambda: writer.divide(plans))
-            written = self.ranks.gather(lambda: self._write_tensors(writer, plan))
-            self.ranks.on_first(lambda: self._publish(writer, written))
+            plan = self.ranks.scatter(lambda: self._divide(plans))
+            written = self.ranks.gather(lambda: self._write_tensors(plan))
+            self.ranks.on_first(lambda: self._publish(written))
 
     def _refuse_destroyed(self) -> None:
         """Raise CheckpointError if the program has destroyed the process group before the save ended."""
@@ -322,7 +333,7 @@ class _Save:
                 raise type(error)(f"{outcome}: {error}") from error
             raise
 
-    def _plan(self, writer: TensorWriter) -> Any:
+    def _plan(self) -> Any:
         """Write this rank's own files, and return which tensors it could write."""
         if not self.path.is_dir():
             raise CheckpointError(
@@ -331,21 +342,30 @@ class _Save:
             )
         for name, content in self.files.items():
             write_durably(self.path / name, content)
-        return writer.plan()
+        is_first = self.ranks.rank == 0
+        self.planner.set_up_planner(self.tensors, self.writer.storage_meta(), is_first)
+        self.writer.set_up_storage_writer(is_first)
+        return self.writer.prepare_local_plan(self.planner.create_local_plan())
 
-    def _write_tensors(self, writer: TensorWriter, plan: Any) -> tuple[Any, dict[str, FileRecord]]:
+    def _divide(self, plans: list[Any]) -> list[Any]:
+        """Return what each rank writes. Only the first rank calls this."""
+        plans, self.metadata = self.planner.create_global_plan(plans)
+        return self.writer.prepare_global_plan(plans)
+
+    def _write_tensors(self, plan: Any) -> tuple[Any, dict[str, FileRecord]]:
         """Write this rank's chunks. Return torch's description of them, and size and digest of all of its files.
 
         The first rank's host might not see the files yet.
         """
-        written, names = writer.write(plan)
+        written = self.writer.write_data(self.planner.finish_plan(plan), self.planner).wait()
+        names = [file.name for file in self.path.glob(f"__{self.ranks.rank}_*")]
         sync_to_disk(self.path)
         return written, {name: record_file(self.path / name) for name in (*self.files, *names)}
 
-    def _publish(self, writer: TensorWriter, written: list[tuple[Any, dict[str, FileRecord]]]) -> None:
+    def _publish(self, written: list[tuple[Any, dict[str, FileRecord]]]) -> None:
         if self.draft is None:
             raise AssertionError("expected the first rank to hold the draft")
-        layouts = writer.finish([of_rank for of_rank, _ in written])
+        self.writer.finish(self.metadata, [of_rank for of_rank, _ in written])  # for other readers
         files = {name: record for _, records in written for name, record in records.items()}
         manifest = Manifest(
             step=self.step,
@@ -355,6 +375,6 @@ class _Save:
             config=self.state.plan.policy.to_config(),
             versions={"torch": str(torch.__version__), "zeroamp": __version__},
             files=files | {METADATA: record_file(self.path / METADATA)},
-            tensors=layouts,
+            tensors=layouts_of(self.metadata),
         )
         self.draft.publish(manifest, self.keep)

@@ -1,85 +1,33 @@
-"""Writes and reads the tensors of a checkpoint, and its files of `torch.save`, without running code from them.
+"""Reads the tensors of a checkpoint, and its files of `torch.save`, without running code from them.
 
-torch.distributed.checkpoint plans which rank writes which chunk, and writes them. The exchanges between ranks are those
-of `RankGroup`. A read follows the layout in the manifest. All files are read by `torch.load(weights_only=True)`.
+A read follows the layout in the manifest. All files are read by `torch.load(weights_only=True)`.
 """
 
 import pickle
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from zeroamp.checkpoint.manifest import Chunk, Layout, removed
-from zeroamp.checkpoint.torch_metadata import layouts_of
 from zeroamp.hooks._torch.file_parts import part_of_file
 from zeroamp.planning.mesh import local_part, local_slices
 from zeroamp.policies.errors import CheckpointError
-from zeroamp.weights.files import MANIFEST
 from zeroamp.weights.untrusted_files import open_regular
 
 Block = tuple[slice, ...]
 """One slice per dimension."""
 
 
-class TensorWriter:
-    """Writes tensors into a folder, which must not contain any yet. Every rank calls the methods in their order.
-
-    Each method is a part of one exchange between the ranks, whose result the next method needs.
-    """
-
-    def __init__(self, tensors: dict[str, torch.Tensor], path: Path, rank: int) -> None:
-        self._tensors, self._path, self._rank = tensors, path, rank
-        self._planner = DefaultSavePlanner()
-        # By default torch copies ahead on a stream of the current GPU, also for staged tensors, which are on the CPU.
-        # In the thread of a background save, the current GPU is GPU 0 on every rank.
-        self._writer = FileSystemWriter(path, sync_files=True, per_thread_copy_ahead=0)
-        self._metadata: Metadata | None = None
-
-    def plan(self) -> Any:
-        """Return what this rank could write, for `divide`."""
-        is_first = self._rank == 0
-        self._planner.set_up_planner(self._tensors, self._writer.storage_meta(), is_first)
-        self._writer.set_up_storage_writer(is_first)
-        return self._writer.prepare_local_plan(self._planner.create_local_plan())
-
-    def divide(self, plans: list[Any]) -> list[Any]:
-        """On the first rank: return what each rank writes."""
-        plans, self._metadata = self._planner.create_global_plan(plans)
-        return self._writer.prepare_global_plan(plans)
-
-    def write(self, plan: Any) -> tuple[Any, list[str]]:
-        """Write this rank's chunks. Return torch's description of them, and the names of the files, on the disk."""
-        written = self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
-        return written, [file.name for file in self._path.glob(f"__{self._rank}_*")]
-
-    def finish(self, written: list[Any]) -> dict[str, Any]:
-        """On the first rank: write torch's own metadata, for other readers. Return the layouts by name."""
-        if self._metadata is None:
-            raise AssertionError("expected a plan")
-        self._writer.finish(self._metadata, written)
-        return layouts_of(self._metadata)
-
-
-def read_values(folder: Path, name: str, files: Collection[str]) -> Any:
+def read_values(path: Path) -> Any:
     """Return the content of one of a checkpoint's own files of `torch.save`: tensors on the CPU, plain values.
 
     Raises:
-        CheckpointError: `files`, those in the manifest, lacks the file, it cannot be read, or it names classes or
-            functions other than those of tensors.
+        CheckpointError: the file cannot be read, or it names classes or functions other than those of tensors.
     """
-    path = folder / name
-    if name not in files:
-        raise CheckpointError(
-            f"{folder / MANIFEST} must list every file of the checkpoint, but has no record of {name}. Load another "
-            "checkpoint."
-        )
     try:
         with open_regular(path) as file:
             return torch.load(file, map_location="cpu", weights_only=True)
@@ -90,7 +38,7 @@ def read_values(folder: Path, name: str, files: Collection[str]) -> Any:
             "the call with torch.serialization.safe_globals([...])."
         ) from error
     except Exception as error:  # a damaged file may make torch raise anything
-        raise removed(folder) or CheckpointError(
+        raise removed(path.parent) or CheckpointError(
             f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {error}). Copy it again, or "
             "load another checkpoint."
         ) from error

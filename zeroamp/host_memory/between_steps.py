@@ -6,7 +6,7 @@ part is updated, and its state goes back. So never more than one part of the sta
 step, which makes the state. The bits are those of one update. Other optimizers update all parameters at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from weakref import WeakMethod
 
@@ -52,10 +52,8 @@ class _OffloadedState:
 
     def __init__(self, update: OptimizerUpdate, device: torch.device) -> None:
         self._optimizer, self._device = update.optimizer, device
-        self._parts: list[list[torch.Tensor]] = []
-        """Those whose state is in host memory."""
-        self._copies: list[HostCopies] = []
-        """The state of each of them. One that was restored is empty, until the next `_copied`."""
+        self._held: list[tuple[list[torch.Tensor], HostCopies]] = []
+        """The parts whose state is in host memory. The copies of one that was restored are empty, until `_copied`."""
         self._optimizer.register_state_dict_pre_hook(self._restore)
         self._optimizer.register_load_state_dict_pre_hook(self._restore)
         offloaders[self._optimizer] = WeakMethod(self.offload)
@@ -63,7 +61,7 @@ class _OffloadedState:
     def parts(self) -> Iterator[AbstractContextManager[None]]:
         """Yield a context for the update of each part."""
         parts = parts_of(self._optimizer)
-        if _ids(parts) != _ids(self._parts):  # of the first update, or of other parameters
+        if _ids(parts) != _ids(part for part, _ in self._held):  # of the first update, or of other parameters
             self._restore()
             self.offload()
         for index, part in enumerate(parts):
@@ -71,16 +69,15 @@ class _OffloadedState:
 
     @contextmanager
     def _on_device(self, index: int, part: list[torch.Tensor]) -> Iterator[None]:
-        self._copies[index].restore()
+        self._held[index][1].restore()
         with limited_to(self._optimizer, part):
             yield
-        self._copies[index] = self._copied(part)
+        self._held[index] = part, self._copied(part)
 
     def offload(self) -> None:
         """Move the state that is on the device to host memory."""
-        for part in parts_of(self._optimizer)[len(self._parts) :]:
-            self._copies.append(self._copied(part))
-            self._parts.append(part)
+        for part in parts_of(self._optimizer)[len(self._held) :]:
+            self._held.append((part, self._copied(part)))
 
     def _copied(self, part: list[torch.Tensor]) -> HostCopies:
         ids = set(map(id, part))
@@ -90,11 +87,11 @@ class _OffloadedState:
         return copies
 
     def _restore(self, *_hook_arguments: object) -> None:
-        restore(self._copies)
-        self._copies, self._parts = [], []
+        restore([copies for _, copies in self._held])
+        self._held = []
 
 
-def _ids(parts: list[list[torch.Tensor]]) -> list[list[int]]:
+def _ids(parts: Iterable[list[torch.Tensor]]) -> list[list[int]]:
     return [list(map(id, part)) for part in parts]
 
 

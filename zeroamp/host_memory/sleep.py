@@ -59,7 +59,8 @@ def sleep(model: nn.Module, optimizers: Optimizers = (), what: Sequence[Part] = 
     if asleep is None or not {"params", "grads"} & asleep.copies.keys():
         state = wrap_state(model)  # raises while the weights are read
         asleep = asleep or _Sleep(state)
-    state, given = asleep.state, _listed(optimizers)
+    state = asleep.state
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     _refuse_parts("sleep", what, lambda part: part in asleep.copies, "asleep already. Call wake first")
     if state.step.is_open:
         raise StepError(f"zeroamp.sleep was called {state.step.phase.value}. Call it between two optimizer steps.")
@@ -116,10 +117,6 @@ def wake(model: nn.Module, what: Sequence[Part] | None = None) -> None:
         record_state(model, asleep.state)
     if asleep is not None and not copies:
         delattr(model, _ATTRIBUTE)
-
-
-def _listed(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
-    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
 
 
 def _refuse_parts(method: str, what: Sequence[Part], is_wrong: Callable[[Part], bool], why: str) -> None:

@@ -43,14 +43,6 @@ class HostCopies:
         """Copy the bytes to the device again, and let the tensors use that memory. An error changes nothing."""
         restore([self])
 
-    def on_device(self) -> list[Pair]:
-        """Return the tensors with copies of their memory on the device."""
-        return self._copied(self._copied_to_device)
-
-    def discard(self) -> None:
-        """Free the host memory of tensors that are on the device again."""
-        self._tensors, self._origins = [], {}
-
     def is_on_device(self) -> bool:
         """Return whether something else retains storages on the device, so that their memory is not free."""
         return any(origin() is not None for _, origin in self._origins.values())
@@ -87,10 +79,10 @@ class HostCopies:
 
 def restore(all_copies: Sequence[HostCopies]) -> None:
     """Let the tensors of all copies use the device again. An error, such as a full memory, changes none of them."""
-    found = [copies.on_device() for copies in all_copies]
+    found = [copies._copied(copies._copied_to_device) for copies in all_copies]
     for copies, pairs in zip(all_copies, found, strict=True):
         _set_data(pairs)
-        copies.discard()
+        copies._tensors, copies._origins = [], {}
 
 
 offloaders: "WeakKeyDictionary[torch.optim.Optimizer, WeakMethod[Callable[[], None]]]" = WeakKeyDictionary()

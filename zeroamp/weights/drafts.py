@@ -9,8 +9,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -102,16 +101,17 @@ class Draft:
             _unlock(self._lock)
 
 
-def remove_leftovers(folder: Path, prefix: str, is_unused: Callable[[Path], bool] = lambda _: False) -> None:
-    """Remove the drafts of killed writers, whose names begin with `prefix`, and folders for which `is_unused` is true.
+def remove_leftovers(folder: Path, prefix: str, removed_prefix: str | None = None) -> None:
+    """Remove the drafts of killed writers, whose names begin with `prefix`, and what killed removals left.
 
+    `removed_prefix`: the beginning of the names of folders that were renamed to be removed; None if there are none.
     What cannot be removed stays, with a warning: the caller does not need its place.
     """
     for path in list(folder.iterdir()):
         try:
             if path.name.startswith(prefix):
                 _remove_if_left(path.with_name(path.name.removesuffix(_WRITER)))
-            elif is_unused(path):
+            elif removed_prefix is not None and path.name.startswith(removed_prefix) and path.is_dir():
                 shutil.rmtree(path)
         except OSError as error:
             logger.warning("%s may be left of a killed writer, but cannot be checked or removed: %s", path, error)
@@ -143,16 +143,13 @@ def _lock(draft: Path) -> int:
         if attempt > 0:
             time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
         descriptor = os.open(_lock_file(draft), os.O_CREAT | os.O_RDWR)
-        is_ours = False
-        try:
+        with ExitStack() as stack:
+            stack.callback(_unlock, descriptor)
             locked = _try_lock(descriptor)
             # Another job may have removed the file after it was opened here. Its lock would then protect nothing.
-            is_ours = locked is None or (locked and _is_open_as(descriptor, _lock_file(draft)))
-        finally:
-            if not is_ours:
-                _unlock(descriptor)
-        if is_ours:
-            return descriptor
+            if locked is None or (locked and _is_open_as(descriptor, _lock_file(draft))):
+                stack.pop_all()
+                return descriptor
     raise FileExistsError(f"another process writes {draft}")
 
 

@@ -2,15 +2,14 @@
 
 import copy
 import os
-import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.planning.mesh import is_first_rank
 from zeroamp.policies.dtypes import DTYPE_BY_NAME, short_name
@@ -129,16 +128,14 @@ def gather_weights(
     return found
 
 
-def _save_config(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
+def _save_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
     """Write the config files that `from_pretrained` needs, if `model` is a transformers model."""
-    transformers = sys.modules.get("transformers")  # imported if the model is a transformers model
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+    outline = outline_of_model(model)  # of the class that fully_shard has replaced by a subclass
+    if outline is None:
         return
-    # fully_shard has replaced the class by a subclass.
-    architecture = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     config = copy.deepcopy(model.config)  # the model's own config is not changed
     config.dtype = str(dtype).removeprefix("torch.")
-    config.architectures = [architecture.__name__]
+    config.architectures = [type(outline).__name__]
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)

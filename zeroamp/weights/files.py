@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from zeroamp.policies.errors import CheckpointError
+from zeroamp.policies.json_values import once_each
 from zeroamp.weights.drafts import sync_to_disk
 from zeroamp.weights.replacement import MANIFEST as MANIFEST
 from zeroamp.weights.replacement import export_id, open_draft, replace_weights, weight_files
-from zeroamp.weights.untrusted_files import is_file_name, leads_out, open_regular, read_json
+from zeroamp.weights.untrusted_files import is_file_name, leads_out, open_regular, read_regular
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -29,6 +30,8 @@ OF_SEVERAL = (
     "must list files of one export, but they are of several: another export has replaced them, or they were copied "
     "there one by one. Load again; if that does not help, get the files again."
 )
+_MAX_INDEX_BYTES = 32 * 1024**2
+"""32 MiB: three times the size of an index of 100,000 tensors."""
 MODEL_STEM, ADAPTER_STEM = "model", "adapter_model"
 """The beginnings of the file names of a model, and of a peft adapter."""
 
@@ -157,12 +160,12 @@ def _read_index(path: Path) -> tuple[dict[str, str], set[str | None]]:
     All files are in the index's own folder.
     """
     try:
-        content = read_json(path)
+        content = json.loads(read_regular(path, _MAX_INDEX_BYTES).decode(), object_pairs_hook=once_each)
         weight_map: dict[str, str] = dict(content["weight_map"].items())
         exports = {id for key, id in content.get("metadata", {}).items() if key == EXPORT_ID}
         if outside := next((name for name in weight_map.values() if not is_file_name(name)), None):
             raise ValueError(f"{outside!a} is not the name of a file in its folder")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f'{path} must be an index, {{"weight_map": {{tensor: file}}}}, but cannot be read '
             f"({type(error).__name__}: {error}). Get the file again."

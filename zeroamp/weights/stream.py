@@ -57,7 +57,7 @@ def iter_weights(
 
     Raises:
         CheckpointError: an argument is not valid.
-        StepError: inside an optimizer step.
+        StepError: at the first item, inside an optimizer step.
         PeerError: another rank ended, or does not iterate.
         WrapError: the model is not wrapped.
     """
@@ -74,7 +74,7 @@ def iter_weights(
 def reading(
     state: WrapState, method: str, items: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return an iterator over `items` that reads the weights of a wrapped model.
+    """Iterate over `items`, which reads the weights of a wrapped model.
 
     From its first item until it is exhausted, closed or collected, the model's other functions of zeroamp, optimizer
     steps and `load_state_dict` raise an error that names `method`.
@@ -82,21 +82,10 @@ def reading(
     Raises:
         StepError: inside an optimizer step, where some weights may be updated and others not.
     """
-    _refuse_open_step(state, method)
-    return _guarded(state, method, items)
-
-
-def _refuse_open_step(state: WrapState, method: str) -> None:
-    if state.step.is_open:
-        raise StepError(f"{method} was called {state.step.phase.value}. Call it between two optimizer steps.")
-
-
-def _guarded(
-    state: WrapState, method: str, items: Iterator[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[str, torch.Tensor]]:
     root = state.root
     wrap_state(root)  # it may have gone to sleep, or another iterator may be open, since the call of `method`
-    _refuse_open_step(state, method)
+    if state.step.is_open:
+        raise StepError(f"{method} was called {state.step.phase.value}. Call it between two optimizer steps.")
     why = f"is being read by {method}. Iterate to its end, or call close() on the iterator, before anything else."
     name = type(root).__name__
 
@@ -215,8 +204,6 @@ def _start(weight: Weight, mesh: DeviceMesh, dtype: torch.dtype) -> torch.Tensor
 
     The shard is cast first, which moves fewer bytes. Rounding is per element, so the bits are the same.
     """
-    if weight.local.numel() and weight.local.untyped_storage().size() == 0:
-        raise StepError(f"{weight.names[0]} has no memory: the model went to sleep. Call zeroamp.wake(model) first.")
     local = weight.local.to(device_of(mesh), dtype)
     if not isinstance(weight.tensor, DTensor):
         return local

@@ -1,17 +1,10 @@
 """Reads untrusted files: only regular files of bounded size, with names that do not lead out of their folder."""
 
 import errno
-import json
 import os
 import stat
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
-
-from zeroamp.policies.json_values import once_each
-
-MAX_JSON_BYTES = 32 * 1024**2
-"""32 MiB: three times the size of a safetensors index of 100,000 tensors."""
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
@@ -38,19 +31,6 @@ def read_regular(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"more than {max_bytes:,} bytes", os.fspath(path))
     return content
-
-
-def read_json(path: str | os.PathLike[str]) -> Any:
-    """Return the content of a JSON file of at most `MAX_JSON_BYTES`.
-
-    Raises:
-        OSError: as `read_regular`.
-        ValueError: the content is not JSON in UTF-8, is nested too deeply, or has a key twice in one object.
-    """
-    try:
-        return json.loads(read_regular(path, MAX_JSON_BYTES).decode(), object_pairs_hook=once_each)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
 
 
 def is_file_name(name: object) -> bool:

@@ -1,6 +1,8 @@
 """The state of an optimizer in a checkpoint: sharded tensors by parameter name, and everything else as values."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -143,7 +145,7 @@ def _name_of(parameter: torch.Tensor, names: dict[int, str]) -> str:
 def check_optimizer_fits(
     optimizer: torch.optim.Optimizer, description: dict[str, Any], root: nn.Module, where: str, ours_name: str
 ) -> None:
-    """Raise CheckpointError unless the optimizer has the saved class and groups, and fitting shards.
+    """Raise CheckpointError unless the optimizer has the saved class and groups, and fitting values and shards.
 
     Errors call the checkpoint `where` and the optimizer `ours_name`.
     """
@@ -171,11 +173,35 @@ def check_optimizer_fits(
                 "zeroamp.shard_dim and ignored_params, or load without optimizer state: "
                 "load_checkpoint(..., load_optimizer_states=False)."
             )
+    _check_groups(optimizer, description["groups"], where, ours_name)
 
 
 def _numbers(groups: Iterable[list[str]]) -> dict[str, int]:
     """Return FQN -> number of its param group."""
     return {fqn: number for number, names in enumerate(groups) for fqn in names}
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]], where: str, ours_name: str) -> None:
+    """Raise CheckpointError for saved param groups that have a number that is not finite, or text for a number."""
+    for index, (ours, theirs) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
+        for key, value in theirs.items():
+            if key in ("params", "param_names"):
+                continue
+            is_number = isinstance(ours.get(key), Real | torch.Tensor) and not isinstance(ours[key], bool)
+            if _has_nonfinite(value) or (is_number and not isinstance(value, Real | torch.Tensor)):
+                raise CheckpointError(
+                    f"{where} has {value!r} as {key} of param group {index} of {ours_name}, where TrainStep has "
+                    f"{ours.get(key)!r}. Load another checkpoint, or load without optimizer state: "
+                    "load_checkpoint(..., load_optimizer_states=False)."
+                )
+
+
+def _has_nonfinite(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_nonfinite, value))
+    if isinstance(value, torch.Tensor):
+        return not bool(value.isfinite().all())
+    return isinstance(value, Real) and not math.isfinite(value)
 
 
 def optimizer_targets(

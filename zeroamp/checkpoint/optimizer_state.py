@@ -188,7 +188,8 @@ def _check_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]],
             if key in ("params", "param_names"):
                 continue
             is_number = isinstance(ours.get(key), Real | torch.Tensor) and not isinstance(ours[key], bool)
-            if _has_nonfinite(value) or (is_number and not isinstance(value, Real | torch.Tensor)):
+            is_kept = not isinstance(value, torch.Tensor) and value == ours.get(key)  # an option may be infinite
+            if (_has_nonfinite(value) and not is_kept) or (is_number and not isinstance(value, Real | torch.Tensor)):
                 raise CheckpointError(
                     f"{where} has {value!r} as {key} of param group {index} of {ours_name}, where TrainStep has "
                     f"{ours.get(key)!r}. Load another checkpoint, or load without optimizer state: "

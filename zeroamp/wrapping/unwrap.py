@@ -41,8 +41,8 @@ def unwrap_model(model: M) -> M:
         PeerError: another rank ended, or did not call `unwrap_model`. The model is still wrapped.
 
     Examples:
-        >>> model = zeroamp.unwrap_model(model)
-        >>> type(model[0].weight.data).__name__
+        >>> model = zeroamp.wrap_model(nn.Linear(8, 1), {"zero_optimization": {"stage": 3}})
+        >>> type(zeroamp.unwrap_model(model).weight.data).__name__
         'Tensor'
     """
     state = wrap_state(model)

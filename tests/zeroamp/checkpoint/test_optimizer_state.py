@@ -18,7 +18,7 @@ class Momentum(torch.optim.Optimizer):
     """SGD whose momentum is in another form."""
 
     def __init__(self, parameters, make=torch.zeros_like):
-        super().__init__(parameters, {"lr": 1e-2})
+        super().__init__(parameters, {"lr": 1e-2, "growth_rate": float("inf")})  # an option of Prodigy
         self.make = make
 
     @torch.no_grad()

@@ -221,16 +221,18 @@ def test_a_family_is_alike_on_ranks_with_other_seeds(ranks2, name, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def others():
-    ranks = Ranks(2, first_server=1)
-    yield ranks
-    ranks.stop()
+def more_pairs():
+    pairs = [Ranks(2, first_server=first) for first in (1, 2)]
+    yield pairs
+    for ranks in pairs:
+        ranks.stop()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KEPT_IN_FP32)
-def test_a_family_has_the_files_and_texts_of_other_seeds(ranks2, others, name, tmp_path):
+def test_a_family_has_the_files_and_texts_of_other_seeds(ranks2, more_pairs, name, tmp_path):
     pytest.importorskip("transformers", reason="the models are transformers'")
     first = _agree(ranks2, name, tmp_path / "first", with_commands=True)
-    assert _agree(others, name, tmp_path / "other", with_commands=True) == first
-    assert _same_files(tmp_path / "first", tmp_path / "other") == []
+    for number, ranks in enumerate(more_pairs):
+        assert _agree(ranks, name, tmp_path / f"{number}", with_commands=True) == first
+        assert _same_files(tmp_path / "first", tmp_path / f"{number}") == []

@@ -133,20 +133,21 @@ def test_sigterm_saves_ends_and_the_run_goes_on(data, uninterrupted, tmp_path):
 
 @pytest.mark.slow
 def test_a_reproducible_run_ends_with_the_files_of_one_rank(data, tmp_path):
-    """A reproducible run on 2 ranks and 1 ends with the files of a run on 1."""
+    """A reproducible run on 4, 2 and 1 ranks ends with the files of a run on 1."""
     config = ["--config", ROOT / "examples" / "configs" / "reproducible_autocast_bf16.json"]
     whole, parts, changes = tmp_path / "whole", tmp_path / "parts", []
     with Run(whole, data, *config, num_ranks=1) as run:
         assert run.finish() == 0, "".join(run.lines)
-    for num_ranks, step in ((2, 5), (1, None)):  # two saves: the second waits for the first
+    for num_ranks, step in ((4, 5), (2, 11), (1, None)):  # two saves or more each: the second waits for the first
         with Run(parts, data, *config, "--save-every", "2", "--resume", "auto", num_ranks=num_ranks) as run:
             if step is None:
                 assert run.finish() == 0, "".join(run.lines)
             else:
                 assert run.wait_for(f"step {step}/"), "".join(run.lines)  # leaving the block kills it
-            assert (num_ranks == 2) == (not any(line.startswith("resuming after step") for line in run.lines))
+            assert (num_ranks == 4) == (not any(line.startswith("resuming after step") for line in run.lines))
             changes += [line.strip() for line in run.lines if line.startswith("after step")]
     assert [change.split(": ")[1] for change in changes] == [
+        "ranks 4 -> 2, gradient_accumulation_steps 1 -> 2, train_batch_size is still 16",
         "ranks 2 -> 1, gradient_accumulation_steps 2 -> 4, train_batch_size is still 16",
     ]
     assert json.loads((parts / "losses.json").read_text())["changes"] == changes

@@ -158,7 +158,7 @@ EACH_DDP = dict.fromkeys(range(4), DDP)
 PARITY = {
     "2 epochs": (EACH_DDP, {}, 10),
     "a short last step": (
-        {1: DDP, 2: REDUCES_EACH}, {"gradient_accumulation_steps": 2}, 6,
+        {0: DDP, 1: DDP, 3: REDUCES_EACH}, {"gradient_accumulation_steps": 2}, 6,
     ),
     "clipping": ({0: DDP, 3: DDP}, {"max_norm": 0.5}, 10),
 }  # fmt: skip

@@ -27,10 +27,10 @@ FAST = {
 }
 SLOW = {
     "full fine-tuning at other stages": (FULL, (0, 1, 2), {}),
-    "LoRA on a bf16 base": (LORA, (0, 2), EVALUATED),  # stage 3 is in the test of saved adapters
-    "accumulation": (Case(arguments={"gradient_accumulation_steps": 2}), (1,), {}),
-    "DPO with a bf16 reference": (Case(trainer="DPOTrainer", reference="bfloat16"), (2,), {}),
-    "DPO with LoRA, whose adapters are switched off for the reference": (DPO_LORA, (0, 3), EVALUATED),
+    "LoRA on a bf16 base": (LORA, (0, 1, 2), EVALUATED),  # stage 3 is in the test of saved adapters
+    "accumulation": (Case(arguments={"gradient_accumulation_steps": 2}), (0, 1), {}),
+    "DPO with a bf16 reference": (Case(trainer="DPOTrainer", reference="bfloat16"), (0, 2), {}),
+    "DPO with LoRA, whose adapters are switched off for the reference": (DPO_LORA, (0, 2, 3), EVALUATED),
     # Without a reference model, and before any training, the model itself is the reference.
     "DPO that computes the reference before": (Case(trainer="DPOTrainer"), (3,), {"precompute_ref_log_probs": True}),
     "DPO with LoRA that computes the reference before": (DPO_LORA, (3,), {"precompute_ref_log_probs": True}),

@@ -43,7 +43,7 @@ def options_of(*overrides, **options):
 CASES = {
     "fp32 head": (
         options_of({"modules": "head", "compute": "fp32", "communication": "fp32"}),
-        (0, 3),
+        (0, 1, 2, 3),
         {"in_fp32": ["head"]},
     ),
     "fp32 Linear inside of a unit, bf16 gradients": (

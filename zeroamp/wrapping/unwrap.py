@@ -41,9 +41,11 @@ def unwrap_model(model: M) -> M:
         PeerError: another rank ended, or did not call `unwrap_model`. The model is still wrapped.
 
     Examples:
-        >>> model = zeroamp.wrap_model(nn.Linear(8, 1), {"zero_optimization": {"stage": 3}})
-        >>> type(zeroamp.unwrap_model(model).weight.data).__name__
-        'Tensor'
+        >>> policy = zeroamp.policy_from_config({"zero_optimization": {"stage": 3}})
+        >>> model = zeroamp.wrap_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), policy)
+        >>> model = zeroamp.unwrap_model(model)
+        >>> type(model[0]).__name__, type(model[0].weight.data).__name__
+        ('Linear', 'Tensor')
     """
     state = wrap_state(model)
     run_alike(

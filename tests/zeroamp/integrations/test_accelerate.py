@@ -287,6 +287,10 @@ def _saved_model(folder):
     accelerator.save_model(model, f"{folder}/model", max_shard_size="6KB")
     state = accelerator.get_state_dict(model)
     assert accelerator.unwrap_model(model) is model
+    zeroamp.unwrap_model(model)
+    assert type(model) is Classifier
+    assert "no_sync" not in vars(model)
+    assert not model._forward_hooks
     if not accelerator.is_main_process:
         assert state == {}
         return [], 0

@@ -85,17 +85,17 @@ def check(options: Namespace) -> str:
         raise ConfigError("--auto-wrap and --inputs are about a model. Name one with --model, or leave them out.")
     opened = {} if options.config is None else zeroamp.open_auto_keys(options.config)
     left = [path for path, names in opened.items() if not dict(options.auto).keys() & names]
-    if left:
-        policy = _policy(options, options.world_size, _without(left, options))
-    else:
-        policy = zeroamp.policy_from_config({}) if options.config is None else _policy(options, options.world_size)
+    config = _without(left, options) if left else None
+    policy = zeroamp.policy_from_config({}) if options.config is None else _policy(options, options.world_size, config)
     lines = [] if options.config is None else [str(options.config)]
     lines.append(policy.report(defaults=options.all))
     if left:
         lines.append(
             f'"auto", and not checked: {some_of(left, len(left))}. A Trainer of transformers and a ZeroampAccelerator '
-            "fill these keys by their arguments (bf16 is assumed above). To check a value, pass --auto KEY=VALUE."
+            "fill these keys by their arguments. To check a value, pass --auto KEY=VALUE."
         )
+    if _assumed(left) is not None:
+        lines.append("bf16 is assumed.")
     if not options.all:
         lines.append("--all lists all other keys with their defaults.")
     if options.model is None:
@@ -109,10 +109,15 @@ def check(options: Namespace) -> str:
 def _without(left: Collection[str], options: Namespace) -> dict[str, Any]:
     """Return the config without the keys in `left`, which are "auto". Of the precisions it then has bf16."""
     config = without_open_keys(options.config, dict(options.auto))
-    for block, others in (("torch_autocast", {"dtype": "bfloat16"}), ("bf16", {})):
-        if f"{block}.enabled" in left:
-            return {**config, block: {**others, **config.get(block, {}), "enabled": True}}
+    if (block := _assumed(left)) is not None:
+        dtype = {"dtype": "bfloat16"} if block == "torch_autocast" else {}
+        config[block] = {**dtype, **config.get(block, {}), "enabled": True}
     return config
+
+
+def _assumed(left: Collection[str]) -> str | None:
+    """Return the block of the precision that `_without` enables; None if the config, or --auto, sets one."""
+    return next((block for block in ("torch_autocast", "bf16") if f"{block}.enabled" in left), None)
 
 
 def _describe(plan: Plan) -> str:

@@ -72,7 +72,8 @@ def fill_config(
         ConfigError: keys and arguments disagree (the error names all of them), or an "auto" cannot be filled.
     """
     flat = flat_config(config)
-    was_auto = AUTO in (flat.get(_ENABLED), *(flat.get(f"{block}.enabled") for block in _BLOCKS))
+    switches = _ENABLED, *(f"{block}.enabled" for block in _BLOCKS)
+    was_auto = AUTO in map(flat.get, switches)
     mismatches = _fill_precision(flat, precision or "no")
     if precision is None:
         mismatches = []
@@ -97,7 +98,7 @@ def fill_config(
             f'{some_of(left)} must have a value, but is "auto": neither {arguments} nor the hidden_size of the '
             "model's config give one. Write a value, or remove the key."
         )
-    if was_auto and not any(flat.get(path) for path in (_ENABLED, *(f"{block}.enabled" for block in _BLOCKS))):
+    if was_auto and not any(map(flat.get, switches)):
         flat.pop(_SAVES_16_BIT, None)  # one config for runs in low precision and in fp32, which has no such weights
     filled = nest(flat)
     if isinstance(own := filled.get("zeroamp", {}), dict):  # else the policy's error names the block

@@ -443,6 +443,10 @@ def _without_optimizer():
         accelerator.backward(torch.ones((), requires_grad=True))
     with pytest.raises(zeroamp.StepError, match=r"a ZeroampAccelerator trains. Call accelerator.backward\(loss\)"):
         model(torch.ones(1, 2, dtype=torch.long))["logits"].sum().backward()
+    accelerator = accelerator_of(0, {"gradient_clipping": 1.0})
+    model = accelerator.prepare(Classifier())
+    with pytest.raises(zeroamp.StepError, match=r"needs. Call accelerator.prepare\(model, optimizer\)"):
+        accelerator.backward(model(torch.ones(1, 2, dtype=torch.long))["logits"].sum())
     return [(same_bits(parameters, expected), each == pytest.approx(norms)) for parameters, each in ours]
 
 

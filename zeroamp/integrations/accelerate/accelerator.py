@@ -57,6 +57,8 @@ _CHECKPOINT = "zeroamp"
 """Folder of the model's and the optimizers' state, inside the folder of `save_state`."""
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 """Options for a whole state dict on the first rank."""
+_TRAINED_HERE = "a ZeroampAccelerator trains. Call accelerator.backward(loss)"
+_WITHOUT_OPTIMIZER = "has no prepared optimizer, which its config needs. Call accelerator.prepare(model, optimizer)"
 _HOW_TO_ACCUMULATE = (
     "every backward but the last inside accelerator.accumulate(model) or no_sync, and clip and step after the last, "
     "under `if accelerator.sync_gradients:`. LocalSGD, which steps inside no_sync, is not supported."
@@ -244,7 +246,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             model = self.wrap(model)
             before.wrapped(model)
             self._before.append(before)
-        wrap_state(model).step.trained_by = "a ZeroampAccelerator trains. Call accelerator.backward(loss)"
+        wrap_state(model).step.trained_by = _TRAINED_HERE
         refuse_shared_samples(model, "accelerate", self.num_processes)
         with wrap_state(model).changes.noting([model]):
             if _outputs_to_fp32 not in model._forward_hooks.values():  # another training may have prepared the model
@@ -316,7 +318,9 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             for before in self._before:
                 before.repoint(optimizers)
             refuse_other_optimizers(self.policy, optimizers)
-            loop = LoopDriver(self._trained_model(optimizers), _HOW_TO_ACCUMULATE, reopens=True)
+            trained = self._trained_model(optimizers)
+            wrap_state(trained).step.trained_by = _TRAINED_HERE
+            loop = LoopDriver(trained, _HOW_TO_ACCUMULATE, reopens=True)
             loop.add(optimizers)
             _ = loop.train  # raises its errors here
             self._loop = loop
@@ -377,6 +381,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
                 "prepared. Call accelerator.prepare(model, optimizer)."
             )
         for model in self._models:
+            wrap_state(model).step.trained_by = _WITHOUT_OPTIMIZER  # if its config has keys that need TrainStep
             cast(FSDPModule, model).set_requires_gradient_sync(is_last)
         loss.backward()  # type: ignore[no-untyped-call]
 

@@ -29,7 +29,7 @@ from typing import Any, cast
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
-from zeroamp.hooks._torch.fsdp import are_replicas_left, divide_factor, units_of
+from zeroamp.hooks._torch.fsdp import are_replicas_left, discard_unsharded_gradients, divide_factor, units_of
 from zeroamp.hooks.group_gradients import by_module, reset_gradients
 from zeroamp.policies.errors import StepError, WrapError
 from zeroamp.wrapping.refused_calls import replace_method
@@ -228,6 +228,8 @@ class FsdpMethods:
             self._state.root_forward.reset()
             method()
             reset_gradients(self._state.gradients)
+            for unit in units_of(self._state.root):  # FSDP2 leaves those that the failed backward did not reduce
+                discard_unsharded_gradients(unit)
 
         return reset
 

@@ -50,3 +50,31 @@ def test_training_is_the_same_with_evaluations(ranks2, name):
         assert same_bits(ours, plain) == []
         assert all(output == output for output in outputs)
         assert calls[1] == calls[2], "only the first evaluation unshards ahead"
+
+
+def _losses_after_a_prefetch_that_no_block_used():
+    """Losses of a training in which an evaluation prefetches a block that it skips, and without the evaluation."""
+    found = []
+    for evaluates in (True, False):
+        training = SmallTraining(config(3, threshold=0), adamw)
+        model = training.model
+        training.step(0)
+        if evaluates:
+            blocks = model.blocks
+            blocks[0].set_modules_to_forward_prefetch([blocks[1]])
+            model.blocks = torch.nn.ModuleList([blocks[0], blocks[2]])
+            with torch.no_grad():
+                model(batch(training.name, 5))
+            blocks[0].set_modules_to_forward_prefetch([])
+            model.blocks = blocks
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+            found.append(training.loss(1))
+    return found
+
+
+def test_a_prefetch_that_no_forward_waited_for_is_discarded(ranks2):
+    """A later forward would read the weights from before a change."""
+    for with_evaluation, without in ranks2.run(_losses_after_a_prefetch_that_no_block_used):
+        assert torch.equal(with_evaluation, without)

@@ -404,6 +404,8 @@ def _with_some_factors(shape):
     model = _wrapped(shape, 1000)
     model.set_gradient_divide_factor(4.0)  # repaired by the next calls
     outcomes.append(_outcome(lambda: _train(model, on_all, "root"), expected))
+    model.set_gradient_divide_factor(4.0)  # after factors that were equal
+    outcomes.append(_outcome(lambda: _train(model, None, "root"), None))
     return outcomes
 
 
@@ -411,9 +413,44 @@ def _with_some_factors(shape):
 def test_the_group_of_all_units_follows_its_units(ranks2, shape):
     for found in ranks2.run(_with_model_wide, shape):  # reducing more often adds in another order
         assert not any(found.values()), found
-    for alone, on_all in ranks2.run(_with_some_factors, shape):
+    for alone, on_all, at_the_end in ranks2.run(_with_some_factors, shape):
         assert re.match("StepError: set_gradient_divide_factor: the root .*8.0, but blocks.0 by None", alone), alone
         assert on_all == AS_FSDP2
+        assert re.match("StepError: set_gradient_divide_factor: the root .*4.0, but blocks.0 by 8.0", at_the_end)
+
+
+def _fail_in_backward(model):
+    """Run a micro-batch whose backward raises after the groups behind the first block have had theirs."""
+
+    def fail(_gradient):
+        raise ArithmeticError
+
+    with model.blocks[0].register_forward_hook(lambda _module, _args, output: output.register_hook(fail) and None):
+        loss = model(_batch(0, 0))
+    with contextlib.suppress(ArithmeticError):
+        loss.backward()
+
+
+def _after_a_reset(shape, threshold):
+    """Differences from a model that ran only what follows: a sum without a reduction and a failed backward are lost."""
+    expected, ours = _of_fsdp2(shape, ""), _wrapped(shape, threshold)
+    with _autocast():
+        expected(_batch(0, 1)).backward()
+    ours.set_requires_gradient_sync(False)
+    ours(_batch(1, 0)).backward()
+    ours.set_requires_gradient_sync(True)
+    _fail_in_backward(ours)
+    ours.reset_iter_state()
+    ours.zero_grad()
+    ours(_batch(0, 1)).backward()
+    whole = [{fqn: p.grad.full_tensor() for fqn, p in model.named_parameters()} for model in (ours, expected)]
+    return [fqn for fqn in whole[1] if not torch.allclose(whole[0][fqn], whole[1][fqn], rtol=1e-6, atol=1e-6)]
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="this torch has no reset_iter_state")
+@pytest.mark.parametrize(("shape", "threshold"), [((2,), 0), ((2, 1), 1000)])
+def test_reset_iter_state_loses_the_failed_iteration(ranks2, shape, threshold):
+    assert ranks2.run(_after_a_reset, shape, threshold) == [[], []]
 
 
 def _steps_too_early():

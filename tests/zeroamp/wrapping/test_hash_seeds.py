@@ -2,7 +2,6 @@
 
 import filecmp
 import json
-import logging
 import random
 import sys
 from pathlib import Path
@@ -69,7 +68,6 @@ def _foreign():
 
 def _texts():
     """Return what differs if the order of a set decides: errors, orders of keys and of names."""
-    logging.getLogger("zeroamp").setLevel(logging.ERROR)
     policy = zeroamp.policy_from_config({})
     observations = Observations()
     observer = OpObserver(observations)
@@ -141,7 +139,6 @@ _MODES = {"bf16": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "f
 def _trained(name, folder, with_commands):
     """Train two steps, save and export. Return this rank's texts, the whole parameters, and on the first rank what
     `explain` and `plan` print."""
-    logging.getLogger("zeroamp").setLevel(logging.ERROR)
     random.seed(0)  # a checkpoint has the state of these generators
     np.random.seed(0)
     family, mode = KEPT_IN_FP32[name]

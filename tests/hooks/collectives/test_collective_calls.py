@@ -69,6 +69,7 @@ def test_an_error_of_the_backend_names_the_collective_and_the_place(monkeypatch)
         text = str(peer_lost(error, None, [issued]))
         assert "the collective of FSDP2 in optimizer step 3, where 2 backwards had begun" in text
         assert str(error) in text
+        assert "no rank may skip a block that others run, also not at random (LayerDrop, stochastic depth)" in text
     issued.on_collective(_call())
     after = str(peer_lost(errors[0], None, [issued]))
     assert "in optimizer step 3 after the all_gather of a (4 elements, fp32)" in after

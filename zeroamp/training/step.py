@@ -230,10 +230,10 @@ class TrainStep:
         self._has_warned = True
         if is_first_rank(self._step.state.axes.whole):
             logger.warning(
-                "TrainStep.backward divided the losses of an optimizer step of %d micro-batches by "
+                "TrainStep.backward divided the losses of an optimizer step of %d micro-batch%s by "
                 "gradient_accumulation_steps, %d. For their mean, divide each loss yourself and pass divide=False. "
                 "This is logged once.",
-                *(number, divisor),
+                *(number, "" if number == 1 else "es", divisor),
             )
 
     def add_backward(self, loss: torch.Tensor, *, divide: bool) -> None:

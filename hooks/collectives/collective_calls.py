@@ -214,9 +214,9 @@ class NamedWork(dist.Work):
 
 
 def _log_wait(issued: IssuedCollective) -> None:
-    """Log that this rank has waited for `WARN_AFTER`, and what the other ranks may not do."""
+    """Log that this rank has waited for `WARN_AFTER`, and the likely cause."""
     logger.warning(
-        "Rank %d has waited %g s for the %s. It waits on, until the timeout of the process group. Other ranks may not "
-        "run this forward or backward: every rank must run the same ones, and evaluate, generate and save.",
+        "Rank %d has waited %g s for the %s. It waits on, until the timeout of the process group. Perhaps other ranks "
+        "do not run this forward or backward: every rank must run the same ones, and evaluate, generate and save.",
         *(dist.get_rank(), WARN_AFTER.total_seconds(), printable(_text_with_ranks(issued))),
     )

@@ -194,9 +194,10 @@ def refuse_create_graph(_grad: torch.Tensor | None = None) -> None:
     """
     if torch.is_grad_enabled() and is_in_backward():
         raise StepError(
-            "A gradient was computed with create_graph=True through a wrapped model. Second derivatives would read "
-            "parameters that FSDP2 has freed by then, so they are not supported. Leave create_graph out, or train this "
-            "model with DistributedDataParallel."
+            "A gradient was computed with create_graph=True through a wrapped model, as torch.func.grad and "
+            "torch.func.vjp always do. Second derivatives would read parameters that FSDP2 has freed by then, so they "
+            "are not supported. For first derivatives, call torch.autograd.grad(loss, inputs) without create_graph. "
+            "For second derivatives, train this model with DistributedDataParallel."
         )
 
 

@@ -1,12 +1,14 @@
-"""The order of the collectives that this rank issued in an optimizer step, and the error for one that fails.
+"""The order of the collectives that this rank issued in an optimizer step, and what is said of one that fails or waits.
 
 Ranks compare their orders: with `TrainStep` in `zeroamp/training/rank_agreement.py`, in other loops in
 `zeroamp/wrapping/reduction_order.py`.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -15,7 +17,9 @@ import torch.distributed as dist
 from zeroamp.hooks.collectives.traffic import STEP, CollectiveListener, IssuedCollective, ReduceOp, notify
 from zeroamp.hooks.tensors import HostCopy
 from zeroamp.policies.dtypes import short_name
-from zeroamp.policies.errors import PeerError
+from zeroamp.policies.errors import PeerError, printable
+
+logger = logging.getLogger("zeroamp.rank")  # each rank prints its own
 
 T = TypeVar("T")
 
@@ -27,6 +31,12 @@ def _text(issued: IssuedCollective) -> str:
     where = "the optimizer step" if issued.group_name == STEP else issued.group_name
     op = "" if issued.op == dist.ReduceOp.SUM else f", {str(issued.op).rpartition('.')[2]}"
     return f"{issued.collective} of {where} ({issued.tensor.numel()} elements, {short_name(issued.tensor.dtype)}{op})"
+
+
+def _text_with_ranks(issued: IssuedCollective) -> str:
+    """Return a collective as text, with the ranks that must issue it."""
+    ranks = dist.get_process_group_ranks(issued.process_group)
+    return f"{_text(issued)} over ranks {', '.join(map(str, ranks))}"
 
 
 MOST_LISTED = 2_000
@@ -141,8 +151,7 @@ def peer_lost(
         return error
     what = "collective of FSDP2"
     if issued is not None:
-        ranks = dist.get_process_group_ranks(issued.process_group)
-        what = f"{_text(issued)} over ranks {', '.join(map(str, ranks))}"
+        what = _text_with_ranks(issued)
     step = next((listener for listener in listeners if isinstance(listener, IssuedInStep)), None)
     place = ""
     if step is not None and step.is_counted and issued is not None and issued.group_name == STEP:
@@ -165,22 +174,49 @@ def peer_lost(
     return PeerError(
         f"Rank {dist.get_rank()} waited for the {what}{place}, and the process group ended it: {str(error).strip()}. "
         "Another rank has ended or did not issue the same collective. Read the output of the other ranks, and check "
-        "that all ranks run the same modules, micro-batches and evaluations. If a rank may skip a module, "
+        "that all ranks run the same modules, micro-batches and evaluations: no rank may skip a block that others run, "
+        "also not at random (LayerDrop, stochastic depth). If a rank may skip a module, "
         'name the module in "zeroamp": {"optional_units": [...]}.'
         f"{own_unit} Restart from the last checkpoint."
     )
 
 
+WARN_AFTER = timedelta(seconds=60)
+"""How long a rank waits until it logs which collective it waits for. If the timeout of the process group is shorter,
+the rank raises a PeerError first, which says the same."""
+
+
 class NamedWork(dist.Work):
-    """Wraps the work of an asynchronous collective, so that its error names the collective."""
+    """Wraps the work of an asynchronous collective, so that its error, and a log message of a long wait, name it."""
 
     def __init__(self, work: dist.Work, issued: IssuedCollective, listeners: Sequence[CollectiveListener]) -> None:
         super().__init__()
         self._work, self._issued, self._listeners = work, issued, listeners
 
     def wait(self, *arguments: object) -> bool:
-        """Wait for the collective. Raises a PeerError if the backend ended it: see `peer_lost`."""
+        """Wait for the collective. Raises a PeerError if the backend ended it: see `peer_lost`.
+
+        On a CPU, where a wait blocks the host, a wait without a timeout logs a WARNING after `WARN_AFTER`.
+        """
         try:
-            return self._work.wait(*arguments)  # type: ignore[arg-type]
+            # With a timeout, NCCL would block the host, and abort the collective at the timeout.
+            if arguments or not self._issued.tensor.is_cpu:
+                return self._work.wait(*arguments)  # type: ignore[arg-type]
+            try:
+                return self._work.wait(WARN_AFTER)
+            except RuntimeError:
+                if not self._work.is_completed():
+                    _log_wait(self._issued)
+            # A wait that timed out leaves the collective as it is. A collective that failed raises its error again.
+            return self._work.wait()
         except RuntimeError as error:
             raise peer_lost(error, self._issued, self._listeners) from error
+
+
+def _log_wait(issued: IssuedCollective) -> None:
+    """Log that this rank has waited for `WARN_AFTER`, and the likely cause."""
+    logger.warning(
+        "Rank %d has waited %g s for the %s. It waits on, until the timeout of the process group. Perhaps other ranks "
+        "do not run this forward or backward: every rank must run the same ones, and evaluate, generate and save.",
+        *(dist.get_rank(), WARN_AFTER.total_seconds(), printable(_text_with_ranks(issued))),
+    )

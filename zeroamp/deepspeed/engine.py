@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -321,13 +320,15 @@ class DeepSpeedEngine(nn.Module):
             True.
 
         Raises:
-            CheckpointError: `zeroamp.save_checkpoint` raises it, or the tag is not a folder name.
+            CheckpointError: `zeroamp.save_checkpoint` raises it, `save_dir` is None or empty, or the tag is not a
+                folder name.
             StepError: called inside an optimizer step, or the engine has no optimizer.
         """
         train_step = self._trained("save_checkpoint")
+        folder = engine_checkpoint.folder_of(save_dir, "save_checkpoint(save_dir=)")
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         save_checkpoint(
-            engine_checkpoint.path_of(Path(save_dir), name),
+            engine_checkpoint.path_of(folder, name),
             self.module,
             train_step,
             step=self.global_steps,
@@ -336,7 +337,7 @@ class DeepSpeedEngine(nn.Module):
             exclude_frozen_parameters=exclude_frozen_parameters,
         )
         if save_latest:
-            self._ranks().on_first(lambda: engine_checkpoint.write_latest(Path(save_dir), name))
+            self._ranks().on_first(lambda: engine_checkpoint.write_latest(folder, name))
         return True
 
     def load_checkpoint(
@@ -363,12 +364,13 @@ class DeepSpeedEngine(nn.Module):
             The path of the checkpoint, and the client state of the first rank.
 
         Raises:
-            CheckpointError: the tag does not exist, DeepSpeed wrote it, or `zeroamp.load_checkpoint` raises it.
+            CheckpointError: `load_dir` is None or empty, the tag does not exist, DeepSpeed wrote it, or
+                `zeroamp.load_checkpoint` raises it.
             StepError: called inside an optimizer step.
         """
         if not load_module_strict:
             raise refusal("engine.load_checkpoint(load_module_strict=False)", "Load weights with zeroamp.load_hf.")
-        folder, ranks = Path(load_dir), self._ranks()
+        folder, ranks = engine_checkpoint.folder_of(load_dir, "load_checkpoint(load_dir=)"), self._ranks()
         name = ranks.on_first(lambda: engine_checkpoint.find(folder, None if tag is None else str(tag)))
         if name is None:
             if ranks.rank == 0:
@@ -397,8 +399,9 @@ class DeepSpeedEngine(nn.Module):
         The first rank writes the file: by `torch.save`, or as safetensors if the name ends in ".safetensors". It needs
         CPU memory for the whole model; `zeroamp.export_hf` needs only as much as one of its files.
         """
+        path = engine_checkpoint.folder_of(save_dir, "save_16bit_model(save_dir=)") / save_filename
         state_dict = self.module_state_dict(exclude_frozen_parameters)
-        self._ranks().on_first(lambda: engine_checkpoint.write_weights(Path(save_dir) / save_filename, state_dict))
+        self._ranks().on_first(lambda: engine_checkpoint.write_weights(path, state_dict))
         return True
 
     save_fp16_model = save_16bit_model

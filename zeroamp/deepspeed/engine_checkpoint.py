@@ -7,6 +7,7 @@ A folder that DeepSpeed wrote is refused: its own converter writes weights that 
 """
 
 import inspect
+import os
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
@@ -27,6 +28,14 @@ from zeroamp.wrapping.state import wrap_state
 
 _LATEST = "latest"
 _MAX_TAG_BYTES = 4096
+
+
+def folder_of(value: object, argument: str) -> Path:
+    """Return the folder that the engine's call got as `argument`. Raise CheckpointError unless it is a path."""
+    if isinstance(value, str | os.PathLike) and os.fspath(value):
+        return Path(value)
+    remedy = "Pass one such as 'runs/a', or '.' for the working directory."
+    raise CheckpointError(describe(f"engine.{argument}", repr(value), "the path of a folder", remedy))
 
 
 def path_of(folder: Path, tag: str) -> Path:

@@ -230,10 +230,10 @@ class TrainStep:
         self._has_warned = True
         if is_first_rank(self._step.state.axes.whole):
             logger.warning(
-                "TrainStep.backward divided the losses of an optimizer step of %d micro-batches by "
+                "TrainStep.backward divided the losses of an optimizer step of %d micro-batch%s by "
                 "gradient_accumulation_steps, %d. For their mean, divide each loss yourself and pass divide=False. "
                 "This is logged once.",
-                *(number, divisor),
+                *(number, "" if number == 1 else "es", divisor),
             )
 
     def add_backward(self, loss: torch.Tensor, *, divide: bool) -> None:
@@ -292,7 +292,7 @@ class TrainStep:
         current.refuse_after_failure("TrainStep.step")
         phase = step.phase
         if phase is not StepPhase.REDUCED and (phase in (StepPhase.IDLE, StepPhase.FAILED) or current.is_stepped):
-            raise StepError("TrainStep.step was called without a backward since the last step. Call backward first.")
+            raise self._without_backward()
         if phase is StepPhase.OPEN and current.is_counted:
             current.is_stepped = True
             return None
@@ -302,6 +302,17 @@ class TrainStep:
             step.reduce(self._policy.gradient_clipping)
             report = self._update(self.optimizers)
         return self._ended(report)
+
+    def _without_backward(self) -> StepError:
+        """Return the error for a `step` that no backward of this object precedes."""
+        if self._step.phase is StepPhase.IDLE and self._step.gradients.present():
+            return StepError(
+                "TrainStep.step was called without its backward, but the model has gradients: loss.backward() or "
+                "a loss of another model left them. Call train.backward(loss). If one loss trains several models, "
+                "wrap them as one module, such as both = wrap_model(nn.Sequential(a, b), config), and pass all "
+                "optimizers to one TrainStep(both, [optimizer_a, optimizer_b])."
+            )
+        return StepError("TrainStep.step was called without a backward since the last step. Call backward first.")
 
     def _refuse_incomplete(self, method: str) -> None:
         step = self._step

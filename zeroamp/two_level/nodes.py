@@ -143,6 +143,10 @@ class _Ordered(dist.Work):
             self._is_done = True
         return result
 
+    def is_completed(self) -> bool:
+        """Return whether the all-gather inside the node has ended, also by an error."""
+        return self._work.is_completed()
+
 
 def _pieces(length: int, num_bytes: int) -> list[slice]:
     """Cut the columns of a reduction of so many bytes: see [Note: Pieces]. Pieces start at multiples of 16 elements."""

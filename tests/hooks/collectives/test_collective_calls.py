@@ -1,9 +1,19 @@
 """`IssuedInStep`: the list of what a rank issued, and the error for a collective that the backend ended."""
 
+import logging
+from datetime import timedelta
+from unittest import mock
+
+import pytest
 import torch
 import torch.distributed as dist
 
-from zeroamp.hooks.collectives.collective_calls import MOST_LISTED, IssuedInStep, peer_lost
+import zeroamp
+from tests.measuring.logs import log_lines
+from tests.models.small import batch, build
+from tests.processes.training import config
+from zeroamp.hooks.collectives import collective_calls
+from zeroamp.hooks.collectives.collective_calls import MOST_LISTED, IssuedInStep, NamedWork, peer_lost
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
 from zeroamp.policies.errors import PeerError
 
@@ -59,6 +69,7 @@ def test_an_error_of_the_backend_names_the_collective_and_the_place(monkeypatch)
         text = str(peer_lost(error, None, [issued]))
         assert "the collective of FSDP2 in optimizer step 3, where 2 backwards had begun" in text
         assert str(error) in text
+        assert "no rank may skip a block that others run, also not at random (LayerDrop, stochastic depth)" in text
     issued.on_collective(_call())
     after = str(peer_lost(errors[0], None, [issued]))
     assert "in optimizer step 3 after the all_gather of a (4 elements, fp32)" in after
@@ -72,3 +83,76 @@ def test_two_ranks_on_one_gpu_are_named_as_such(ranks2):
     for rank, text in enumerate(ranks2.run(_of_one_gpu)):
         assert text.startswith(f"Rank {rank} uses the same GPU as another rank of its host: Duplicate GPU detected")
         assert "call torch.cuda.set_device before anything uses a GPU" in text
+
+
+class _Work:
+    """A work whose first waits raise."""
+
+    def __init__(self, *errors, completed=False):
+        self.errors, self.completed, self.timeouts = list(errors), completed, []
+
+    def wait(self, *timeouts):
+        self.timeouts.append(timeouts)
+        if self.errors:
+            raise self.errors.pop(0)
+        return True
+
+    def is_completed(self):
+        return self.completed
+
+
+def test_only_a_wait_without_a_timeout_on_a_cpu_is_watched():
+    """Another device's wait, and that of a caller who passes a timeout, are as they were. A failure is no wait."""
+    call, on_device = _call(), _call()._replace(tensor=torch.empty(4, device="meta"))
+    for issued, given in ((on_device, ()), (call, (timedelta(seconds=1),))):
+        assert NamedWork(work := _Work(), issued, ()).wait(*given)
+        assert work.timeouts == [given]
+        with pytest.raises(RuntimeError, match="timed out"):
+            NamedWork(_Work(RuntimeError("timed out")), issued, ()).wait(*given)
+    assert NamedWork(work := _Work(), call, ()).wait()
+    assert work.timeouts == [(collective_calls.WARN_AFTER,)]
+    failed = _Work(RuntimeError("shape"), RuntimeError("shape"), completed=True)
+    with log_lines() as lines, pytest.raises(RuntimeError, match="shape"):
+        NamedWork(failed, call, ()).wait()
+    assert lines == []
+
+
+def _enters_late(late, per_node):
+    """Whether two evaluations are equal, the first of which the rank `late` enters after the WARNING of its partner."""
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    cfg = config(3, zeroamp={"ranks_per_node": per_node})
+    model, inputs = zeroamp.wrap_model(build("llama_tied"), cfg), batch("llama_tied", rank)
+    handler = logging.Handler()
+    handler.emit = lambda _record: store.set("warned", "")
+    with mock.patch.object(collective_calls, "WARN_AFTER", timedelta(milliseconds=20)), log_lines() as lines:
+        if rank == late:
+            store.wait(["warned"], timedelta(seconds=20))
+        elif rank == 1 - late:
+            logging.getLogger("zeroamp.rank").addHandler(handler)
+        try:
+            with torch.no_grad():
+                first = model(inputs)
+        finally:
+            logging.getLogger("zeroamp.rank").removeHandler(handler)
+        dist.barrier()
+        with torch.no_grad():
+            second = model(inputs)
+    return torch.equal(first, second), lines
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_long_wait_is_named_and_goes_on(ranks2, late):
+    """Also on another rank than the first, which alone logs all other messages."""
+    found = ranks2.run(_enters_late, late, "off")
+    assert [same_bits for same_bits, _ in found] == [True, True]
+    text = found[1 - late][1][0]
+    assert text.startswith(f"Rank {1 - late} has waited 0.02 s for the all_gather of ")
+    assert "over ranks 0, 1. It waits on" in text
+    assert "every rank must run the same ones, and evaluate, generate and save" in text
+    assert all("all_gather" in line for _, lines in found for line in lines)
+
+
+def test_a_long_wait_inside_a_node_is_named(ranks4):
+    found = ranks4.run(_enters_late, 1, 2)
+    assert [same_bits for same_bits, _ in found] == [True] * 4
+    assert any(line.startswith("Rank 0 has waited") for line in found[0][1])

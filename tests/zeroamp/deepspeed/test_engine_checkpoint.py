@@ -81,6 +81,11 @@ def _parts(folder):
         "must hold tensors": lambda: engine.save_checkpoint(folder, tag="c", client_state={"args": object()}),
         "load_module_strict": lambda: engine.load_checkpoint(folder, tag="a", load_module_strict=False),
         weights_alone: lambda: engine.load_checkpoint(Path(folder) / "of DeepSpeed"),
+        r"engine.save_checkpoint\(save_dir=\) must be the path .* is None": lambda: engine.save_checkpoint(None),
+        r"engine.save_checkpoint\(save_dir=\) must be the path .* is ''": lambda: engine.save_checkpoint(""),
+        r"engine.load_checkpoint\(load_dir=\) must be the path .* is None": lambda: engine.load_checkpoint(None),
+        r"engine.load_checkpoint\(load_dir=\) must be the path .* is ''": lambda: engine.load_checkpoint(""),
+        r"engine.save_16bit_model\(save_dir=\) must be the path": lambda: engine.save_16bit_model(""),
     }.items():
         with pytest.raises((CheckpointError, deepspeed.UnsupportedError), match=f"(?s){says}"):
             call()

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroamp
-from tests.models.adapters import Adapted, batch, quietly, train_in_one_process
+from tests.models.adapters import Adapted, batch, quietly, train_in_one_process, trained
 from tests.models.architectures import mixtral
 from tests.processes.adapter_training import AdapterTraining
-from tests.processes.training import config
+from tests.processes.training import config, full_parameters, same_bits
 from tests.selection import needs_bitsandbytes, slow_but
 
 pytest.importorskip("peft", reason="peft is not installed: it makes the adapters")
@@ -134,3 +134,47 @@ def test_an_evaluation_between_two_steps(ranks2):
     """bitsandbytes packs weights in another layout for inference on some CPUs: the shards must not see it."""
     needs_bitsandbytes()
     ranks2.run(_evaluated)
+
+
+def _taught_by_the_base(stage, with_train_step):
+    """Losses and adapters of a distillation from the model without its adapters. Stage None: one process."""
+    model = Adapted(base="bf16").build()
+    if stage is not None:
+        model = zeroamp.wrap_model(model, zeroamp.policy_from_config(config(stage)))
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    train = zeroamp.TrainStep(model, optimizer) if with_train_step else None
+    losses = []
+    for index in range(3):
+        tokens = batch(index)
+        with torch.autocast("cpu", torch.bfloat16, enabled=stage is None):
+            with torch.no_grad(), model.disable_adapter():
+                target = model(input_ids=tokens).logits.float().softmax(-1)
+            logits = model(input_ids=tokens).logits
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(0, 1))
+        losses.append(loss.item())
+        if train is not None:
+            train.backward(loss)
+            train.step()
+            continue
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = full_parameters(model)
+    return losses, {name: whole[name] for name in trained(model)}
+
+
+@quietly
+def _compared_with_the_base_as_teacher():
+    losses, adapters = _taught_by_the_base(None, False)
+    assert len(set(losses)) == 3
+    differences = {}
+    for stage, with_train_step in ((0, False), (3, False), (3, True)):
+        found, ours = _taught_by_the_base(stage, with_train_step)
+        differences[stage, with_train_step] = found == losses, same_bits(ours, adapters)
+    return differences
+
+
+def test_the_base_of_adapters_teaches_as_in_one_process(ranks2):
+    """docs/losses.md: `disable_adapter` switches the adapters off for the forward of the teacher."""
+    for found in ranks2.run(_compared_with_the_base_as_teacher):
+        assert found == dict.fromkeys(found, (True, []))

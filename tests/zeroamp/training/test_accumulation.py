@@ -128,5 +128,5 @@ def _warnings_of_counts(divide):
 def test_a_step_of_fewer_micro_batches_than_its_divisor_warns_once(ranks2):
     assert ranks2.run(_warnings_of_counts, divide=False) == [[], []]
     (line,), of_others = ranks2.run(_warnings_of_counts, divide=True)
-    assert "divided the losses of an optimizer step of 1 micro-batches by gradient_accumulation_steps, 2" in line
+    assert "divided the losses of an optimizer step of 1 micro-batch by gradient_accumulation_steps, 2" in line
     assert of_others == []  # one message per job

@@ -43,7 +43,14 @@ def forces_in_the_forward(model, x):
     model(x)
 
 
-LOSSES = [penalty_of_inputs, penalty_of_parameters, graph_of_all_gradients, forces_in_the_forward]
+def first_derivative_of_torch_func(model, x):
+    torch.func.grad(lambda inputs: model(inputs).sum())(x.detach())
+
+
+LOSSES = [
+    penalty_of_inputs, penalty_of_parameters, graph_of_all_gradients, forces_in_the_forward,
+    first_derivative_of_torch_func,
+]  # fmt: skip
 
 
 def _refused(stage, loss):
@@ -51,7 +58,8 @@ def _refused(stage, loss):
     policy = zeroamp.policy_from_config(config(stage))
     model = zeroamp.wrap_model(Critic(is_inside), policy, auto_wrap_policy={"Sequential"})
     x = torch.ones(4, 8, requires_grad=True)
-    with pytest.raises(zeroamp.StepError, match=r"create_graph=True.*DistributedDataParallel"):
+    says = r"create_graph=True.*torch\.autograd\.grad\(loss, inputs\).*DistributedDataParallel"
+    with pytest.raises(zeroamp.StepError, match=says):
         loss(model, x)
     if is_inside:
         return  # an error inside of a forward ends the training

@@ -22,8 +22,9 @@ from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import ConfigError, StepError
 from zeroamp.policies.policy import Policy
 from zeroamp.rank_group import RankGroup
+from zeroamp.training.optimizer_step import Step
 from zeroamp.training.refused_arguments import Scheduler
-from zeroamp.training.step import TrainStep
+from zeroamp.training.step import TrainStep, step_of
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.state import reshard, wrap_state
 from zeroamp.wrapping.step_state import StepPhase
@@ -59,6 +60,16 @@ READERS: dict[str, Callable[[Policy], object]] = {
     "zero_optimization_stage": lambda policy: policy.stage,
 }
 """Method of the engine without arguments -> the value of the config that it returns."""
+
+
+def _add_backward(step: Step, loss: torch.Tensor, *, divide: bool) -> None:
+    """Run another backward of the last micro-batch: its gradients and its loss are added. Raises as `TrainStep`."""
+    current = step.current
+    before = current.is_counted, current.was_in_no_sync, current.num_micro_batches
+    num_divided = current.num_divided or int(divide)
+    step.backward(loss, last=step.phase is StepPhase.COMPLETE, divide=divide)
+    current.is_counted, current.was_in_no_sync, current.num_micro_batches = before
+    current.num_divided = num_divided
 
 
 class DeepSpeedEngine(nn.Module):
@@ -115,7 +126,7 @@ class DeepSpeedEngine(nn.Module):
             raise refusal("engine.backward(retain_graph=True)", "Add the losses, and call backward once.")
         train_step, step = self._trained("backward"), wrap_state(self.module).step
         if not step.is_stepped and (step.is_counted or step.phase is StepPhase.COMPLETE):
-            train_step.add_backward(loss, divide=scale_wrt_gas)
+            _add_backward(step_of(train_step), loss, divide=scale_wrt_gas)
         else:
             train_step.backward(loss, is_last=self._boundary, divide=scale_wrt_gas)
         return loss.detach() / self.policy.gradient_accumulation_steps if scale_wrt_gas else loss.detach()

@@ -236,18 +236,6 @@ class TrainStep:
                 *(number, "" if number == 1 else "es", divisor),
             )
 
-    def add_backward(self, loss: torch.Tensor, *, divide: bool) -> None:
-        """Run another backward of the last micro-batch, before `step`: its gradients and its loss are added.
-
-        Raises as `backward`.
-        """
-        current = self._step.current
-        before = current.is_counted, current.was_in_no_sync, current.num_micro_batches
-        num_divided = current.num_divided or int(divide)
-        self._step.backward(loss, last=self._step.phase is StepPhase.COMPLETE, divide=divide)
-        current.is_counted, current.was_in_no_sync, current.num_micro_batches = before
-        current.num_divided = num_divided
-
     def _is_last(self, is_last: bool | None) -> bool:
         """Return whether a backward is the last of its optimizer step. Raise StepError if it contradicts the others."""
         phase, current = self._step.phase, self._step.current

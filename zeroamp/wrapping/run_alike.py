@@ -6,7 +6,7 @@ saves, loads and reports on a gloo group of its own.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +20,9 @@ from zeroamp.policies.errors import ZeroAmpError, error_text
 T = TypeVar("T")
 Description = Mapping[str, str]
 """Name -> value, which must be equal on all ranks and in the same order. Errors read "<name> is <value> on rank 0"."""
+Hyperparameters = list[list[tuple[str, object]]]
+"""The plain values of each param group, which are read without waiting for the device. `repr` is equal on all ranks."""
+PLAIN = (bool, int, float, str, type(None))
 _NUM_NAMED = 4  # differences that an error names; others often follow from the first ones
 _LONGEST = 160  # characters of a value in an error
 
@@ -53,7 +56,7 @@ def run_alike(
     """
     outcome, error = attempt(action)
     description = {"error": outcome.text or ""} if outcome.result is None else outcome.result[1]
-    if not _is_equal(description, what, group, device):
+    if not is_alike(description, what, group, device):
         ranks = dist.get_process_group_ranks(group)
         outcomes: list[Any] = [None] * len(ranks)
         dist.all_gather_object(outcomes, Outcome(None, outcome.text, outcome.error_type), group=group)
@@ -135,7 +138,29 @@ def raise_failure(
     raise (error_type if others or common is None else common)(f"{what}{text}") from cause
 
 
-def _is_equal(description: Description, what: str, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+def hyperparameters_of(param_groups: Iterable[Mapping[str, Any]]) -> Hyperparameters:
+    """Return the hyperparameters of param groups that are plain values. Those that are tensors are left out."""
+    return [
+        [(key, value) for key, value in group.items() if type(value) in PLAIN or _is_plain(value)]
+        for group in param_groups
+    ]
+
+
+def describe_hyperparameters(hyperparameters: Hyperparameters) -> dict[str, str]:
+    """Return what `hyperparameters_of` returned, by name."""
+    return {
+        f"{key} of param group {index}": str(value)
+        for index, group in enumerate(hyperparameters)
+        for key, value in group
+    }
+
+
+def _is_plain(value: object) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, PLAIN)
+
+
+def is_alike(description: Description, what: str, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Return whether all ranks of a group have the same description. `what`: who asks, in lists of calls."""
     return is_equal(_digest(repr(list(description.items())).encode()), what, group, device)
 
 

@@ -38,19 +38,14 @@ def forward_hooks(module: FSDPModule) -> tuple[PreForward, PostForward]:
 
 
 def release(module: FSDPModule) -> None:
-    """Reshard `module`'s own groups, in whatever state the last forward left them: see `release_group`."""
-    for group in groups_of(module._get_fsdp_state()):
-        release_group(group)
-
-
-def release_group(group: Any) -> None:
-    """Reshard an `FSDPParamGroup`, in whatever state the last forward left it.
+    """Reshard `module`'s own groups, in whatever state the last forward left them.
 
     `FSDPModule.reshard` would leave a prefetched all-gather that was never waited for. A later forward would use its
     old values.
     """
-    group.wait_for_unshard()
-    group._to_sharded()
+    for group in groups_of(module._get_fsdp_state()):
+        group.wait_for_unshard()
+        group._to_sharded()
 
 
 def recorded_forwards(root: nn.Module) -> list[Any]:

@@ -94,8 +94,9 @@ class IssuedInStep:
     """The collectives since the last optimizer step."""
     reductions: CallOrder = field(default_factory=CallOrder)
     """The reductions of gradients among them. In a loop without `TrainStep`, `compare_orders` begins a new order."""
-    before: tuple[HostCopy, CallOrder] | None = None
-    """On other devices than a CPU: the maxima over the ranks, and the reductions, of the previous optimizer step."""
+    before: tuple[HostCopy, CallOrder, list[list[tuple[str, object]]]] | None = None
+    """On other devices than a CPU, of the previous optimizer step: the maxima over the ranks, the reductions, and the
+    hyperparameters."""
     _texts: dict[tuple[object, ...], tuple[str, ReduceOp]] = field(default_factory=dict)
     """Collective, group, dtype, size and id of the op -> its text, and the op, so that its id is not reused. Hashing
     the op itself would double the time of a call."""

@@ -251,6 +251,9 @@ def resume(folder, case, *, uninterrupted=False):
     after = saved.state()
     resumed = Training(case, seed=7).run(0, 1)  # other weights, states and random numbers: all must be replaced
     resumed.log.clear()
+    for group in resumed.optimizer.param_groups:
+        if "weight_decay" in group:
+            group["weight_decay"] += 0.5  # as a script that was changed: the checkpoint's value must return
     extra = resumed.load(folder)
     resumed.run(first, last)
     found = differences(resumed.state(), after)

@@ -20,10 +20,9 @@ from zeroamp.hooks.collectives.collective_calls import CallOrder
 from zeroamp.policies.errors import StepError
 from zeroamp.training.callbacks import Receive
 from zeroamp.training.refused_arguments import Scheduler, StatefulScheduler
-from zeroamp.wrapping.run_alike import Description, differences
+from zeroamp.wrapping.optimizer_hooks import hyperparameters_of
+from zeroamp.wrapping.run_alike import PLAIN, Description, Hyperparameters, describe_hyperparameters, differences
 from zeroamp.wrapping.state import WrapState
-
-_PLAIN = (bool, int, float, str, type(None))
 
 
 def description_of(
@@ -70,11 +69,7 @@ def _text(value: Any) -> str:
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {_text(held)}' for key, held in value.items())}}}"
-    return repr(value) if isinstance(value, _PLAIN) else _class(value)
-
-
-def _is_plain(value: object) -> bool:
-    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, _PLAIN)
+    return repr(value) if isinstance(value, PLAIN) else _class(value)
 
 
 class Done(NamedTuple):
@@ -97,8 +92,8 @@ class _Facts(NamedTuple):
 
     done: Done | None
     num_backwards: int
-    hyperparameters: list[list[tuple[str, object]]]
-    """The plain values of each param group of each optimizer."""
+    hyperparameters: Hyperparameters
+    """Of each param group of each optimizer."""
     held: list[list[int]]
     """Of each param group: twice the position of each parameter in the model, plus 1 if it has optimizer state."""
     calls: bytes
@@ -134,10 +129,7 @@ class RankAgreement:
         facts = _Facts(
             done=self.done,
             num_backwards=self.issued.num_backwards,
-            hyperparameters=[
-                [(key, value) for key, value in group.items() if type(value) in _PLAIN or _is_plain(value)]
-                for _, group in groups
-            ],
+            hyperparameters=hyperparameters_of(group for _, group in groups),
             held=[
                 [2 * self._places.get(id(p), -1) + bool(state.get(p)) for p in group["params"]]
                 for state, group in groups
@@ -166,8 +158,7 @@ class RankAgreement:
         found = {"the number of backwards": str(facts.num_backwards)}
         done = {} if facts.done is None else dict(zip(Done.__annotations__, facts.done, strict=True))
         found |= {name.replace("_", " ").replace("max norm", "max_norm"): str(value) for name, value in done.items()}
-        for index, group in enumerate(facts.hyperparameters):
-            found |= {f"{key} of param group {index}": str(value) for key, value in group}
+        found |= describe_hyperparameters(facts.hyperparameters)
         names = {id(parameter): fqn for fqn, parameter in self._state.root.named_parameters()}
         fqns = [names.get(id(parameter), "a removed parameter") for parameter in self._parameters]
         fqns.append("a parameter of another model")

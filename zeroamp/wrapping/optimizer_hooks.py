@@ -14,7 +14,7 @@ once, because `TrainStep` checks and reshards by itself. In other loops:
 | before | its last backward did not sum them over replicas (`set_requires_all_reduce`) | StepError |
 | before | its loss depends only on tensors that modules have kept | StepError |
 | before | no rank used a parameter, whose unit ran | its gradient of zeros becomes None |
-| before | ranks reduced gradients in different orders | StepError: see `reduction_order.py` |
+| before | ranks reduced gradients in different orders, or have other hyperparameters | see `reduction_order.py` |
 | after | a forward with gradients ran between backward and step | the old unsharded weights are released |
 | after | it steps inside `torch.autocast` | the cached casts of the old weights are released |
 
@@ -22,7 +22,7 @@ The seventh row needs one all-reduce of a byte per parameter, and the eighth 16 
 it only on a rank that did not use a parameter of a unit that ran. Gradients that a closure computes are not looked at.
 """
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -44,6 +44,7 @@ from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
 from zeroamp.hooks.group_gradients import GroupGradients, end_backward, refuse_lost_gradients
 from zeroamp.policies.errors import StepError
 from zeroamp.wrapping.reduction_order import compare_orders, order_bytes
+from zeroamp.wrapping.run_alike import PLAIN, Hyperparameters
 from zeroamp.wrapping.state import WrapState, wrap_state, wrapped_models
 from zeroamp.wrapping.unused_parameters import SentNumbers, discard_unused, numbers_of
 
@@ -205,7 +206,7 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
             )
         refuse_lost_gradients(groups, f"{name}.step")
         if not is_in_backward():  # an optimizer of one parameter may step in a hook on its gradient
-            _discard_unused(held, state, groups)
+            _discard_unused(held, state, groups, hyperparameters_of(optimizer.param_groups))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -298,15 +299,29 @@ def _late_parameters(roots: list[nn.Module], owners: Container[int]) -> dict[int
     }
 
 
-def _discard_unused(held: _Held, state: WrapState, groups: list[GroupGradients]) -> None:
-    """Set `grad` to None on the parameters of `groups` that no rank used; compare the ranks' orders."""
+def hyperparameters_of(param_groups: Iterable[Mapping[str, Any]]) -> Hyperparameters:
+    """Return the hyperparameters of param groups that are plain values. Those that are tensors are left out."""
+    return [
+        [(key, value) for key, value in group.items() if type(value) in PLAIN or _is_plain(value)]
+        for group in param_groups
+    ]
+
+
+def _is_plain(value: object) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, PLAIN)
+
+
+def _discard_unused(
+    held: _Held, state: WrapState, groups: list[GroupGradients], hyperparameters: Hyperparameters
+) -> None:
+    """Set `grad` to None on the parameters of `groups` that no rank used; compare orders and hyperparameters."""
     numbers, unused = numbers_of(groups)
     used: torch.Tensor | bytes = numbers
     if state.axes.whole.size() > 1:
-        by_any = held.sent.on_device(state.mesh, numbers + order_bytes(state.issued)).clone()
+        by_any = held.sent.on_device(state.mesh, numbers + order_bytes(state.issued, hyperparameters)).clone()
         call = IssuedCollective("all_reduce", by_any, STEP, state.world, dist.ReduceOp.MAX)
         issue(lambda: dist.all_reduce(by_any, dist.ReduceOp.MAX, group=state.world), call, state.listeners)
-        compare_orders(state, by_any[len(numbers) :])
+        compare_orders(state, by_any[len(numbers) :], hyperparameters)
         used = by_any[: len(numbers)]
     discard_unused(unused, used)
 

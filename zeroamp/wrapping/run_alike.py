@@ -20,6 +20,9 @@ from zeroamp.policies.errors import ZeroAmpError, error_text
 T = TypeVar("T")
 Description = Mapping[str, str]
 """Name -> value, which must be equal on all ranks and in the same order. Errors read "<name> is <value> on rank 0"."""
+Hyperparameters = list[list[tuple[str, object]]]
+"""The plain values of each param group, which are read without waiting for the device. `repr` is equal on all ranks."""
+PLAIN = (bool, int, float, str, type(None))
 _NUM_NAMED = 4  # differences that an error names; others often follow from the first ones
 _LONGEST = 160  # characters of a value in an error
 
@@ -53,7 +56,7 @@ def run_alike(
     """
     outcome, error = attempt(action)
     description = {"error": outcome.text or ""} if outcome.result is None else outcome.result[1]
-    if not _is_equal(description, what, group, device):
+    if not is_alike(description, what, group, device):
         ranks = dist.get_process_group_ranks(group)
         outcomes: list[Any] = [None] * len(ranks)
         dist.all_gather_object(outcomes, Outcome(None, outcome.text, outcome.error_type), group=group)
@@ -135,7 +138,17 @@ def raise_failure(
     raise (error_type if others or common is None else common)(f"{what}{text}") from cause
 
 
-def _is_equal(description: Description, what: str, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+def describe_hyperparameters(hyperparameters: Hyperparameters) -> dict[str, str]:
+    """Return what `hyperparameters_of` returned, by name."""
+    return {
+        f"{key} of param group {index}": str(value)
+        for index, group in enumerate(hyperparameters)
+        for key, value in group
+    }
+
+
+def is_alike(description: Description, what: str, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Return whether all ranks of a group have the same description. `what`: who asks, in lists of calls."""
     return is_equal(_digest(repr(list(description.items())).encode()), what, group, device)
 
 

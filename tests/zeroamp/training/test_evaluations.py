@@ -1,11 +1,14 @@
 """Evaluations change nothing in training: before the first forward, between micro-batches, and before the update."""
 
+import time
+
 import pytest
 import torch
 
 import zeroamp
+from tests.measuring.allocated import Allocated
 from tests.models.small import batch
-from tests.processes.training import SmallTraining, adamw, config, same_bits
+from tests.processes.training import SmallTraining, adamw, config, same_bits, wrapped
 
 
 def _trained(cfg, mesh_shape, context):
@@ -78,3 +81,25 @@ def test_a_prefetch_that_no_forward_waited_for_is_discarded(ranks2):
     """A later forward would read the weights from before a change."""
     for with_evaluation, without in ranks2.run(_losses_after_a_prefetch_that_no_block_used):
         assert torch.equal(with_evaluation, without)
+
+
+def _held_by_a_teacher(stage):
+    """Bytes that a frozen model holds after a forward, beside its shards; and the most that it held in the forward."""
+    with Allocated() as allocated:
+        model = wrapped("llama_untied", config(stage), prepare_before=lambda model: model.requires_grad_(False).eval())
+        before = allocated.now
+        allocated.reset_peak()
+        with torch.no_grad():
+            model(batch("llama_untied", 0))
+        end = time.monotonic() + 2
+        while allocated.now > before and time.monotonic() < end:
+            time.sleep(0.01)  # gloo's threads release what they sent a moment after the collective
+        return allocated.now - before, allocated.peak - before
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_frozen_model_holds_its_shards_alone_after_a_forward(ranks2, stage):
+    """As the teachers of docs/losses.md, and the encoders of a diffusion model, whose forwards alternate."""
+    for held, most in ranks2.run(_held_by_a_teacher, stage):
+        assert held == 0
+        assert most > 20_000  # unsharded blocks

@@ -57,8 +57,12 @@ def _train(stage, family, num_micro, optimizer, *, how="each micro-batch is redu
             loss = loss_of(model, batch)
             losses[-1].append(float(loss.detach()))
             (loss / num_micro).backward()
+        clipped = model.parameters()
+        if how == "a forward before the clip":
+            loss_of(model, family.batch(999))
+            clipped = optimizer.param_groups[0]["params"]  # after that forward, the model's own are unsharded
         if clip is not None:
-            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).full_tensor()))
+            norms.append(float(torch.nn.utils.clip_grad_norm_(clipped, clip).full_tensor()))
         if how == "other forwards":
             _evaluate(model, family)
             loss_of(model, family.batch(999))
@@ -101,8 +105,11 @@ def test_a_plain_loop_has_the_bits_of_one_process_at_all_stages(ranks2, name):
             assert same_bits(own_parameters, parameters) == [], stage
 
 
-def test_clip_grad_norm_of_torch_clips_to_the_norm_over_all_parameters(ranks2):
-    by_rank = ranks2.run(_at_all_stages, STAGES, "GNN", 1, "SGD", clip=0.1)
+@pytest.mark.parametrize(
+    "how", slow_but(["each micro-batch is reduced", "a forward before the clip"], "each micro-batch is reduced")
+)
+def test_clip_grad_norm_of_torch_clips_to_the_norm_over_all_parameters(ranks2, how):
+    by_rank = ranks2.run(_at_all_stages, STAGES, "GNN", 1, "SGD", clip=0.1, how=how)
     options = {"num_steps": NUM_STEPS, "num_micro": 1, "make_optimizer": OPTIMIZERS["SGD"], "clip": 0.1}
     *_, parameters, norms = plain_loop.train(FAMILIES["GNN"], **options)
     assert min(norms) > 0.1, "each step clips"

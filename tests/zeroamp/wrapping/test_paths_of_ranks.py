@@ -186,30 +186,63 @@ def test_another_order_on_one_rank_is_an_error_on_all(ranks2, stage, in_train_st
     assert '"zeroamp": {"optional_units": [...]}' in text
 
 
-def _late():
+def _rates_of_own_metrics():
+    """Each rank's scheduler gets the rank's own loss. Return the error, and how far the weights moved with it."""
+    model = _wrapped(Blocks, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for metric in (1.0, 1.0 - dist.get_rank(), 1.0):
+        before = [parameter.to_local().clone() for parameter in model.parameters()]
+        model(torch.ones(2, WIDTH), (0, 1, 2)).backward()
+        try:
+            optimizer.step()
+        except zeroamp.StepError as error:
+            now = [parameter.to_local() for parameter in model.parameters()]
+            return str(error), all(map(torch.equal, before, now))
+        optimizer.zero_grad()
+        scheduler.step(metric)
+    return None
+
+
+def test_a_scheduler_of_each_ranks_own_metric_is_an_error_in_a_plain_loop(ranks2):
+    """The error comes before the update that would be of two learning rates."""
+    texts = ranks2.run(_rates_of_own_metrics)
+    assert texts[0] == texts[1]
+    text, is_unchanged = texts[0]
+    assert is_unchanged
+    assert "lr of param group 0 is 0.01" in text
+    assert "on rank 0, but 0.1 on rank 1" in text
+    assert "average over them the metric of a scheduler such as ReduceLROnPlateau" in text
+
+
+def _late(is_order):
     issued, rank = IssuedInStep(), dist.get_rank()
     state = SimpleNamespace(issued=issued, mesh=SimpleNamespace(device_type="cuda"), world=None)
     texts = []
     for step in range(3):
-        names = ("a", "b") if rank == 0 or step != 1 else ("b", "a")
+        is_other = step == 1 and rank == 1
+        names = ("b", "a") if is_other and is_order else ("a", "b")
+        rates: list[list[tuple[str, object]]] = [[("lr", 0.2 if is_other and not is_order else 0.1)]]
         for name in names:
             issued.on_collective(IssuedCollective("all_to_all", torch.empty(4), name, None))
-        maxima = torch.tensor(list(order_bytes(issued)), dtype=torch.uint8)
+        maxima = torch.tensor(list(order_bytes(issued, rates)), dtype=torch.uint8)
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
         try:
-            compare_orders(state, maxima)
+            compare_orders(state, maxima, rates)
         except zeroamp.StepError as error:
             texts.append((step, str(error)))
     return texts
 
 
 def test_on_a_device_the_next_step_raises(ranks2):
-    """The host does not wait for the step in which the orders differed. That step's list is the one that is named."""
-    for texts in ranks2.run(_late):
-        ((step, text),) = texts
-        assert step == 2
-        assert "collective 1 is all_to_all of a (4 elements, fp32) on rank 0, but all_to_all of b" in text
-        assert "The step before this one was wrong: restart" in text
+    """The host does not wait for the step in which the ranks differed. What differed in that step is named."""
+    order = "collective 1 is all_to_all of a (4 elements, fp32) on rank 0, but all_to_all of b"
+    for is_order, difference in ((True, order), (False, "lr of param group 0 is 0.1 on rank 0, but 0.2 on rank 1")):
+        for texts in ranks2.run(_late, is_order):
+            ((step, text),) = texts
+            assert step == 2
+            assert difference in text
+            assert "The step before this one was wrong: restart" in text
 
 
 def _warnings(optional_units):

@@ -204,7 +204,7 @@ def _rates_of_own_metrics():
     return None
 
 
-def test_a_scheduler_of_each_ranks_own_metric_is_an_error_in_a_plain_loop(ranks2):
+def test_a_scheduler_of_each_ranks_own_metric_is_an_error(ranks2):
     """The error comes before the update that would be of two learning rates."""
     texts = ranks2.run(_rates_of_own_metrics)
     assert texts[0] == texts[1]

@@ -175,8 +175,8 @@ def peer_lost(
     return PeerError(
         f"Rank {dist.get_rank()} waited for the {what}{place}, and the process group ended it: {str(error).strip()}. "
         "Another rank has ended or did not issue the same collective. Read the output of the other ranks, and check "
-        "that all ranks run the same modules, micro-batches and evaluations: no rank may skip a block that others run, "
-        "also not at random (LayerDrop, stochastic depth). If a rank may skip a module, "
+        "that all ranks run the same modules, micro-batches, evaluations and saves: no rank may skip a block that "
+        "others run, also not at random (LayerDrop, stochastic depth). If a rank may skip a module, "
         'name the module in "zeroamp": {"optional_units": [...]}.'
         f"{own_unit} Restart from the last checkpoint."
     )

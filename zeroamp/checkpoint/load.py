@@ -31,7 +31,7 @@ from zeroamp.checkpoint.optimizer_state import (
     load_optimizer,
     optimizer_targets,
 )
-from zeroamp.checkpoint.save import run_of_root, wait_for_save
+from zeroamp.checkpoint.save import refuse_other_train, run_of_root, wait_for_save
 from zeroamp.checkpoint.tensors import read_tensors, read_values
 from zeroamp.hooks.random_state import set_random_state
 from zeroamp.host_memory.storages import put_state_away
@@ -91,6 +91,7 @@ def load_checkpoint(
     state = state_of(model)
     wait_for_save(model)
     if train is not None:
+        refuse_other_train("load_checkpoint", train)
         train.state_dict()  # raises inside an optimizer step
     ranks = RankGroup.for_saving(state.axes.whole, "load_checkpoint")
     arguments = {

@@ -113,6 +113,7 @@ def save_checkpoint(
         {'sample': 4}
     """
     state = wrap_state(model)
+    refuse_other_train("save_checkpoint", train)
     state.step.refuse_after_failure("save_checkpoint")  # the state may be half updated
     wait_for_save(model)
     ranks = RankGroup.for_saving(state.axes.whole, "save_checkpoint")
@@ -147,6 +148,13 @@ def wait_for_save(model: nn.Module) -> None:
 def _log_error(future: Future[None]) -> None:
     if (error := future.exception()) is not None:
         logger.error("The save in the background failed: %s", error)
+
+
+def refuse_other_train(call: str, train: object) -> None:
+    """Raise CheckpointError if the argument `train` of `call` is not a TrainStep, such as an optimizer."""
+    if not isinstance(train, TrainStep):
+        remedy = "Pass zeroamp.TrainStep(model, optimizer, scheduler), also in a plain loop."
+        raise CheckpointError(describe(f"{call}(train=)", f"of {type(train).__name__}", "a TrainStep", remedy))
 
 
 def _arguments(folder: Path, step: int, keep: int | None, train: TrainStep) -> dict[str, Any]:

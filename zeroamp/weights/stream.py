@@ -203,12 +203,17 @@ def _start(weight: Weight, mesh: DeviceMesh, dtype: torch.dtype) -> torch.Tensor
     """Start the all-gather of a weight. A weight that is not sharded is this rank's own.
 
     The shard is cast first, which moves fewer bytes. Rounding is per element, so the bits are the same.
+
+    With gloo each all-gather ends here. If weights sharded along dimension 0 and along others are in flight together,
+    torch 2.13 damages the heap (benchmarks/records/2026-11-29_async-redistribute_2-core-cpu).
     """
-    local = weight.local.to(device_of(mesh), dtype)
+    device = device_of(mesh)
+    local = weight.local.to(device, dtype)
     if not isinstance(weight.tensor, DTensor):
         return local
     sharded = sharded_like(local, weight.tensor)
-    return sharded.redistribute(placements=[Replicate()] * sharded.device_mesh.ndim, async_op=True).to_local()
+    whole = [Replicate()] * sharded.device_mesh.ndim
+    return sharded.redistribute(placements=whole, async_op=device.type != "cpu").to_local()
 
 
 def _wait(tensor: torch.Tensor) -> torch.Tensor:

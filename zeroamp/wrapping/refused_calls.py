@@ -148,13 +148,18 @@ def _record_shard(
 def _own_shards_only(model: nn.Module, shard: str | None, load: Callable[..., Any]) -> Callable[..., Any]:
     """Return a `_load_from_state_dict` that raises for shards of another rank, and plain tensors of sharded parameters.
 
-    A DTensor does not know which rank's shard it has, so torch loads the one that is there.
+    torch loads the shard that is there, whichever rank's it is. The note of `_record_shard` is lost if the state dict
+    is rebuilt, as by `dict(state_dict)`. A tensor that `torch.load` read has the coordinates of the rank that saved it.
     """
 
     @wraps(load)
     def checked(state_dict: Any, prefix: str, metadata: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         named = [(name, state_dict.get(prefix + name), parameter) for name, parameter in model.named_parameters()]
         saved = metadata.get(_SHARD, shard)
+        for _, value, parameter in named:
+            if isinstance(value, DTensor) and isinstance(parameter, DTensor) and saved == shard:
+                place = _place_of(value)
+                saved = shard if place == _place_of(parameter) else f"at {place} of its mesh"
         if saved != shard and any(isinstance(value, DTensor) for _, value, _ in named):
             raise WrapError(
                 f"load_state_dict was given the parameters of another rank ({saved}), but this rank has "
@@ -168,6 +173,13 @@ def _own_shards_only(model: nn.Module, shard: str | None, load: Callable[..., An
         return load(state_dict, prefix, metadata, *args, **kwargs)
 
     return checked
+
+
+def _place_of(tensor: DTensor) -> tuple[int, ...]:
+    """Return the coordinates of a shard, along the mesh dimensions over which its tensor is sharded."""
+    mesh = tensor.device_mesh
+    along = zip(mesh.get_coordinate() or (), mesh.shape, tensor.placements, strict=False)
+    return tuple(at for at, size, placement in along if size > 1 and not placement.is_replicate())
 
 
 def _refuse_whole(name: str, parameter: nn.Parameter) -> None:

@@ -87,6 +87,14 @@ def _at_the_wrong_time(folder):
     where = re.escape(str(folder))
     for call, words in (
         (partial(save, folder, keep=0), r"save_checkpoint\(keep=\) .*>= 1.* 0\."),
+        (
+            partial(zeroamp.save_checkpoint, folder, training.model, training.optimizer),
+            "save_checkpoint.train=. .*a TrainStep",
+        ),
+        (
+            partial(zeroamp.load_checkpoint, folder, training.model, training.optimizer),
+            "load_checkpoint.train=. .*of AdamW",
+        ),
         (partial(save, folder, step=2.0), r"save_checkpoint\(step=\) .*>= 0.* 2\.0\."),
         (partial(save, folder, step=rank), "save_checkpoint .*same step .*0 and 1"),
         (partial(save, folder, extra=Code()), "extra .*cannot be saved: .*Convert it"),

@@ -1,8 +1,11 @@
 """`iter_weights`: the bits of `full_tensor()`, the published names, and at most two buckets beside the shards."""
 
+from unittest import mock
+
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 import zeroamp
 from tests.measuring.storage_peak import StoragePeak
@@ -92,3 +95,16 @@ def _buffers():
 
 def test_buffers_keep_their_dtype_and_wrong_arguments_are_errors(ranks2):
     ranks2.run(_buffers)
+
+
+def _async_all_gathers():
+    model = wrapped("encoder", config(3))
+    assert {parameter.placements[0].dim for parameter in model.parameters()} > {0}
+    with mock.patch.object(DTensor, "redistribute", autospec=True, side_effect=DTensor.redistribute) as redistribute:
+        assert list(zeroamp.iter_weights(model))
+    return {call.kwargs["async_op"] for call in redistribute.call_args_list}
+
+
+def test_on_a_cpu_no_all_gather_of_several_dimensions_is_in_flight(ranks2):
+    """Those of several dimensions, if they run at the same time, damage the heap."""
+    assert ranks2.run(_async_all_gathers) == [{False}] * 2

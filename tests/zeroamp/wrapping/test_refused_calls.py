@@ -86,7 +86,7 @@ def test_whole_tensors_for_unsharded_parameters_are_refused(ranks2, stage):
         assert differing == []
 
 
-def _loads_of_saved_ranks(stage, shape, folder):
+def _loads_of_saved_ranks(stage, shape, folder, is_rebuilt=False):
     """Save the state dict of each rank by `torch.save`. Return what each raises when this rank loads it, by rank."""
     model = wrapped("llama_untied", config(stage), mesh_shape=shape)
     shards = lambda: {name: local_part(each.detach()).clone() for name, each in model.named_parameters()}  # noqa: E731
@@ -100,7 +100,7 @@ def _loads_of_saved_ranks(stage, shape, folder):
                 parameter.zero_()
         try:
             state_dict = torch.load(folder / f"{rank}.pt", weights_only=True)["model"]
-            model.load_state_dict(state_dict)
+            model.load_state_dict(dict(state_dict) if is_rebuilt else state_dict)
         except zeroamp.WrapError as error:
             errors[rank] = str(error)
             state_dict.clear()  # keeps the note whose shards it had
@@ -119,8 +119,10 @@ def test_shards_that_another_rank_saved_are_refused(ranks2, stage, shape, tmp_pa
             assert "zeroamp.save_checkpoint" in text
 
 
-def test_replicas_may_load_the_shards_of_each_other(ranks4, tmp_path):
-    for rank, errors in enumerate(ranks4.run(_loads_of_saved_ranks, 3, (2, 2), tmp_path)):
+@pytest.mark.parametrize("is_rebuilt", [False, True])
+def test_replicas_may_load_the_shards_of_each_other(ranks4, is_rebuilt, tmp_path):
+    """`is_rebuilt`: as scripts that make a dict of a state dict, or put it into a dataclass."""
+    for rank, errors in enumerate(ranks4.run(_loads_of_saved_ranks, 3, (2, 2), tmp_path, is_rebuilt)):
         assert list(errors) == [each for each in range(4) if each % 2 != rank % 2]
 
 

@@ -57,11 +57,14 @@ _CHECKPOINT = "zeroamp"
 """Folder of the model's and the optimizers' state, inside the folder of `save_state`."""
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 """Options for a whole state dict on the first rank."""
-_TRAINED_HERE = "a ZeroampAccelerator trains. Call accelerator.backward(loss)"
+_TRAINED_HERE = (
+    "a ZeroampAccelerator trains. Call accelerator.backward(loss), after accelerator.prepare(model, optimizer)"
+)
 _WITHOUT_OPTIMIZER = "has no prepared optimizer, which its config needs. Call accelerator.prepare(model, optimizer)"
 _HOW_TO_ACCUMULATE = (
-    "every backward but the last inside accelerator.accumulate(model) or no_sync, and clip and step after the last, "
-    "under `if accelerator.sync_gradients:`. LocalSGD, which steps inside no_sync, is not supported."
+    "each backward by accelerator.backward(loss), and all but the last inside accelerator.accumulate(model) or "
+    "no_sync. Clip and step after the last, under `if accelerator.sync_gradients:`. LocalSGD, which steps inside "
+    "no_sync, is not supported."
 )
 
 

@@ -3,7 +3,7 @@
 Checked on torch 2.11.0, 2.13.0 and 2.15.0; `tests/hooks/_torch/test_private_names.py` fails when one is gone.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, cast
 
@@ -169,9 +169,9 @@ def init_unsharded(root: FSDPModule) -> None:
             FSDPModule.reshard(unit)
 
 
-def discard_unsharded_gradients(unit: FSDPModule) -> None:
-    """Discard the unsharded gradients of `unit`'s own groups, which micro-batches without a reduction have left."""
-    for group in groups_of(unit._get_fsdp_state()):
+def discard_unsharded_gradients(units: Iterable[FSDPModule]) -> None:
+    """Discard the unsharded gradients of the units' own groups, which micro-batches without a reduction have left."""
+    for group in (group for unit in units for group in groups_of(unit._get_fsdp_state())):
         for parameter in group.fsdp_params:
             if hasattr(parameter, "unsharded_param"):
                 parameter.unsharded_param.grad = None
@@ -181,8 +181,7 @@ def discard_unsharded_gradients(unit: FSDPModule) -> None:
 
 def end_failed_backward(root: FSDPModule) -> None:
     """End a backward that raised, without reductions: FSDP2 would not end the next one. Gradients are discarded."""
-    for unit in units_of(cast(nn.Module, root)):
-        discard_unsharded_gradients(unit)
+    discard_unsharded_gradients(units_of(cast(nn.Module, root)))
     state = root._get_fsdp_state()
     getattr(type(state), END_OF_BACKWARD)(state)  # not the methods around it, which report a backward
 

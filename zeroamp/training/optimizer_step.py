@@ -304,8 +304,7 @@ class Step:
         self.state.root_forward.reset()
         self.arithmetic.end_micro_batch()
         if self.current.is_open:
-            for unit in self.units:
-                discard_unsharded_gradients(unit)
+            discard_unsharded_gradients(self.units)
             release_groups(self._groups)
         self._set_flags(last=True)
         self.end()

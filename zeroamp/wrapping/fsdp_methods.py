@@ -228,8 +228,7 @@ class FsdpMethods:
             self._state.root_forward.reset()
             method()
             reset_gradients(self._state.gradients)
-            for unit in units_of(self._state.root):  # FSDP2 leaves those that the failed backward did not reduce
-                discard_unsharded_gradients(unit)
+            discard_unsharded_gradients(units_of(self._state.root))  # FSDP2 leaves those that were not reduced
 
         return reset
 

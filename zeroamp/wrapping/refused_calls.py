@@ -156,10 +156,10 @@ def _own_shards_only(model: nn.Module, shard: str | None, load: Callable[..., An
     def checked(state_dict: Any, prefix: str, metadata: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         named = [(name, state_dict.get(prefix + name), parameter) for name, parameter in model.named_parameters()]
         saved = metadata.get(_SHARD, shard)
-        for _, value, parameter in named:
-            if isinstance(value, DTensor) and isinstance(parameter, DTensor) and saved == shard:
-                place = _place_of(value)
-                saved = shard if place == _place_of(parameter) else f"at {place} of its mesh"
+        pairs = ((value, own) for _, value, own in named if isinstance(value, DTensor) and isinstance(own, DTensor))
+        other = next((value for value, own in pairs if _place_of(value) != _place_of(own)), None)
+        if saved == shard and other is not None:
+            saved = f"at {_place_of(other)} of its mesh"
         if saved != shard and any(isinstance(value, DTensor) for _, value, _ in named):
             raise WrapError(
                 f"load_state_dict was given the parameters of another rank ({saved}), but this rank has "

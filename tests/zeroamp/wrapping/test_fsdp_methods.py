@@ -444,7 +444,7 @@ def _after_a_reset(shape, threshold):
     ours.zero_grad()
     ours(_batch(0, 1)).backward()
     whole = [{fqn: p.grad.full_tensor() for fqn, p in model.named_parameters()} for model in (ours, expected)]
-    return [fqn for fqn in whole[1] if not torch.allclose(whole[0][fqn], whole[1][fqn], rtol=1e-6, atol=1e-6)]
+    return _differing(whole[:1], whole[1:])
 
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="this torch has no reset_iter_state")

@@ -44,21 +44,32 @@ _DTYPE_ATTRIBUTES = frozenset({"dtype", "itemsize", "nbytes"})
 _READ_DTYPES_OF_ALL = frozenset({"can_cast", "element_size", "result_type", "type"})
 _READ_DTYPE_OF_SECOND = frozenset({"to", "type_as"})
 """`x.to(weight)` reads the dtype of `weight`, not of `x`."""
+_ASSIGN_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class DtypeReads(TorchFunctionMode):
     """Shows each read of a tensor's dtype while it is active. Such reads do not reach the dispatcher."""
 
-    def __init__(self, answer: Callable[[torch.Tensor, Any], Any]) -> None:
-        """`answer`: takes the tensor and the result of the function that reads its dtype, and returns the result."""
+    def __init__(
+        self,
+        answer: Callable[[torch.Tensor, Any], Any],
+        note_assignment: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        """`answer`: takes the tensor and the result of the function that reads its dtype, and returns the result.
+
+        `note_assignment`: takes the tensor whose `data` is assigned. That does not reach the dispatcher either.
+        """
         super().__init__()
         self._answer = answer
+        self._note_assignment = note_assignment
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the function, and return what `answer` makes of its result."""
         kwargs = kwargs or {}
+        if self._note_assignment is not None and func == _ASSIGN_DATA:
+            self._note_assignment(args[0])  # before it has another storage
         result = func(*args, **kwargs)
         for value in _dtype_read_of(func, [*args, *kwargs.values()]):
             if isinstance(value, torch.Tensor):

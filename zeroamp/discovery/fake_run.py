@@ -4,6 +4,7 @@ from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from typing import Any
 from weakref import ReferenceType
 
@@ -121,6 +122,7 @@ def _tensors_replaced(model: nn.Module, replacements: Replacements) -> Iterator[
     try:
         for module, attributes in saved:
             vars(module).update({name: replacements.of(value) for name, value in attributes.items()})
+            _cast_like_real(module)
         yield
     finally:
         for module, attributes in saved:
@@ -129,6 +131,32 @@ def _tensors_replaced(model: nn.Module, replacements: Replacements) -> Iterator[
         # A parameter that the forward reads from elsewhere, such as a closure, was not replaced and has a gradient now.
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+def _cast_like_real(module: nn.Module) -> None:
+    """Let `module.to(...)` and the like do with fake parameters what they do with real ones: assign `parameter.data`.
+
+    A forward may cast its own modules, as the router of transformers' Switch does. torch swaps a fake parameter with
+    a new tensor instead. It refuses that if anything refers weakly to either tensor, as `FakeTensorMode` does, or if
+    the forward has used the parameter before; and the parameter loses its hooks. A class with a method of its own keeps
+    it, except recurrent layers: theirs renews the list of weights, which stays right here.
+    """
+    if type(module)._apply in (nn.Module._apply, nn.RNNBase._apply):
+        vars(module)["_apply"] = partial(_assign_data, module)
+
+
+def _assign_data(module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """Do what `nn.Module._apply` does with real tensors."""
+    for child in module.children() if recurse else ():
+        child._apply(convert)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=False):
+            parameter.data = convert(parameter)
+            if parameter.grad is not None:
+                parameter.grad.data = convert(parameter.grad)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, convert(buffer))
+    return module
 
 
 def example_arguments(

@@ -7,6 +7,7 @@ bits. Every other use is undecided, and the parameter stays in fp32:
 
 * any other op, a copy of the parameter included;
 * a read of its dtype, if the model runs other ops with the low dtype: see `data_flow`;
+* an assignment to its `data`, as `module.to(dtype)` makes in the forward: FSDP2's gradients would get that dtype;
 * a gradient that is not cast from the low dtype, as a whole or by the parts of one `split`. If the parameter was cast
   several times, autograd adds the gradients in fp32. All-gathered in the low dtype, it would add them in that dtype.
 """
@@ -41,6 +42,8 @@ class ParameterRecord:
     """"op in module" for each op that reads the parameter's values and is not a cast to the low dtype."""
     dtype_read_in: str | None = None
     """The FQN of a module that read the parameter's dtype; None if no module did."""
+    assigned_in: str | None = None
+    """The FQN of a module in which `parameter.data` was assigned, as `module.to(dtype)` does; None if in no module."""
     casts: list[str] = field(default_factory=list)
     """The FQN of the module, for each cast to the low dtype."""
     gradients: list[bool] = field(default_factory=list)
@@ -49,6 +52,8 @@ class ParameterRecord:
     def safety(self, dtype: torch.dtype, *, ignore_dtype_read: bool = False) -> tuple[bool, str]:
         """Return whether a run has the same bits if the parameter is all-gathered in `dtype`, and the reason."""
         low, storage = short_name(dtype), stored_dtype(self.parameter)
+        if self.assigned_in is not None:
+            return False, f"not safe: its module is cast, or its data assigned, in {self.assigned_in}"
         if storage == dtype:
             return True, f"safe: stored in {low}"
         if not storage.is_floating_point:
@@ -94,7 +99,7 @@ class UseRecorder(OpRecorder):
             register_module_forward_hook(self._leave_module, always_call=True),
         ]
         try:
-            with self, DtypeReads(self._note_dtype_read):
+            with self, DtypeReads(self._note_dtype_read, self._note_assignment):
                 yield
         finally:
             for handle in handles:
@@ -135,6 +140,10 @@ class UseRecorder(OpRecorder):
         for record in self._records_of(tensor):
             record.dtype_read_in = self._here()
         return result
+
+    def _note_assignment(self, tensor: torch.Tensor) -> None:
+        for record in self._records_of(tensor):
+            record.assigned_in = self._here()
 
     def _note_gradient(self, record: ParameterRecord, gradient: torch.Tensor) -> None:
         record.gradients.append(storage_of(gradient) in self._widened)

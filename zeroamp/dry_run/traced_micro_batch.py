@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from zeroamp.discovery.caches import nothing_left
 from zeroamp.discovery.fake_run import fake_run
 from zeroamp.dry_run.inputs import Arguments, sequences_are_not_packed
-from zeroamp.hooks._torch.dispatch import is_part_of_parameter, storage_key
+from zeroamp.hooks._torch.dispatch import is_part_of_parameter, storage_key, storage_of
 from zeroamp.hooks.callers_containers import CallersContainers
 from zeroamp.hooks.observers.tracing import OpRecorder
 from zeroamp.hooks.precision.module_casts import cast_inputs, run_in_fp32
@@ -82,7 +82,8 @@ class EventRecorder(OpRecorder):  # type: ignore[no-untyped-call]
         self.host_bytes = 0
         """Of what `offload` has moved."""
         self._births: dict[int, Change] = {}
-        self._existing = {storage_key(tensor) for tensor in existing}
+        # Not the keys alone: a forward that assigns `parameter.data` frees the storage, and another would get its key.
+        self._existing = {storage_of(tensor) for tensor in existing}
 
     def mark(self, point: Point, unit: str) -> None:
         """Record that the run has reached a point of a unit."""
@@ -127,7 +128,7 @@ class EventRecorder(OpRecorder):  # type: ignore[no-untyped-call]
     def _record(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage_key(tensor)
-        if key in self._births or key in self._existing:
+        if key in self._births or storage_of(tensor) in self._existing:
             return
         birth = self._births[key] = Change(storage.nbytes())
         self.events.append(birth)

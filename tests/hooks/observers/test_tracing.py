@@ -37,6 +37,21 @@ def test_the_reader_gets_the_answer():
     assert W.dtype == torch.bfloat16
 
 
+def test_assignments_to_data_are_shown():
+    """They are shown before the tensor has the new data."""
+    seen = []
+    tensor = torch.ones(2)
+    with DtypeReads(
+        lambda _tensor, result: result, lambda assigned: seen.append((assigned, assigned.untyped_storage()))
+    ):
+        before = tensor.untyped_storage()
+        tensor.data = torch.zeros(3)
+        tensor.grad = torch.zeros(3)
+    ((assigned, storage),) = seen
+    assert assigned is tensor
+    assert storage.data_ptr() == before.data_ptr() != tensor.untyped_storage().data_ptr()
+
+
 class _Names(OpRecorder):
     def __init__(self):
         super().__init__()

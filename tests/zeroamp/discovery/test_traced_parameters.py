@@ -2,19 +2,23 @@
 
 import re
 import warnings
+import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import zeroamp
 from tests.models.parameter_uses import USES, Uses
 from tests.models.small import batch, build
 from tests.oracles.low_precision_gather import gathered, is_unchanged, randomise, rounded
+from zeroamp.dry_run.traced_micro_batch import GradientReady, trace_micro_batch
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(5)).requires_grad_()
 
+POLICY = zeroamp.policy_from_config({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
 
 UNDECIDED = {
     "disjoint rows": {"w"},
@@ -145,6 +149,77 @@ def test_a_model_that_needs_values_stays_in_fp32(caplog):
     assert re.match(place, text)
     assert re.search(place[7:], found.reasons["experts.0.weight"])
     assert "List classes of modules" in text
+
+
+class SelfCasting(nn.Module):
+    """Casts a part of itself in its forward, as the router of transformers' Switch does."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.router, self.rnn, self.head = nn.Linear(8, 8), nn.GRU(8, 8), nn.Linear(8, 8)
+        self.run = run
+
+    def route(self, x, dtype=torch.float32):
+        return self.router.to(dtype)(x)
+
+    def forward(self, x):
+        return self.head(self.run(self, x))
+
+
+def _referred_to(m, x):
+    m.reference = weakref.ref(m.router.weight)
+    return m.route(x)
+
+
+def _recomputed(m, x):
+    return checkpoint(m.route, x, use_reentrant=False)
+
+
+def _assigned(m, x):
+    for parameter in m.router.parameters():
+        parameter.data = parameter.data.float()
+    return m.router(x)
+
+
+CASTS = {
+    "once": ("router", SelfCasting.route),
+    "to the low dtype": ("router", lambda m, x: m.route(x, torch.bfloat16)),
+    "twice": ("router", lambda m, x: m.route(m.route(x))),
+    "after a forward": ("router", lambda m, x: m.route(m.router(x))),
+    "with a weak reference": ("router", _referred_to),
+    "recomputed": ("router", _recomputed),
+    "as a part": ("router", lambda m, x: nn.ModuleList([m.router]).float()[0](x)),
+    "an RNN": ("rnn", lambda m, x: m.rnn.float()(x)[0]),
+    "by an assignment": ("router", _assigned),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["stored in fp32", "stored in bf16"])
+def test_what_the_forward_casts_is_not_safe(cast, dtype):
+    """A forward may cast a module: its parameters are not safe, because FSDP2 could not reduce their gradients."""
+    owner, run = CASTS[cast]
+    model = SelfCasting(run).to(dtype)
+    found = zeroamp.discover_safe_parameters(model, (X,))
+    reasons = {reason for name, reason in found.reasons.items() if name.startswith(owner)}
+    assert reasons == {"not safe: its module is cast, or its data assigned, in the root"}
+    assert {"head.weight", "head.bias"} <= found.safe
+    assert not {name for name in found.safe if name.startswith(owner)}
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert not any("_apply" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_a_forward_that_casts_can_be_planned(cast):
+    """The plan has a gradient of each parameter that the forward casts."""
+    owner, run = CASTS[cast]
+    model = SelfCasting(run)
+    micro_batch = trace_micro_batch(
+        model, zeroamp.build_plan(model, POLICY), ((X,), {}), device_type="cpu", checkpointing=False, loss_fn=torch.sum
+    )
+    ready = {event.param for event in micro_batch.events if isinstance(event, GradientReady)}
+    used = {name for name, _ in model.named_parameters() if name.startswith((owner, "head"))}
+    assert ready == used
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

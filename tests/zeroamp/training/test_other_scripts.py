@@ -1,5 +1,6 @@
 """Loops as in well-known scripts for `DistributedDataParallel` (DDP), and the lines that convert them: DDP's losses."""
 
+import json
 import warnings
 
 import pytest
@@ -7,20 +8,21 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroamp
 import zeroamp.deepspeed
 from tests.models.small import build
-from tests.processes.training import config, policy
+from tests.processes.training import config
 
 VOCAB, WIDTH = 50, 16
 
 
-def _parallel(model, stage):
-    """The model under DDP where the stage is None, else wrapped."""
-    return DistributedDataParallel(model) if stage is None else zeroamp.wrap_model(model, policy(config(stage)))
+def _parallel(model, stage, **more):
+    """The model under DDP where the stage is None, else wrapped, with `more` in the config."""
+    return DistributedDataParallel(model) if stage is None else zeroamp.wrap_model(model, config(stage, **more))
 
 
 def _autocast():
@@ -33,33 +35,103 @@ def _seeded():
     return torch.Generator().manual_seed(1 + dist.get_rank())
 
 
-def _language_model(stage, folder):
-    """As in nanoGPT: gradients are sent once per step, and the model is evaluated and saved when it is best."""
-    data = _seeded()
-    model = _parallel(build("llama_tied"), stage)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(4):
-        model.eval()
-        with torch.no_grad(), _autocast():  # nanoGPT: on the first rank only
-            losses.append((model.module if stage is None else model)(torch.arange(12)[None]).item())
-        model.train()
-        if step == 3 and stage is not None:
-            zeroamp.export_hf(model, folder / str(stage))
-        elif step == 3 and dist.get_rank() == 0:
-            torch.save(model.module.state_dict(), folder / "ddp.pt")
+def _batch():
+    """A batch of this rank's own data, which nanoGPT draws from the global generator."""
+    return torch.randint(0, VOCAB, (2, 12))
+
+
+class _NanoGPT:
+    """nanoGPT's loop: it draws the next batch ahead, sends gradients once per step, and evaluates before some steps."""
+
+    def __init__(self, stage, folder, *, name="llama_tied", clip=0.0, is_compiled=False, has_train_step=False):
+        self.stage, self.folder, self.clip = stage, folder, clip
+        model = build(name, seed=1337 + dist.get_rank())  # DDP sends the first rank's weights
+        if is_compiled:
+            model = torch.compile(model, backend="eager")
+        self.model = _parallel(model, stage, zeroamp={"sync_module_states": True})
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        has_train_step = has_train_step and stage is not None
+        self.train = zeroamp.TrainStep(self.model, self.optimizer) if has_train_step else None
+        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
+        self.losses = []
+        """Of training and of evaluations, and the gradient norms if the loop clips."""
+
+    def evaluate(self):
+        """Evaluate on batches of the global generator: DDP on the first rank alone, zeroamp on all ranks."""
+        if self.stage is None and dist.get_rank() > 0:
+            return
+        rng = torch.get_rng_state()
+        self.model.eval()
+        with torch.no_grad(), _autocast():
+            losses = [(self.model.module if self.stage is None else self.model)(_batch()).item() for _ in range(2)]
+        self.model.train()
+        if dist.get_rank() > 0:
+            torch.set_rng_state(rng)
+        else:
+            self.losses += losses
+
+    def step(self, tokens):
+        """Train one optimizer step of 2 micro-batches. Return the batch that was drawn ahead."""
         for micro in range(2):
-            if stage is None:
-                model.require_backward_grad_sync = micro == 1
-            else:
-                model.set_requires_gradient_sync(micro == 1)
+            if self.stage is None:
+                self.model.require_backward_grad_sync = micro == 1
+            elif self.train is None:
+                self.model.set_requires_gradient_sync(micro == 1)
             with _autocast():
-                loss = model(torch.randint(0, VOCAB, (2, 12), generator=data)) / 2
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-    return losses
+                loss = self.model(tokens) / 2
+            tokens = _batch()
+            if self.train is None:
+                self.scaler.scale(loss).backward()
+            else:
+                self.train.backward(loss, is_last=micro == 1, divide=False)
+        self.update()
+        self.losses.append(loss.item())
+        return tokens
+
+    def update(self):
+        """Clip and step, by `TrainStep` if there is one."""
+        if self.train is not None:
+            self.train.step()
+            return
+        if self.clip:
+            self.scaler.unscale_(self.optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            self.losses.append(norm.item())
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def export(self):
+        """Write the weights: DDP as a state dict, zeroamp as safetensors and as a whole state dict."""
+        if self.stage is not None:
+            zeroamp.export_hf(self.model, self.folder / str(self.stage))
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            state = get_model_state_dict(self.model, options=options)
+            if dist.get_rank() == 0:
+                torch.save(state, self.folder / f"{self.stage}.pt")
+        elif dist.get_rank() == 0:
+            torch.save(self.model.module.state_dict(), self.folder / "ddp.pt")
+
+    def run(self, steps, tokens=None, *, is_evaluated=False):
+        """Train, with an evaluation before every second step; not before the first one if `is_evaluated`.
+
+        Return the batch that was drawn ahead.
+        """
+        tokens = _batch() if tokens is None else tokens
+        for step in steps:
+            if step % 2 == 0 and not (is_evaluated and step == steps[0]):
+                self.evaluate()
+            tokens = self.step(tokens)
+        return tokens
+
+
+def _language_model(stage, folder, **more):
+    """As in nanoGPT. The weights are exported before the last two steps."""
+    training = _NanoGPT(stage, folder, **more)
+    tokens = training.run(range(3))
+    training.export()
+    training.run(range(3, 5), tokens)
+    return training.losses
 
 
 def _images(stage, _folder):
@@ -181,7 +253,76 @@ def test_a_converted_script_has_the_losses_of_ddp(ranks2, script, tmp_path):
     if script == "nanoGPT":
         saved = torch.load(tmp_path / "ddp.pt", weights_only=True)
         exported = load_file(tmp_path / "3" / "model.safetensors")
+        assert saved.keys() - exported.keys() == {"head.weight"}, "the tied weight has one name"
         assert all(torch.equal(value, saved[name]) for name, value in exported.items())
+        whole = torch.load(tmp_path / "3.pt", weights_only=True)
+        assert all(torch.equal(value, saved[name]) for name, value in whole.items())
+        build("llama_tied").load_state_dict(whole)
+
+
+def _nanogpts(stages, folder, **more):
+    return {stage: _language_model(stage, folder, **more) for stage in stages}
+
+
+def test_torchs_clipping_at_stage_0_has_the_losses_of_ddp(ranks2, tmp_path):
+    for losses in ranks2.run(_nanogpts, (None, 0, 3), tmp_path, clip=0.5):
+        assert losses[0] == losses[None]
+        assert losses[3] == pytest.approx(losses[None], rel=1e-3)
+
+
+def test_train_step_accumulates_in_the_order_of_ddp_at_stages_0_and_1(ranks2, tmp_path):
+    for losses in ranks2.run(_nanogpts, (None, 0, 1, 2, 3), tmp_path, has_train_step=True):
+        assert losses[0] == losses[1] == losses[None]
+        assert losses[2] == losses[3] != losses[None]
+        assert losses[3] == pytest.approx(losses[None], rel=1e-3)
+
+
+def test_a_model_may_be_compiled_before_wrap_model(ranks2, tmp_path):
+    for losses in ranks2.run(_nanogpts, (None, 3), tmp_path, is_compiled=True):
+        assert losses[3] == losses[None]
+    names = build("llama_tied").state_dict().keys()
+    assert load_file(tmp_path / "3" / "model.safetensors").keys() == names - {"head.weight"}
+    assert torch.load(tmp_path / "3.pt", weights_only=True).keys() == names
+
+
+NUM_STEPS, SAVED_AT = 5, 2
+
+
+def _resumed(stage, folder):
+    """Return {how: losses after the checkpoint}, and the names of two checkpoints without `step` and of one with it."""
+    first = _NanoGPT(stage, folder)
+    tokens = first.run(range(SAVED_AT))
+    first.evaluate()
+    if dist.get_rank() == 0:
+        (folder / "model_args.json").write_text(json.dumps({"name": "llama_tied"}))
+    train = zeroamp.TrainStep(first.model, first.optimizer)
+    extra = {"step": SAVED_AT, "tokens": tokens}
+    paths = [zeroamp.save_checkpoint(folder / "unnamed", first.model, train) for _ in range(2)]
+    paths.append(zeroamp.save_checkpoint(folder, first.model, train, step=SAVED_AT, extra=extra))
+    first.losses.clear()
+    first.run(range(SAVED_AT, NUM_STEPS), tokens, is_evaluated=True)
+    found = {"not stopped": first.losses}
+    for how in ("resumed", "evaluated again", "another batch"):
+        again = _NanoGPT(stage, folder, **json.loads((folder / "model_args.json").read_text()))
+        extra = zeroamp.load_checkpoint(folder, again.model, zeroamp.TrainStep(again.model, again.optimizer))
+        tokens = _batch() if how == "another batch" else extra["tokens"]
+        if how == "evaluated again":
+            again.evaluate()
+            again.losses.clear()
+        again.run(range(extra["step"], NUM_STEPS), tokens, is_evaluated=True)
+        found[how] = again.losses
+    return found, [path.name for path in paths]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_resume_needs_the_batch_drawn_ahead_and_no_second_evaluation(ranks2, stage, tmp_path):
+    by_rank = ranks2.run(_resumed, stage, tmp_path)
+    for losses, names in by_rank:
+        assert losses["resumed"] == losses["not stopped"]
+        assert losses["another batch"] != losses["not stopped"]
+        assert names == ["step_00000000", "step_00000000_2", f"step_{SAVED_AT:08d}"]
+    losses, _ = by_rank[0]
+    assert losses["evaluated again"] != losses["not stopped"], "the first rank draws other batches"
 
 
 def _hidden_of_a_parameter():

@@ -133,6 +133,11 @@ class GroupGradients:
         """Reduces the group's gradients, which are complete then. An extension may put a function around it."""
 
     @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward with gradients on has run whose backward has not ended."""
+        return self._num_forwards > 0
+
+    @property
     def is_pending(self) -> bool:
         """Whether a backward of the group has ended without a reduction."""
         return self._is_pending

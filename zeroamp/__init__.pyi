@@ -18,6 +18,8 @@ from zeroamp.ledger.explain import traffic as traffic
 from zeroamp.optimizers.bf16_states import Bf16StatesAdamW as Bf16StatesAdamW
 from zeroamp.optimizers.from_config import optimizer_from_config as optimizer_from_config
 from zeroamp.optimizers.schedulers import scheduler_from_config as scheduler_from_config
+from zeroamp.pipelines.gradients import clip_grad_norm_ as clip_grad_norm_
+from zeroamp.pipelines.gradients import sum_tied_gradients as sum_tied_gradients
 from zeroamp.planning.plan import Plan as Plan
 from zeroamp.planning.plan import build_plan as build_plan
 from zeroamp.policies.auto_values import open_auto_keys as open_auto_keys

@@ -66,6 +66,20 @@ class GroupParameter:
         else:
             self._param.unsharded_accumulated_grad, self._param.unsharded_param.grad = total, None
 
+    def sum_gradient(self) -> None:
+        """Add the gradient of the last backward to the sum in the accumulation dtype, as FSDP2 does after backwards.
+
+        Does nothing if the gradient has that dtype, or if autograd sums.
+        """
+        unsharded, total = self.unsharded, self.own_sum
+        if self.autograd_sums or unsharded is None or unsharded.grad is None:
+            return
+        if total is not None:
+            total += unsharded.grad
+            unsharded.grad = None
+        elif (dtype := self._param.reduce_dtype) is not None and unsharded.grad.dtype != dtype:
+            self.set_sum(unsharded.grad.to(dtype))
+
     def shard_of(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
         """Return the view of this rank's shard of the gradient, which begins at `offset` of a flat reduced shard."""
         size, stride = self._param.sharded_size, self._param.contiguous_sharded_stride

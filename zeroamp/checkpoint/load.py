@@ -41,7 +41,7 @@ from zeroamp.policies.numbers import is_integer
 from zeroamp.rank_group import RankGroup
 from zeroamp.training.refused_arguments import StatefulScheduler
 from zeroamp.training.step import TrainStep, step_of
-from zeroamp.wrapping.state import WrapState, reshard
+from zeroamp.wrapping.state import WrapState, refuse_part, reshard
 
 logger = logging.getLogger("zeroamp")
 _PATH = "Check the path."
@@ -89,6 +89,7 @@ def load_checkpoint(
         StepError: called inside an optimizer step, or the config has another kind of loss scale.
     """
     state = state_of(model)
+    refuse_part(state, "load_checkpoint", "Load the state dicts of the parts by torch.distributed.checkpoint.")
     wait_for_save(model)
     if train is not None:
         refuse_other_train("load_checkpoint", train)

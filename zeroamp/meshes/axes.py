@@ -12,7 +12,7 @@ from zeroamp.hooks._torch.dtensor import flattened, joined, root_of
 from zeroamp.planning.mesh_axes import ROLES, MeshAxes, is_expert, plain_axes
 from zeroamp.policies.errors import WrapError
 
-_OF_MODEL = ("context", "tensor", "expert", "pipeline")
+_OF_MODEL = ("context", "tensor", "expert")
 
 
 def find_axes(model: nn.Module, mesh: DeviceMesh | None) -> MeshAxes | None:
@@ -29,14 +29,22 @@ def find_axes(model: nn.Module, mesh: DeviceMesh | None) -> MeshAxes | None:
                 'mesh=mesh), or its data axis, mesh=mesh["dp"].'
             )
         return None
-    for axis in _named_axes(root_of(mesh)):
-        name = _axis_name(axis)
-        if ROLES[name] == "pipeline":
-            raise WrapError(
-                f"The mesh has an axis {name!r} of {axis.size()} ranks: pipeline parallelism, which is not supported. "
-                "Use data, context, tensor or expert parallelism instead."
-            )
-    return _with_model_axis(_with_root(_given(mesh), mesh), split)
+    mesh, stages = _without_stages(mesh)
+    return replace(_with_model_axis(_with_root(_given(mesh), mesh), split), stages=stages)
+
+
+def _without_stages(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Return the mesh without a pipeline axis of one rank, and the pipeline axis of the mesh that it is a slice of."""
+    names = mesh.mesh_dim_names or ()
+    others = tuple(name for name in names if ROLES.get(name) != "pipeline")
+    stages = next((axis for axis in _named_axes(root_of(mesh)) if ROLES[_axis_name(axis)] == "pipeline"), None)
+    if len(others) < len(names) and stages is not None:
+        raise WrapError(
+            f"The mesh has an axis {_axis_name(stages)!r} of {stages.size()} ranks, which run different parts of the "
+            "model. Wrap each part over the ranks that have the same one: pass the mesh without this axis, "
+            f"mesh=mesh[{', '.join(map(repr, others))}]. See docs/pipelines.md."
+        )
+    return mesh[others] if 0 < len(others) < len(names) else mesh, stages
 
 
 def _given(mesh: DeviceMesh) -> MeshAxes:

@@ -1,4 +1,4 @@
-"""Raises one error for what a mesh with a context, tensor or expert axis is not supported with.
+"""Raises one error for what a mesh with a context, tensor, expert or pipeline axis is not supported with.
 
 `wrap_model` raises it before it shards anything. `docs/meshes.md` lists what is not supported.
 """
@@ -16,9 +16,11 @@ from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import WrapError
 from zeroamp.policies.extensions import extensions_of
 from zeroamp.policies.policy import Policy
+from zeroamp.wrapping.attach import needs_train_step
 
 _ALL_REDUCED = "replicated_with_grad_allreduce"
-_AXES = {True: "A mesh with a context axis", False: "A mesh with a tensor or expert axis"}
+_CONTEXT, _MODEL = "A mesh with a context axis", "A mesh with a tensor or expert axis"
+_STAGES = "A mesh with a pipeline axis"
 
 
 @torch.no_grad()
@@ -27,14 +29,25 @@ def refuse_combinations(model: nn.Module, plan: Plan, axes: MeshAxes, *, materia
 
     A mesh whose ranks are all for data never raises.
     """
-    _refuse(_of_policy(plan.policy, is_plain=axes.is_plain, num_context=axes.num_context), axes.is_plain)
+    of_policy = _of_policy(plan.policy, is_plain=axes.is_plain, num_context=axes.num_context)
+    _refuse(of_policy, _CONTEXT if axes.is_plain else _MODEL)
     if not axes.is_plain:
-        _refuse((*_of_axes(model, plan, axes), *_of_parameters(model, axes, materialize=materialize)), False)
+        _refuse((*_of_axes(model, plan, axes), *_of_parameters(model, axes, materialize=materialize)), _MODEL)
+    if axes.stages is not None:
+        _refuse(_of_pipeline(plan), _STAGES, page="pipelines")
 
 
-def _refuse(found: "Iterator[str] | tuple[str, ...]", is_plain: bool) -> None:
+def _refuse(found: "Iterator[str] | tuple[str, ...]", axis: str, page: str = "meshes") -> None:
     if texts := "; ".join(found):
-        raise WrapError(f"{_AXES[is_plain]} is not supported with {texts}. Leave one of the two out: docs/meshes.md.")
+        raise WrapError(f"{axis} is not supported with {texts}. Leave one of the two out: docs/{page}.md.")
+
+
+def _of_pipeline(plan: Plan) -> Iterator[str]:
+    """Yield what a part of a pipeline does not allow. torch's schedules run the backwards, not `TrainStep`."""
+    if reasons := needs_train_step(plan, plan.extensions):
+        yield f"TrainStep, which is needed because {reasons}"
+    if plan.policy.offload.to_cpu:
+        yield "zero_optimization.offload_param"
 
 
 def _of_policy(policy: Policy, *, is_plain: bool, num_context: int) -> Iterator[str]:

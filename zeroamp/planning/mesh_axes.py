@@ -1,4 +1,4 @@
-"""The axes of data, context, tensor and expert parallelism of the caller's mesh.
+"""The axes of data, context, tensor, expert and pipeline parallelism of the caller's mesh.
 
 [Note: Who averages what]
 Ranks of a data axis (data-parallel ranks, in short data ranks) get different samples, and ranks of a context axis
@@ -7,7 +7,8 @@ over all of them, and gradients are averaged over all of them. Only the ranks of
 Ranks of a tensor axis compute the same loss together. Each has a part of some parameters (DTensors of that axis) and
 all of the others. FSDP2 shards both kinds over the data and context axes only. Ranks of an expert axis get different
 samples, so they are data ranks. Each has a part of the experts, which FSDP2 shards over the other data ranks. All other
-parameters are sharded over all data ranks.
+parameters are sharded over all data ranks. Ranks of a pipeline axis have different parts of the model. Each part is a
+model of its own here, over the other axes.
 """
 
 from collections.abc import Mapping
@@ -50,6 +51,9 @@ class MeshAxes:
     """The axis of tensor parallelism, 1-D. None without tensor parallelism."""
     experts: DeviceMesh | None = None
     """The ranks over which FSDP2 shards the experts, 1-D. None without expert parallelism."""
+    stages: DeviceMesh | None = None
+    """The axis of pipeline parallelism, 1-D, which is not in `whole`: each of its ranks has other parts of the model.
+    None without pipeline parallelism."""
     num_context: int = 1
     """The number of ranks that get parts of the same samples."""
 

@@ -1,6 +1,6 @@
 """`StepArithmetic`: how an optimizer step divides losses, adds micro-batches, and sums loss and norm over the ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from torch import nn
@@ -50,13 +50,22 @@ class StepArithmetic:
     def local(self, losses: Sequence[LossSum]) -> torch.Tensor:
         """Return this rank's part of the mean loss and of the sum of squares, 1-D fp64 of 2 elements.
 
-        With replicas, several ranks hold the same shard. Each divides its squares by the number of these ranks, so that
-        the sum over ranks counts the shard once. Every rank has the whole gradient of an ignored parameter. The ranks
-        of a tensor axis have the same loss, so the mean over all ranks is the mean over the data ranks.
+        The ranks of a tensor axis have the same loss, so the mean over all ranks is the mean over the data ranks.
         """
         device, num_ranks = self._device, self._num_ranks
         parts = [loss.terms[0].to(device, torch.float64) / (loss.divisor * num_ranks) for loss in losses]
+        return torch.stack([sum(parts[1:], parts[0]), self.local_squares()])
+
+    def local_squares(self, left_out: Set[nn.Parameter] = frozenset()) -> torch.Tensor:
+        """Return this rank's part of the sum of squares, 0-D fp64, without the parameters of `left_out`.
+
+        With replicas, several ranks hold the same shard. Each divides its squares by the number of these ranks, so that
+        the sum over ranks counts the shard once. Every rank has the whole gradient of an ignored parameter.
+        """
+        device, num_ranks = self._device, self._num_ranks
         with_gradient, ignored = self._gradients.present(), self._gradients.ignored
+        if left_out:
+            with_gradient = [parameter for parameter in with_gradient if parameter not in left_out]
         averaged = [parameter for parameter in with_gradient if parameter not in ignored] if ignored else with_gradient
         if self._gradients.replicated is not None:
             averaged = [parameter for parameter in averaged if parameter.dim() > 0]
@@ -67,7 +76,7 @@ class StepArithmetic:
         if ignored:
             own = [parameter for parameter in with_gradient if parameter in ignored]
             squares = squares + local_sum_of_squares(own, device) / num_ranks
-        return torch.stack([sum(parts[1:], parts[0]), squares])
+        return squares
 
     def totals(self, summed: torch.Tensor, losses: Sequence[LossSum]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss and the sum of squared gradients, 0-D fp64 each, from the sums over ranks of `local`."""

@@ -20,7 +20,7 @@ from zeroamp.weights.files import require_libraries, write_weights
 from zeroamp.weights.layouts import outline_of_model, publish
 from zeroamp.weights.model_weights import Weight, find_weights
 from zeroamp.weights.stream import whole_weights
-from zeroamp.wrapping.state import wrap_state
+from zeroamp.wrapping.state import refuse_part, wrap_state
 
 _BUCKET_BYTES = 64 * 2**20
 """Bytes that are all-gathered together."""
@@ -58,6 +58,7 @@ def export_hf(
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
+    refuse_part(state, "export_hf", "Save the state dicts of the parts by torch.distributed.checkpoint.")
     root, mesh = state.root, state.axes.whole
     ranks = RankGroup.for_saving(mesh, "export_hf")
     written_dtype = partial(_export_dtype, dtype, state.plan.policy.export_dtype)

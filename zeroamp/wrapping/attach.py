@@ -101,7 +101,7 @@ def _add_root_forward(model: nn.Module, state: WrapState, hooks: UnitHooks) -> N
         forward.add("autocast", enter_autocast(device_type, policy.param_dtype))
     elif policy.external_autocast == "error":
         forward.add("outer autocast", refuse_autocast(device_type, policy.mode))
-    if reasons := _needs_train_step(state.plan, state.extensions):
+    if reasons := needs_train_step(state.plan, state.extensions):
         forward.on_output(BackwardGuard(partial(_plain_backward, state, reasons), partial(_leaves, model, state)).watch)
     forward.add_hooks(model, hooks)
 
@@ -134,7 +134,7 @@ def _add_own_units(model: nn.Module, state: WrapState, hooks: UnitHooks) -> None
 
 
 def _plain_backward(state: WrapState, reasons: str) -> str:
-    """Return the text of the error for a plain backward. `reasons`: of `_needs_train_step`."""
+    """Return the text of the error for a plain backward. `reasons`: of `needs_train_step`."""
     if state.step.trained_by is not None:
         return f"loss.backward() was called on a model that {state.step.trained_by}."
     return (
@@ -143,7 +143,7 @@ def _plain_backward(state: WrapState, reasons: str) -> str:
     )
 
 
-def _needs_train_step(plan: Plan, extensions: Iterable[Extension]) -> str:
+def needs_train_step(plan: Plan, extensions: Iterable[Extension]) -> str:
     """Return as text what a plain `loss.backward(); optimizer.step()` would ignore. "" if it ignores nothing."""
     policy = plan.policy
     keys = {

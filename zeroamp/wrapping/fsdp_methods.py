@@ -29,6 +29,7 @@ from typing import Any, cast
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
+from zeroamp.hooks import backward_by_parts
 from zeroamp.hooks._torch.fsdp import are_replicas_left, discard_unsharded_gradients, divide_factor, units_of
 from zeroamp.hooks.group_gradients import by_module, reset_gradients
 from zeroamp.policies.errors import StepError, WrapError
@@ -36,8 +37,9 @@ from zeroamp.wrapping.refused_calls import replace_method
 from zeroamp.wrapping.shard import group_modules, prefetch_in_backward, prefetch_in_forward
 from zeroamp.wrapping.state import WrapState
 
+_GRADIENT_SYNC, _RESHARD_AFTER_BACKWARD = "set_requires_gradient_sync", "set_reshard_after_backward"
 _FORCE_SUM = "set_force_sum_reduction_for_comms"
-_ON_IF_ANY = ("set_requires_gradient_sync", "set_requires_all_reduce", _FORCE_SUM)
+_ON_IF_ANY = (_GRADIENT_SYNC, "set_requires_all_reduce", _FORCE_SUM)
 _FACTOR, _UNSHARD_IN_BACKWARD = "set_gradient_divide_factor", "set_unshard_in_backward"
 _SETTERS = (
     *_ON_IF_ANY,
@@ -150,6 +152,9 @@ class FsdpMethods:
                 elif name != _UNSHARD_IN_BACKWARD and self._state.root in inside:
                     set_on(holder, value)
             self._note(name)
+            retains = self._values.get(_RESHARD_AFTER_BACKWARD, {}).get(unit) is False
+            if name == _GRADIENT_SYNC and retains and not value and unit is self._state.root:
+                backward_by_parts.prepare(self._state.gradients)
 
         return set_value
 

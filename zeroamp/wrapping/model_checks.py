@@ -43,9 +43,7 @@ def description_of(model: nn.Module, plan: Plan, axes: MeshAxes | None) -> Descr
     made = "made by wrap_model"
     layout = made if axes is None else _layout(axes)
     return {
-        "torch's version": torch.__version__,
-        "zeroamp's version": __version__,
-        **{path: json.dumps(value) for path, value in policy.effective_values().items() if path != _OF_ONE_RANK},
+        **settings_of(policy),
         "the mesh": layout,
         "whether one node has all ranks": str(is_one_node(policy)),
         **_parameters(model, plan, expected_shards(policy, None if axes is None else axes.fsdp)),
@@ -53,6 +51,16 @@ def description_of(model: nn.Module, plan: Plan, axes: MeshAxes | None) -> Descr
         "the list of units": str(plan.units),
         "the run order of units": str(plan.run.forward_order() + plan.run.backward_order()),
         "the list of fp32 modules and tensors": str([*plan.fp32_regions.modules, *plan.fp32_regions.tensors]),
+    }
+
+
+def settings_of(policy: Policy) -> Description:
+    """Return what is equal on all ranks of a job, whatever part of a model they have: versions, and the config."""
+    values = policy.effective_values().items()
+    return {
+        "torch's version": torch.__version__,
+        "zeroamp's version": __version__,
+        **{path: json.dumps(value) for path, value in values if path != _OF_ONE_RANK},
     }
 
 

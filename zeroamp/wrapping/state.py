@@ -116,6 +116,15 @@ def wrap_state(model: nn.Module) -> WrapState:
     return state
 
 
+def refuse_part(state: WrapState, call: str, remedy: str) -> None:
+    """Raise WrapError if the model is a part of a pipeline, which `call` does not support."""
+    if (stages := state.axes.stages) is not None:
+        raise WrapError(
+            f"{call} got a part of a pipeline of {stages.size()} ranks, which it does not support. {remedy} "
+            "See docs/pipelines.md."
+        )
+
+
 def hide_state(model: nn.Module, why: str) -> None:
     """Let `wrap_state` raise WrapError with the end of a sentence about the model, until `record_state`."""
     setattr(model, _ATTRIBUTE, why)

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -54,6 +55,7 @@ from zeroamp.wrapping.model_checks import (
     check_ranks_agree,
     description_of,
     is_one_node,
+    settings_of,
 )
 from zeroamp.wrapping.optimizer_hooks import parameters_before, watch_optimizers
 from zeroamp.wrapping.run_alike import Description, run_alike
@@ -175,21 +177,24 @@ def _agreed_plan(
         check_input_names(model, plan)
         for extension in of_class(plan.extensions, WrapExtension):
             extension.check_model(model, plan)
-        if axes is not None and not axes.is_data_only:
+        if axes is not None and not (axes.is_data_only and axes.stages is None):
             from zeroamp.meshes.refused_meshes import refuse_combinations
 
             refuse_combinations(model, plan, axes, materialize=materialize)
         return plan, description_of(model, plan, axes)
 
     # Before other communication: ranks that differ would wait for each other, or abort in the backend.
-    return run_alike(
-        planned,
-        what="wrap_model",
-        remedy="Pass the same model, policy, mesh, auto_wrap_policy, example_inputs and ignored_params on all ranks.",
-        error_type=WrapError,
-        group=world,
-        device=device_of_type(device_type),
-    )
+    agree = partial(run_alike, what="wrap_model", error_type=WrapError, device=device_of_type(device_type))
+    remedy = "Pass the same model, policy, mesh, auto_wrap_policy, example_inputs and ignored_params on all ranks."
+    if axes is None or axes.stages is None:
+        return agree(planned, remedy=remedy, group=world)
+
+    def planned_alike() -> tuple[Plan, Description]:
+        plan = agree(planned, remedy=remedy, group=world)
+        return plan, settings_of(plan.policy)
+
+    remedy = "Wrap as many parts on each rank, with the same policy on all stages of the pipeline."
+    return agree(planned_alike, remedy=remedy, group=axes.stages.get_group())
 
 
 def _axes_of_stage(policy: Policy, mesh: DeviceMesh | None, given: MeshAxes | None) -> MeshAxes:

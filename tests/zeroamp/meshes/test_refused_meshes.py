@@ -78,15 +78,13 @@ def test_what_is_not_supported_is_named(ranks4, name):
 
 
 def _unknown(how):
-    names = {"name": ("dp", "model", "tp"), "pipeline": ("pp", "dp"), "no data": ("tp", "cp"), "overlap": ("dp", "tp")}
+    names = {"name": ("dp", "model", "tp"), "no data": ("tp", "cp"), "overlap": ("dp", "tp")}
     shape = (2, 1, 2) if how == "name" else (2, 2)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names[how])
     model = Two()
     if how == "overlap":
         parallelize_module(model, mesh["tp"], {"first": ColwiseParallel()})
         mesh = init_device_mesh("cpu", (4,))
-    if how == "pipeline":
-        mesh = mesh["dp"]
     zeroamp.wrap_model(model, policy(config(3)), mesh)
 
 
@@ -94,7 +92,6 @@ def _unknown(how):
     ("how", "text"),
     [
         ("name", "has the axes dp, model, tp. .*Rename them"),
-        ("pipeline", "axis 'pp' of 2 ranks: pipeline parallelism"),
         ("no data", "has the axes tp, cp. .*FSDP2 must shard over one"),
         ("overlap", r'pass the data axis of the same mesh, mesh=mesh\["dp"\]'),
     ],

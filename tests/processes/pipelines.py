@@ -1,0 +1,99 @@
+"""What every rank runs in the tests of pipelines: parts of a decoder, in one of torch's schedules."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+import zeroamp
+from tests.models import pipelines as models
+from tests.processes.training import full_parameters
+
+OF_A_V = ("ZBVZeroBubble", "DualPipeV")
+MICRO_BATCH = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRun:
+    """What one rank saw."""
+
+    losses: list[list[float]]
+    """[step][micro-batch]. Empty without the last stage."""
+    norms: list[float]
+    parameters: dict[str, torch.Tensor]
+    """Whole, of this rank's parts, at the end."""
+
+
+def num_parts(schedule, num_stages=2):
+    return num_stages * (2 if issubclass(get_schedule_class(schedule), PipelineScheduleMulti) else 1)
+
+
+def num_micro_batches(schedule):
+    return 8 if schedule == "DualPipeV" else 4
+
+
+def parts_of_rank(schedule, rank, num_stages):
+    number = num_parts(schedule, num_stages)
+    if schedule in OF_A_V:
+        return [rank, number - 1 - rank]
+    return list(range(rank, number, num_stages))
+
+
+def start(schedule, cfg, axes, *, tied=False, edit=lambda parts: None):
+    """Return the mesh, this rank's parts by their numbers, and the schedule."""
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    data = mesh[tuple(name for name in axes if name != "pp")]
+    number, stages = num_parts(schedule, axes["pp"]), mesh["pp"]
+    policy = zeroamp.policy_from_config(cfg, world_size=data.size())
+    parts = {i: models.part(i, number, tied=tied) for i in parts_of_rank(schedule, stages.get_local_rank(), axes["pp"])}
+    edit(parts)
+    for index, part in parts.items():
+        parts[index] = zeroamp.wrap_model(part, policy, data, auto_wrap_policy={"Block"})
+    found = [PipelineStage(p, i, number, torch.device("cpu"), group=stages.get_group()) for i, p in parts.items()]
+    cls = get_schedule_class(schedule)
+    of_rank = found if issubclass(cls, PipelineScheduleMulti) else found[0]
+    return mesh, parts, cls(of_rank, num_micro_batches(schedule), loss_fn=models.loss_of)
+
+
+def data_rank(mesh):
+    rank = 0
+    for name in mesh.mesh_dim_names:
+        if name != "pp":
+            rank = rank * mesh[name].size() + mesh[name].get_local_rank()
+    return rank
+
+
+def run_step(schedule, name, parts, mesh, step):
+    """Run the forwards and backwards of one optimizer step; return the losses of this rank's micro-batches."""
+    number, losses = num_parts(name, mesh["pp"].size()), []
+    inputs, target = models.samples(step, data_rank(mesh), MICRO_BATCH * num_micro_batches(name))
+    last = {"target": target, "losses": losses} if number - 1 in parts else {}
+    schedule.step(*([inputs] if 0 in parts else []), **last)
+    return [loss.item() for loss in losses]
+
+
+def train(name, cfg, axes, num_steps, *, max_norm, lr, tied=False):
+    mesh, parts, schedule = start(name, cfg, axes, tied=tied)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=lr) for part in parts.values()]
+    losses, norms, last = [], [], num_parts(name, axes["pp"]) - 1
+    for step in range(num_steps):
+        losses.append(run_step(schedule, name, parts, mesh, step))
+        if tied and {0, last} <= parts.keys():
+            zeroamp.sum_tied_gradients(parts[0].embed.weight, parts[last].head.weight)
+        elif tied and (weight := _tied_weight(parts, last)) is not None:
+            peer = axes["pp"] - 1 if 0 in parts else 0
+            zeroamp.sum_tied_gradients(weight, peer, mesh["pp"].get_group())
+        norms.append(zeroamp.clip_grad_norm_(parts.values(), max_norm))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    parameters = {fqn: each for part in parts.values() for fqn, each in full_parameters(part).items()}
+    return RankRun(losses=losses, norms=[norm.item() for norm in norms], parameters=parameters)
+
+
+def _tied_weight(parts, last):
+    if 0 in parts:
+        return parts[0].embed.weight
+    return parts[last].head.weight if last in parts else None

@@ -1,0 +1,89 @@
+"""torch's pipeline schedules train parts of a wrapped model as one process trains the whole one."""
+
+import pytest
+import torch
+
+from tests.models import pipelines as models
+from tests.oracles import pipelines as oracle
+from tests.processes import pipelines
+
+SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+STEPS, LR = 3, 0.3
+MODES = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+}
+BOUND = {"fp32": 1e-6, "bf16": 0.0, "autocast": 1e-6}
+"""In low precision the micro-batches have the oracle's gradients and order, and 2 data ranks add two numbers. In fp32 a
+gradient of a zero bubble schedule's weight may come from another kernel, and autocast runs LayerNorm in fp32."""
+
+
+def config(stage, mode, **more):
+    zero = {"stage": stage, "stage3_param_persistence_threshold": more.pop("threshold", 0)}
+    return {"zero_optimization": zero, **MODES[mode], **more}
+
+
+def expected(name, mode, *, num_data=2, tied=False, max_norm=1.0):
+    model = models.decoder(tied=tied)
+    number = pipelines.num_micro_batches(name)
+    return oracle.train(
+        model,
+        lambda step, rank: models.samples(step, rank, pipelines.MICRO_BATCH * number),
+        models.loss_of,
+        num_steps=STEPS,
+        num_data=num_data,
+        num_micro_batches=number,
+        mode=mode,
+        max_norm=max_norm,
+        lr=LR,
+    )
+
+
+def check(runs, wanted, num_data, bound):
+    losses = [run for run in runs if run.losses[0]]
+    assert len(losses) == num_data  # the last stage's ranks, in the order of their data ranks
+    for step, of_ranks in enumerate(wanted.losses):
+        assert [run.losses[step] for run in losses] == [pytest.approx(each, rel=bound, abs=0) for each in of_ranks]
+    for run in runs:
+        assert run.norms == pytest.approx(wanted.norms, rel=1e-6)
+        assert run.norms == runs[0].norms
+        for fqn, value in run.parameters.items():
+            of_whole = wanted.parameters.get(fqn, wanted.parameters["embed.weight"])  # of a tied head
+            difference = torch.linalg.vector_norm(value - of_whole) / torch.linalg.vector_norm(of_whole)
+            assert difference <= 10 * max(bound, 1e-9), fqn
+
+
+CASES = [
+    *((name, 3, mode, {"pp": 2, "dp": 2}) for name in SCHEDULES for mode in ("bf16", "autocast")),
+    *(("1F1B", stage, mode, {"pp": 2, "dp": 2}) for stage in (0, 1, 2) for mode in ("fp32", "bf16")),
+    *(("ZBVZeroBubble", stage, "bf16", {"pp": 2, "dp": 2}) for stage in (0, 1, 2)),
+    ("InterleavedZeroBubble", 3, "fp32", {"pp": 2, "dp": 2}),
+    *(("1F1B", stage, "autocast", {"pp": 2, "dp_replicate": 2, "dp_shard": 2}) for stage in (2, 3)),
+    ("ZBVZeroBubble", 2, "bf16", {"pp": 2, "dp_replicate": 2, "dp_shard": 2}),
+    ("GPipe", 3, "bf16", {"pp": 4, "dp": 1}),
+]
+
+
+@pytest.mark.parametrize(("name", "stage", "mode", "axes"), CASES)
+def test_schedules_train_as_one_process(request, name, stage, mode, axes):
+    size = torch.Size(axes.values()).numel()
+    ranks = request.getfixturevalue(f"ranks{size}")
+    runs = ranks.run(pipelines.train, name, config(stage, mode), axes, STEPS, max_norm=1.0, lr=LR)
+    num_data = size // axes["pp"]
+    check(runs, expected(name, mode, num_data=num_data), num_data, BOUND[mode])
+
+
+@pytest.mark.parametrize(("name", "mode"), [("1F1B", "autocast"), ("ZBVZeroBubble", "fp32")])
+def test_tied_weights_of_two_stages_are_trained_as_one(ranks4, name, mode):
+    """The norm counts the sum of both copies once. On a V, one rank has both copies."""
+    axes = {"pp": 2, "dp": 2}
+    runs = ranks4.run(pipelines.train, name, config(3, mode), axes, STEPS, max_norm=1.0, lr=LR, tied=True)
+    check(runs, expected(name, mode, tied=True), 2, BOUND["fp32"])
+
+
+def test_small_parameters_of_the_whole_part_are_one_group(ranks4):
+    """Weights and biases below the threshold are summed in one group, which the schedule reduces too."""
+    cfg, axes = config(3, "autocast", threshold=100_000), {"pp": 2, "dp": 2}
+    runs = ranks4.run(pipelines.train, "ZBVZeroBubble", cfg, axes, STEPS, max_norm=1.0, lr=LR)
+    check(runs, expected("ZBVZeroBubble", "autocast"), 2, BOUND["autocast"])

@@ -9,6 +9,7 @@ from tests.processes.launch import ROOT, module, script, torchrun
 
 MOST_LINES = {
     "minimal": 40, "accelerate_llama": 120, "fabric_llama": 120, "sft_lora": 120, "dpo": 120, "grpo": 120, "moe": 120,
+    "pipeline": 120,
 }  # fmt: skip
 
 
@@ -142,3 +143,17 @@ def test_experts_are_in_bf16_and_the_loss_falls():
     assert losses[-1] < losses[0] - 1
     row, *_ = re.findall(r"^MixtralExperts .*", output, re.MULTILINE)  # of each table, where one does not fit
     assert "bf16" in row
+
+
+@pytest.mark.slow
+def test_a_pipeline_of_two_stages_trains_and_saves_all_parts(tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed: it has the model")
+    from torch.distributed.checkpoint import FileSystemReader
+
+    out = tmp_path / "parts"
+    output = torchrun("examples/pipeline.py", "--model", "tiny", "--steps", 8, "--out", out, ranks=4)
+    losses = _losses(output)
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
+    saved = FileSystemReader(out).read_metadata().state_dict_metadata
+    assert {"model.embed_tokens.weight", "lm_head.weight"} < saved.keys()

@@ -24,6 +24,8 @@ class RankRun:
     norms: list[float]
     parameters: dict[str, torch.Tensor]
     """Whole, of this rank's parts, at the end."""
+    calls: dict[tuple[int, str, str, str], int]
+    """(part, collective, dtype, group) -> calls in the last step."""
 
 
 def num_parts(schedule, num_stages=2):
@@ -79,6 +81,7 @@ def train(name, cfg, axes, num_steps, *, max_norm, lr, tied=False):
     optimizers = [torch.optim.SGD(part.parameters(), lr=lr) for part in parts.values()]
     losses, norms, last = [], [], num_parts(name, axes["pp"]) - 1
     for step in range(num_steps):
+        before = _calls(parts)
         losses.append(run_step(schedule, name, parts, mesh, step))
         if tied and {0, last} <= parts.keys():
             zeroamp.sum_tied_gradients(parts[0].embed.weight, parts[last].head.weight)
@@ -90,7 +93,16 @@ def train(name, cfg, axes, num_steps, *, max_norm, lr, tied=False):
             optimizer.step()
             optimizer.zero_grad()
     parameters = {fqn: each for part in parts.values() for fqn, each in full_parameters(part).items()}
-    return RankRun(losses=losses, norms=[norm.item() for norm in norms], parameters=parameters)
+    calls = {key: number - before.get(key, 0) for key, number in _calls(parts).items()}
+    return RankRun(losses=losses, norms=[norm.item() for norm in norms], parameters=parameters, calls=calls)
+
+
+def _calls(parts):
+    return {
+        (index, key.collective, str(key.dtype), key.group): number
+        for index, part in parts.items()
+        for key, number in zeroamp.traffic(part).calls.items()
+    }
 
 
 def _tied_weight(parts, last):

@@ -13,6 +13,7 @@ from zeroamp.hooks._torch.dtensor import split_dim
 from zeroamp.planning.mesh import shard_size
 from zeroamp.planning.mesh_axes import MeshAxes
 from zeroamp.planning.plan import Plan
+from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import WrapError
 from zeroamp.policies.extensions import extensions_of
 from zeroamp.policies.policy import Policy
@@ -46,6 +47,8 @@ def _of_pipeline(plan: Plan) -> Iterator[str]:
     """Yield what a part of a pipeline does not allow. torch's schedules run the backwards, not `TrainStep`."""
     if reasons := needs_train_step(plan, plan.extensions):
         yield f"TrainStep, which is needed because {reasons}"
+    if plan.policy.grad_accum_dtype != torch.float32:
+        yield f"data_types.grad_accum_dtype {short_name(plan.policy.grad_accum_dtype)} (micro-batches are added in fp32)"
     if plan.policy.offload.to_cpu:
         yield "zero_optimization.offload_param"
 

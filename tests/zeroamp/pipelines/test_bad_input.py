@@ -28,6 +28,7 @@ def _wrap(sliced, configs, axes=("pp", "dp")):
             "stage is 2 on ranks?.*same policy on all stages",
         ),
         (True, {"gradient_clipping": 1.0}, "pipeline axis is not supported with TrainStep, .* gradient_clipping 1.0"),
+        (True, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype bf16"),
         (True, {"fp16": {"enabled": True}}, "not supported with TrainStep, .* float16, which scales the loss"),
     ],
 )

@@ -24,7 +24,7 @@ def config(stage, mode, **more):
     return {"zero_optimization": zero, **MODES[mode], **more}
 
 
-def expected(name, mode, *, num_data=2, tied=False, max_norm=1.0):
+def expected(name, mode, *, num_data=2, tied=False):
     model = models.decoder(tied=tied)
     number = pipelines.num_micro_batches(name)
     return oracle.train(
@@ -35,7 +35,7 @@ def expected(name, mode, *, num_data=2, tied=False, max_norm=1.0):
         num_data=num_data,
         num_micro_batches=number,
         mode=mode,
-        max_norm=max_norm,
+        max_norm=1.0,
         lr=LR,
     )
 
@@ -87,3 +87,16 @@ def test_small_parameters_of_the_whole_part_are_one_group(ranks4):
     cfg, axes = config(3, "autocast", threshold=100_000), {"pp": 2, "dp": 2}
     runs = ranks4.run(pipelines.train, "ZBVZeroBubble", cfg, axes, STEPS, max_norm=1.0, lr=LR)
     check(runs, expected("ZBVZeroBubble", "autocast"), 2, BOUND["autocast"])
+
+
+@pytest.mark.parametrize(("name", "stage"), [("1F1B", 2), ("ZBVZeroBubble", 2), ("ZBVZeroBubble", 3)])
+def test_each_group_is_reduced_once_per_step_in_fp32(ranks4, name, stage):
+    """At stage 2 each group is also gathered once, at stage 3 for the forwards and backwards of micro-batches."""
+    runs = ranks4.run(pipelines.train, name, config(stage, "bf16"), {"pp": 2, "dp": 2}, 2, max_norm=1.0, lr=LR)
+    for run in runs:
+        of_groups = {key: number for key, number in run.calls.items() if key[3] != "step" and number}
+        gathers = {key: number for key, number in of_groups.items() if key[1] == "all_gather"}
+        assert {dtype for _, _, dtype, _ in of_groups.keys() - gathers.keys()} == {"torch.float32"}
+        assert len(of_groups) == 2 * len(gathers)
+        assert {number for key, number in of_groups.items() if key not in gathers} == {1}
+        assert max(gathers.values()) == (1 if stage == 2 else 5)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
@@ -43,16 +44,21 @@ def parts_of_rank(schedule, rank, num_stages):
     return list(range(rank, number, num_stages))
 
 
-def start(schedule, cfg, axes, *, tied=False, edit=lambda parts: None):
+def _wrapped(part, cfg, data):
+    num_data = data.size() // (data["tp"].size() if "tp" in data.mesh_dim_names else 1)
+    policy = zeroamp.policy_from_config(cfg, world_size=num_data)
+    return zeroamp.wrap_model(part, policy, data, auto_wrap_policy={"Block"})
+
+
+def start(schedule, cfg, axes, *, tied=False, edit=lambda parts, mesh: None, wrap=_wrapped):
     """Return the mesh, this rank's parts by their numbers, and the schedule."""
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     data = mesh[tuple(name for name in axes if name != "pp")]
     number, stages = num_parts(schedule, axes["pp"]), mesh["pp"]
-    policy = zeroamp.policy_from_config(cfg, world_size=data.size())
     parts = {i: models.part(i, number, tied=tied) for i in parts_of_rank(schedule, stages.get_local_rank(), axes["pp"])}
-    edit(parts)
+    edit(parts, mesh)
     for index, part in parts.items():
-        parts[index] = zeroamp.wrap_model(part, policy, data, auto_wrap_policy={"Block"})
+        parts[index] = wrap(part, cfg, data)
     found = [PipelineStage(p, i, number, torch.device("cpu"), group=stages.get_group()) for i, p in parts.items()]
     cls = get_schedule_class(schedule)
     of_rank = found if issubclass(cls, PipelineScheduleMulti) else found[0]
@@ -62,7 +68,7 @@ def start(schedule, cfg, axes, *, tied=False, edit=lambda parts: None):
 def data_rank(mesh):
     rank = 0
     for name in mesh.mesh_dim_names:
-        if name != "pp":
+        if name not in ("pp", "tp"):
             rank = rank * mesh[name].size() + mesh[name].get_local_rank()
     return rank
 
@@ -76,8 +82,25 @@ def run_step(schedule, name, parts, mesh, step):
     return [loss.item() for loss in losses]
 
 
-def train(name, cfg, axes, num_steps, *, max_norm, lr, tied=False):
-    mesh, parts, schedule = start(name, cfg, axes, tied=tied)
+def fully_sharded(part, cfg, data):
+    """Plain FSDP2 in bf16, summed and reduced in fp32, with the stage of the config."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    reshards = cfg["zero_optimization"]["stage"] == 3
+    for module in (*part.blocks.values(), part):
+        fully_shard(module, mesh=data, mp_policy=policy, reshard_after_forward=reshards)
+    return part
+
+
+def gradients(name, cfg, wrap=_wrapped):
+    """The whole gradients of this rank's parts in one step; None for a parameter without one."""
+    mesh, parts, schedule = start(name, cfg, {"pp": 2, "dp": 2}, wrap=wrap)
+    run_step(schedule, name, parts, mesh, 0)
+    named = {fqn: each.grad for part in parts.values() for fqn, each in part.named_parameters()}
+    return {fqn: each if each is None else each.full_tensor() for fqn, each in named.items()}
+
+
+def train(name, cfg, axes, num_steps, *, max_norm, lr, tied=False, **options):
+    mesh, parts, schedule = start(name, cfg, axes, tied=tied, **options)
     optimizers = [torch.optim.SGD(part.parameters(), lr=lr) for part in parts.values()]
     losses, norms, last = [], [], num_parts(name, axes["pp"]) - 1
     for step in range(num_steps):

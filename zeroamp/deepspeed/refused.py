@@ -13,7 +13,7 @@ _NAMES = {
         "init_inference InferenceEngine DeepSpeedInferenceConfig default_inference_config inference "
         "model_implementations"
     ),
-    "There is no pipeline parallelism. Pass an nn.Module to initialize(), which shards it over all ranks.": (
+    "There is no pipeline engine. Run torch's schedules on parts that zeroamp.wrap_model wrapped: docs/pipelines.md.": (
         "PipelineModule PipelineEngine pipe runtime.pipe engine.train_batch engine.eval_batch engine.set_dataloader"
     ),
     "There are no expert-parallel layers. Train the mixture of experts unchanged: docs/moe.md.": (

@@ -48,7 +48,7 @@ def _of_pipeline(plan: Plan) -> Iterator[str]:
     if reasons := needs_train_step(plan, plan.extensions):
         yield f"TrainStep, which is needed because {reasons}"
     if plan.policy.grad_accum_dtype != torch.float32:
-        yield f"data_types.grad_accum_dtype {short_name(plan.policy.grad_accum_dtype)} (micro-batches are added in fp32)"
+        yield f"data_types.grad_accum_dtype {short_name(plan.policy.grad_accum_dtype)}"
     if plan.policy.offload.to_cpu:
         yield "zero_optimization.offload_param"
 

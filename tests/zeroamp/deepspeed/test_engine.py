@@ -96,7 +96,7 @@ REFUSED = {
     ),
     "loss": (lambda engine: (engine.zero_grad(), engine.backward((torch.zeros(()), None))), "is a tuple"),
     "retain_graph": (lambda engine: engine.backward(torch.zeros(()), retain_graph=True), "retain_graph"),
-    "train_batch": (lambda engine: engine.train_batch(None), "no pipeline parallelism"),
+    "train_batch": (lambda engine: engine.train_batch(None), "no pipeline engine"),
     "unknown": (lambda engine: engine.get_global_grad_nrm(1), "get_global_grad_norm"),
     "optimizer.step": (lambda engine: engine.optimizer.step(None), "engine.step()"),
     "set_lr": (lambda engine: engine.set_lr(0.1), "param_groups"),

@@ -74,7 +74,7 @@ def test_a_pipeline_axis_of_one_rank_is_no_pipeline(ranks2):
 
 
 def _edited(how):
-    def edit(parts):
+    def edit(parts, _mesh):
         if 0 in parts:
             if how == "frozen":
                 parts[0].requires_grad_(False)

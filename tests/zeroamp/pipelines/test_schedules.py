@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.models import pipelines as models
 from tests.oracles import pipelines as oracle
 from tests.processes import pipelines
+from tests.selection import slow_but
 
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 STEPS, LR = 3, 0.3
@@ -100,3 +102,45 @@ def test_each_group_is_reduced_once_per_step_in_fp32(ranks4, name, stage):
         assert len(of_groups) == 2 * len(gathers)
         assert {number for key, number in of_groups.items() if key not in gathers} == {1}
         assert max(gathers.values()) == (1 if stage == 2 else 5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_fsdp2_alone_loses_or_rounds_gradients_of_zero_bubble_schedules(ranks4, stage):
+    """The errors that docs/from-fsdp2.md names. If this test fails, torch has mended them: see backward_by_parts.py."""
+    runs = [
+        ranks4.run(pipelines.gradients, "ZBVZeroBubble", config(stage, "bf16"), *wrap)
+        for wrap in ((), (pipelines.fully_sharded,))
+    ]
+    lost, differences = set(), []
+    for ours, plain in zip(*runs, strict=True):
+        for fqn, gradient in ours.items():
+            if plain[fqn] is None:
+                lost.add(fqn)
+            else:
+                difference = torch.linalg.vector_norm(plain[fqn] - gradient) / torch.linalg.vector_norm(gradient)
+                differences.append(difference.item())
+    if stage == 3:
+        assert "head.weight" in lost
+        assert max(differences) > 0.1
+    else:
+        assert not lost
+        assert 5e-4 < max(differences) < 5e-3
+
+
+@pytest.mark.parametrize("name", slow_but(("1F1B", "ZBVZeroBubble"), "1F1B"))
+def test_a_tensor_axis_beside_the_stages(ranks8, name):
+    """The norm counts the copies on tensor ranks once, and the schedule reduces parts of weights over data ranks."""
+    runs = ranks8.run(_tensor_parallel, name)
+    for of_tensor_rank in (runs[::2], runs[1::2]):
+        check(of_tensor_rank, expected(name, "fp32"), 2, 1e-6)
+
+
+def _tensor_parallel(name):
+    axes = {"pp": 2, "dp": 2, "tp": 2}
+    return pipelines.train(name, config(2, "fp32"), axes, STEPS, max_norm=1.0, lr=LR, edit=_parallelized)
+
+
+def _parallelized(parts, mesh):
+    for part in parts.values():
+        for block in part.blocks.values():
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})

@@ -84,7 +84,7 @@ FIRST = ("wrap_model", "TrainStep")
 API = {
     "Config": ("policies",),
     "Wrapping": ("discovery", "planning", "wrapping"),
-    "The step": ("training", "optimizers", "reproducible"),
+    "The step": ("training", "optimizers", "reproducible", "pipelines"),
     "The ledger": ("ledger",),
     "Before a run": ("dry_run",),
     "Reports and traces": ("reporting",),

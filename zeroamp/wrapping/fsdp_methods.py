@@ -17,6 +17,9 @@ their own, because FSDP2 would leave these to the root. The model-wide group has
 Where zeroamp sums the replicas of HSDP, `set_force_sum_reduction_for_comms` has no effect: zeroamp's reductions only
 sum, and FSDP2 would divide a second time.
 
+torch's pipeline schedules call `set_reshard_after_backward(False)`, then `set_requires_gradient_sync(False)`, before each
+backward. The second call prepares that backward: see `zeroamp/hooks/backward_by_parts.py`.
+
 Methods that would replace the collectives of zeroamp, or their memory, raise. `TrainStep` sets four flags itself for
 each micro-batch. If a caller has changed one of these flags, `TrainStep.backward` raises.
 """
@@ -152,11 +155,14 @@ class FsdpMethods:
                 elif name != _UNSHARD_IN_BACKWARD and self._state.root in inside:
                     set_on(holder, value)
             self._note(name)
-            retains = self._values.get(_RESHARD_AFTER_BACKWARD, {}).get(unit) is False
-            if name == _GRADIENT_SYNC and retains and not value and unit is self._state.root:
+            if name == _GRADIENT_SYNC and not value and unit is self._state.root and self._stays_unsharded():
                 backward_by_parts.prepare(self._state.gradients)
 
         return set_value
+
+    def _stays_unsharded(self) -> bool:
+        """Return whether the caller leaves the root unsharded after backwards, as pipeline schedules do."""
+        return self._values.get(_RESHARD_AFTER_BACKWARD, {}).get(self._state.root) is False
 
     def _alone(self, unit: nn.Module) -> list[nn.Module]:
         """Return the units to which a method of `unit` that is not recursive applies."""

@@ -177,7 +177,7 @@ def _agreed_plan(
         check_input_names(model, plan)
         for extension in of_class(plan.extensions, WrapExtension):
             extension.check_model(model, plan)
-        if axes is not None and not (axes.is_data_only and axes.stages is None):
+        if axes is not None and (axes.stages is not None or not axes.is_data_only):
             from zeroamp.meshes.refused_meshes import refuse_combinations
 
             refuse_combinations(model, plan, axes, materialize=materialize)

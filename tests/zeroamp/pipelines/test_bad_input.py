@@ -87,7 +87,7 @@ def _edited(how):
     return zeroamp.clip_grad_norm_(parts.values(), 1.0).item()
 
 
-def test_a_frozen_stage_trains_nothing_and_the_norm_is_that_of_the_others(ranks4):
+def test_the_norm_beside_a_frozen_stage_is_that_of_the_others(ranks4):
     norms = ranks4.run(_edited, "frozen")
     assert norms == [norms[0]] * 4
     assert norms[0] > 0

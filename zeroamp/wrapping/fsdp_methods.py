@@ -17,8 +17,8 @@ their own, because FSDP2 would leave these to the root. The model-wide group has
 Where zeroamp sums the replicas of HSDP, `set_force_sum_reduction_for_comms` has no effect: zeroamp's reductions only
 sum, and FSDP2 would divide a second time.
 
-torch's pipeline schedules call `set_reshard_after_backward(False)`, then `set_requires_gradient_sync(False)`, before each
-backward. The second call prepares that backward: see `zeroamp/hooks/backward_by_parts.py`.
+torch's pipeline schedules call `set_reshard_after_backward(False)`, then `set_requires_gradient_sync(False)`, before
+each backward. The second call prepares that backward: see `zeroamp/hooks/backward_by_parts.py`.
 
 Methods that would replace the collectives of zeroamp, or their memory, raise. `TrainStep` sets four flags itself for
 each micro-batch. If a caller has changed one of these flags, `TrainStep.backward` raises.

@@ -63,7 +63,8 @@ def test_calls_that_need_the_whole_model_are_refused(ranks4, tmp_path):
 
 def _axis_of_one():
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
-    for given in (mesh, mesh["dp"]):
+    with_replicas = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
+    for given in (mesh, mesh["dp"], with_replicas):
         torch.manual_seed(0)
         model = zeroamp.wrap_model(nn.Linear(4, 4), zeroamp.policy_from_config(CONFIG), given)
         zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -185,17 +185,16 @@ def _agreed_plan(
 
     # Before other communication: ranks that differ would wait for each other, or abort in the backend.
     agree = partial(run_alike, what="wrap_model", error_type=WrapError, device=device_of_type(device_type))
-    arguments = "the same model, policy, mesh, auto_wrap_policy, example_inputs and ignored_params"
-    agree_on_part = partial(agree, planned, remedy=f"Pass {arguments} on all ranks.", group=world)
+    same = "Pass the same model, policy, mesh, auto_wrap_policy, example_inputs and ignored_params on all ranks."
     if axes is None or axes.stages is None:
-        return agree_on_part()
+        return agree(planned, remedy=same, group=world)
 
     def agreed_on_part() -> tuple[Plan, Description]:
-        plan = agree_on_part()
+        plan = agree(planned, remedy=same, group=world)
         return plan, settings_of(plan.policy)
 
-    remedy = "Pass the same policy on all stages of the pipeline, and wrap as many parts on each of their ranks."
-    return agree(agreed_on_part, remedy=remedy, group=axes.stages.get_group())
+    of_stages = "Pass the same policy on all stages of the pipeline, and wrap as many parts on each of their ranks."
+    return agree(agreed_on_part, remedy=of_stages, group=axes.stages.get_group())
 
 
 def _axes_of_stage(policy: Policy, mesh: DeviceMesh | None, given: MeshAxes | None) -> MeshAxes:

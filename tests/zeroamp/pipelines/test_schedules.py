@@ -65,14 +65,16 @@ FAST = [
     ("InterleavedZeroBubble", 3, "fp32", DATA),
     ("GPipe", 3, "bf16", {"pp": 4, "dp": 1}),
 ]
-SLOW = [
+SLOW = (
     *((name, 3, "autocast", DATA) for name in SCHEDULES if name != "ZBVZeroBubble"),
     *(("1F1B", stage, "autocast", REPLICAS) for stage in (2, 3)),
     ("ZBVZeroBubble", 2, "bf16", REPLICAS),
-]
+)
 
 
-@pytest.mark.parametrize(("name", "stage", "mode", "axes"), slow_but([*FAST, *SLOW], *FAST))
+@pytest.mark.parametrize(
+    ("name", "stage", "mode", "axes"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
 def test_schedules_train_as_one_process(request, name, stage, mode, axes):
     size = torch.Size(axes.values()).numel()
     ranks = request.getfixturevalue(f"ranks{size}")

@@ -50,10 +50,10 @@ def _wrapped(part, cfg, data):
     return zeroamp.wrap_model(part, policy, data, auto_wrap_policy={"Block"})
 
 
-def start(schedule, cfg, axes, *, tied=False, edit=lambda parts, mesh: None, wrap=_wrapped):
+def start(schedule, cfg, axes, *, tied=False, edit=lambda parts, mesh: None, wrap=_wrapped, slices=None):
     """Return the mesh, this rank's parts by their numbers, and the schedule."""
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    data = mesh[tuple(name for name in axes if name != "pp")]
+    data = mesh[tuple(name for name in axes if name != "pp")] if slices is None else slices(mesh)
     number, stages = num_parts(schedule, axes["pp"]), mesh["pp"]
     parts = {i: models.part(i, number, tied=tied) for i in parts_of_rank(schedule, stages.get_local_rank(), axes["pp"])}
     edit(parts, mesh)

@@ -63,8 +63,8 @@ def clip_grad_norm_(
     if not states:
         raise StepError("clip_grad_norm_ got no part. Pass the wrapped model, or all parts that this rank has.")
     gradients = [_gradients_of(state) for state in states]
-    group = _group_of(states, mesh)
-    squares = torch.stack([_squares(*each) for each in zip(states, gradients, strict=True)]).sum()
+    group, num_ranks = _ranks_of(states, mesh)
+    squares = torch.stack([_squares(*each, num_ranks) for each in zip(states, gradients, strict=True)]).sum()
     issued = IssuedCollective("all_reduce", squares, STEP, group)
     issue(lambda: dist.all_reduce(squares, group=group), issued, states[0].listeners)
     norm = squares.sqrt().float()
@@ -124,11 +124,12 @@ def _gradients_of(state: WrapState) -> Gradients:
     return Gradients(state)
 
 
-def _group_of(states: Sequence[WrapState], mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """Return a process group of all ranks that train the parts."""
-    stages = states[0].axes.stages
-    if mesh is None:
-        return states[0].world if stages is None else process_group(root_of(stages))
+def _ranks_of(states: Sequence[WrapState], mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup | None, int]:
+    """Return a process group of all ranks that train the parts, and their number."""
+    axes = states[0].axes
+    if mesh is None and axes.stages is None:
+        return states[0].world, axes.whole.size()
+    mesh = root_of(axes.whole) if mesh is None else mesh
     ranks = set(mesh.mesh.flatten().tolist())
     for state in states:
         if missing := sorted(set(state.axes.whole.mesh.flatten().tolist()) - ranks):
@@ -136,13 +137,19 @@ def _group_of(states: Sequence[WrapState], mesh: DeviceMesh | None) -> dist.Proc
                 f"clip_grad_norm_ got a mesh of the ranks {sorted(ranks)}, without rank {missing[0]}, which has shards "
                 "of a part. Pass the mesh of all ranks that train the model."
             )
-    return process_group(mesh)
+    return process_group(mesh), len(ranks)
 
 
-def _squares(state: WrapState, gradients: Gradients) -> torch.Tensor:
-    """Return this rank's part of the sum of squares: 0-D fp64, on the device of the mesh."""
+def _squares(state: WrapState, gradients: Gradients, num_ranks: int) -> torch.Tensor:
+    """Return this rank's part of the sum of squares over `num_ranks` ranks: 0-D fp64, on the device of the mesh.
+
+    If the mesh has further axes over which a part is not parallel, such as a tensor axis that another part uses, each
+    rank of these axes has a copy of the shard. The sum counts it once.
+    """
+    axes = state.axes
+    num_copies = 1 if axes.stages is None else num_ranks // (axes.stages.size() * axes.whole.size())
     left_out = {each for each in gradients.parameters if _tied.get(each) is False}  # type: ignore[no-untyped-call]
-    return StepArithmetic(state, gradients).local_squares(left_out).to(device_of(state.mesh))
+    return StepArithmetic(state, gradients).local_squares(left_out).to(device_of(state.mesh)) / num_copies
 
 
 def _local_gradient(weight: nn.Parameter) -> torch.Tensor:

@@ -147,6 +147,22 @@ def _tensor_parallel(name):
     return pipelines.train(name, config(2, "fp32"), axes, STEPS, max_norm=1.0, lr=LR, edit=_parallelized)
 
 
+@pytest.mark.slow
+def test_ranks_of_an_axis_that_a_part_does_not_use_are_copies(ranks8):
+    """Only the second stage is parallel over the tensor axis. The norm counts the shards of the first stage once."""
+    runs = ranks8.run(_second_stage_parallel)
+    for of_tensor_rank in (runs[::2], runs[1::2]):
+        check(of_tensor_rank, expected("1F1B", "fp32"), 2, 1e-6)
+
+
+def _second_stage_parallel():
+    return pipelines.train(
+        "1F1B", config(2, "fp32"), {"pp": 2, "dp": 2, "tp": 2}, STEPS, max_norm=1.0, lr=LR,
+        edit=lambda parts, mesh: _parallelized({i: part for i, part in parts.items() if i == 1}, mesh),
+        slices=lambda mesh: mesh["dp", "tp"] if mesh["pp"].get_local_rank() else mesh["dp"],
+    )  # fmt: skip
+
+
 def _parallelized(parts, mesh):
     for part in parts.values():
         for block in part.blocks.values():

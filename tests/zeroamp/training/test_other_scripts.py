@@ -270,7 +270,7 @@ def test_torchs_clipping_at_stage_0_has_the_losses_of_ddp(ranks2, tmp_path):
         assert losses[3] == pytest.approx(losses[None], rel=1e-3)
 
 
-def test_train_step_accumulates_in_the_order_of_ddp_at_stages_0_and_1(ranks2, tmp_path):
+def test_train_step_has_the_order_of_ddp_at_stages_0_and_1(ranks2, tmp_path):
     for losses in ranks2.run(_nanogpts, (None, 0, 1, 2, 3), tmp_path, has_train_step=True):
         assert losses[0] == losses[1] == losses[None]
         assert losses[2] == losses[3] != losses[None]

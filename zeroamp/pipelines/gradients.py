@@ -127,9 +127,10 @@ def _gradients_of(state: WrapState) -> Gradients:
 def _ranks_of(states: Sequence[WrapState], mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup | None, int]:
     """Return a process group of all ranks that train the parts, and their number."""
     axes = states[0].axes
-    if mesh is None and axes.stages is None:
-        return states[0].world, axes.whole.size()
-    mesh = root_of(axes.whole) if mesh is None else mesh
+    if mesh is None:
+        if axes.stages is None:
+            return states[0].world, axes.whole.size()
+        mesh = root_of(axes.stages)
     ranks = set(mesh.mesh.flatten().tolist())
     for state in states:
         if missing := sorted(set(state.axes.whole.mesh.flatten().tolist()) - ranks):

@@ -133,10 +133,11 @@ def _ranks_of(states: Sequence[WrapState], mesh: DeviceMesh | None) -> tuple[dis
         mesh = root_of(axes.stages)
     ranks = set(mesh.mesh.flatten().tolist())
     for state in states:
-        if missing := sorted(set(state.axes.whole.mesh.flatten().tolist()) - ranks):
+        of_part = [each for each in (state.axes.whole, state.axes.stages) if each is not None]
+        if missing := sorted({rank for each in of_part for rank in each.mesh.flatten().tolist()} - ranks):
             raise StepError(
                 f"clip_grad_norm_ got a mesh of the ranks {sorted(ranks)}, without rank {missing[0]}, which has shards "
-                "of a part. Pass the mesh of all ranks that train the model."
+                "of a part. Pass the mesh of all ranks that train the model, with the pipeline axis."
             )
     return process_group(mesh), len(ranks)
 

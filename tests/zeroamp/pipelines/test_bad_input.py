@@ -137,6 +137,8 @@ def _misused(how):
     (part,) = parts.values()
     if how == "other mesh":
         zeroamp.clip_grad_norm_(part, 1.0, mesh=mesh["pp"])
+    elif how == "no stages":
+        zeroamp.clip_grad_norm_(part, 1.0, mesh=mesh["dp"])
     elif how == "not reduced":
         part.set_requires_gradient_sync(False)
         part(torch.ones(2, 16) if 1 in parts else torch.ones(2, 5).long()).sum().backward()
@@ -156,6 +158,7 @@ def _misused(how):
     [
         ("no part", "clip_grad_norm_ got no part"),
         ("other mesh", "got a mesh of the ranks .*without rank"),
+        ("no stages", "got a mesh of the ranks .*with the pipeline axis"),
         ("not reduced", "did not reduce its gradients"),
         ("no peer", "this rank itself"),
         ("other shapes", r"whose shard is \(24, 16\) here, but \(8,\) in the other copy"),

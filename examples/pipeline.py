@@ -27,9 +27,10 @@ from transformers import PreTrainedModel
 import zeroamp
 
 NUM_STAGES = 2
+MICRO_BATCH_SIZE = 2  # sequences
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 CONFIG = {
-    "train_micro_batch_size_per_gpu": 2,
+    "train_micro_batch_size_per_gpu": MICRO_BATCH_SIZE,
     "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
     "zero_optimization": {"stage": 2},  # at stage 3, each micro-batch gathers the weights twice
 }
@@ -90,7 +91,7 @@ def main() -> None:
     schedule = SCHEDULES[args.schedule](pipeline_stage, args.micro_batches, loss_fn=loss_of)
 
     rows = pack(read_documents(None, tokenizer), tokenizer, seq_len=args.seq_len, name="training")
-    num_rows = args.micro_batches * 2
+    num_rows = args.micro_batches * MICRO_BATCH_SIZE
     own = range(data.get_local_rank(), data.get_local_rank() + 1)
     batches = training_batches(rows, micro_batch_size=num_rows, indices=own, world_size=data.size(), seed=0)
     for step in range(1, args.steps + 1):

@@ -264,7 +264,7 @@ class GroupGradients:
         return self._containers.map_arguments(module, lambda each: of.get(id(each), each), args, kwargs, added)
 
     def _unshard_before_backward_of(self, tensors: list[torch.Tensor]) -> None:
-        unshard_before_backward_of(tensors, self.module, lambda: self._num_forwards > 0)
+        unshard_before_backward_of(tensors, self.module, lambda: self.awaits_backward)
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.is_grad_enabled():
@@ -313,7 +313,7 @@ class GroupGradients:
 def refuse_lost_gradients(groups: Iterable[GroupGradients], method: str) -> None:
     """Raise StepError for a gradient that was not reduced: see `GroupGradients.lost_gradient`."""
     for group in groups:
-        if group._num_forwards > 0 and (fqn := group.lost_gradient()):
+        if group.awaits_backward and (fqn := group.lost_gradient()):
             raise StepError(
                 f"{method} was called, but the gradient of {fqn} was not reduced: the loss depends only on a tensor "
                 "that a module has stored (self.kept = ...), not on the output of an FSDP unit. Return the tensor from "

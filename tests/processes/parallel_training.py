@@ -40,7 +40,7 @@ def data_rank(mesh):
     """This rank's number among those with different samples, in the order of the axes."""
     rank = 0
     for name in mesh.mesh_dim_names:
-        if name not in ("cp", "tp"):
+        if name not in ("cp", "tp", "pp"):
             rank = rank * mesh[name].size() + mesh[name].get_local_rank()
     return rank
 

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 import zeroamp
 from tests.models import pipelines as models
+from tests.processes.parallel_training import data_rank, mesh_of, num_data
 from tests.processes.training import full_parameters
 
 OF_A_V = ("ZBVZeroBubble", "DualPipeV")
@@ -45,14 +45,13 @@ def parts_of_rank(schedule, rank, num_stages):
 
 
 def _wrapped(part, cfg, data):
-    num_data = data.size() // (data["tp"].size() if "tp" in data.mesh_dim_names else 1)
-    policy = zeroamp.policy_from_config(cfg, world_size=num_data)
+    policy = zeroamp.policy_from_config(cfg, world_size=num_data(data))
     return zeroamp.wrap_model(part, policy, data, auto_wrap_policy={"Block"})
 
 
 def start(schedule, cfg, axes, *, tied=False, edit=lambda parts, mesh: None, wrap=_wrapped, slices=None):
     """Return the mesh, this rank's parts by their numbers, and the schedule."""
-    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    mesh = mesh_of(**axes)
     data = mesh[tuple(name for name in axes if name != "pp")] if slices is None else slices(mesh)
     number, stages = num_parts(schedule, axes["pp"]), mesh["pp"]
     parts = {i: models.part(i, number, tied=tied) for i in parts_of_rank(schedule, stages.get_local_rank(), axes["pp"])}
@@ -63,14 +62,6 @@ def start(schedule, cfg, axes, *, tied=False, edit=lambda parts, mesh: None, wra
     cls = get_schedule_class(schedule)
     of_rank = found if issubclass(cls, PipelineScheduleMulti) else found[0]
     return mesh, parts, cls(of_rank, num_micro_batches(schedule), loss_fn=models.loss_of)
-
-
-def data_rank(mesh):
-    rank = 0
-    for name in mesh.mesh_dim_names:
-        if name not in ("pp", "tp"):
-            rank = rank * mesh[name].size() + mesh[name].get_local_rank()
-    return rank
 
 
 def run_step(schedule, name, parts, mesh, step):

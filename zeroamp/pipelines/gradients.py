@@ -150,8 +150,8 @@ def _squares(state: WrapState, gradients: Gradients, num_ranks: int) -> torch.Te
     """
     axes = state.axes
     num_copies = 1 if axes.stages is None else num_ranks // (axes.stages.size() * axes.whole.size())
-    left_out = {each for each in gradients.parameters if _tied.get(each) is False}  # type: ignore[no-untyped-call]
-    return StepArithmetic(state, gradients).local_squares(left_out).to(device_of(state.mesh)) / num_copies
+    counted = [each for each in gradients.present() if _tied.get(each, True)]  # type: ignore[no-untyped-call]
+    return StepArithmetic(state, gradients).local_squares(counted).to(device_of(state.mesh)) / num_copies
 
 
 def _local_gradient(weight: nn.Parameter) -> torch.Tensor:

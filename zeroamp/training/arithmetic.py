@@ -1,6 +1,6 @@
 """`StepArithmetic`: how an optimizer step divides losses, adds micro-batches, and sums loss and norm over the ranks."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -54,18 +54,16 @@ class StepArithmetic:
         """
         device, num_ranks = self._device, self._num_ranks
         parts = [loss.terms[0].to(device, torch.float64) / (loss.divisor * num_ranks) for loss in losses]
-        return torch.stack([sum(parts[1:], parts[0]), self.local_squares()])
+        return torch.stack([sum(parts[1:], parts[0]), self.local_squares(self._gradients.present())])
 
-    def local_squares(self, left_out: Set[nn.Parameter] = frozenset()) -> torch.Tensor:
-        """Return this rank's part of the sum of squares, 0-D fp64, without the parameters of `left_out`.
+    def local_squares(self, with_gradient: Sequence[nn.Parameter]) -> torch.Tensor:
+        """Return this rank's part of the sum of squares of these parameters' gradients, 0-D fp64.
 
         With replicas, several ranks hold the same shard. Each divides its squares by the number of these ranks, so that
         the sum over ranks counts the shard once. Every rank has the whole gradient of an ignored parameter.
         """
         device, num_ranks = self._device, self._num_ranks
-        with_gradient, ignored = self._gradients.present(), self._gradients.ignored
-        if left_out:
-            with_gradient = [parameter for parameter in with_gradient if parameter not in left_out]
+        ignored = self._gradients.ignored
         averaged = [parameter for parameter in with_gradient if parameter not in ignored] if ignored else with_gradient
         if self._gradients.replicated is not None:
             averaged = [parameter for parameter in averaged if parameter.dim() > 0]

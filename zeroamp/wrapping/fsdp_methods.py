@@ -48,17 +48,18 @@ _SETTERS = (
     *_ON_IF_ANY,
     _FACTOR,
     _UNSHARD_IN_BACKWARD,
-    *("set_reshard_after_forward", "set_reshard_after_backward", "set_is_last_backward"),
+    _RESHARD_AFTER_BACKWARD,
+    *("set_reshard_after_forward", "set_is_last_backward"),
     *("set_reduce_scatter_unused_params", "set_reduce_scatter_max_input_buffers"),
 )
 """The setters that apply to all groups of a unit. `set_reduce_scatter_divide_factor` calls one of them. A unit may run
 `set_separate_reduce_scatter_group` as it is: the order in which groups get a process group does not matter."""
 
 _BY_TRAIN_STEP = {
-    "set_requires_gradient_sync": "pass is_last to train.backward, or set gradient_accumulation_steps",
+    _GRADIENT_SYNC: "pass is_last to train.backward, or set gradient_accumulation_steps",
     "set_requires_all_reduce": "replicas are summed once per optimizer step at stages 2 and 3",
     "set_is_last_backward": "pass is_last to train.backward, or set gradient_accumulation_steps",
-    "set_reshard_after_backward": "stages 0 to 2 leave parameters unsharded between micro-batches",
+    _RESHARD_AFTER_BACKWARD: "stages 0 to 2 leave parameters unsharded between micro-batches",
 }
 """Flag that `TrainStep` sets -> what to write instead, or what `TrainStep` does."""
 

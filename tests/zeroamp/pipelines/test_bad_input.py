@@ -12,10 +12,18 @@ from tests.processes.ranks import RankError
 CONFIG = {"zero_optimization": {"stage": 2}}
 
 
-def _wrap(sliced, configs, axes=("pp", "dp")):
+def _wrap(sliced, configs, axes=("pp", "dp"), *, has_scalar=False):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
     policy = zeroamp.policy_from_config(configs[mesh[axes[0]].get_local_rank()], world_size=2)
-    zeroamp.wrap_model(nn.Linear(4, 4), policy, mesh[axes[1:]] if sliced else mesh)
+    model = nn.Linear(4, 4)
+    if has_scalar:
+        model.scale = nn.Parameter(torch.ones(()))
+    zeroamp.wrap_model(model, policy, mesh[axes[1:]] if sliced else mesh)
+
+
+def test_a_0d_parameter_is_refused(ranks4):
+    with pytest.raises(RankError, match="pipeline axis is not supported with TrainStep, .* 0-D parameter scale"):
+        ranks4.run(_wrap, True, (CONFIG, CONFIG), has_scalar=True)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +37,16 @@ def _wrap(sliced, configs, axes=("pp", "dp")):
         ),
         (True, {"gradient_clipping": 1.0}, "pipeline axis is not supported with TrainStep, .* gradient_clipping 1.0"),
         (True, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype bf16"),
+        (
+            True,
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+            "zero_optimization.offload_param",
+        ),
+        (
+            True,
+            {"zeroamp": {"reproducible": True}},
+            "pipeline axis is not supported with TrainStep, .* reproducible True",
+        ),
         (True, {"fp16": {"enabled": True}}, "not supported with TrainStep, .* float16, which scales the loss"),
     ],
 )
@@ -46,6 +64,7 @@ def _calls(folder):
     errors = {}
     for name, call in {
         "TrainStep": lambda: zeroamp.TrainStep(part, optimizer),
+        "save_checkpoint": lambda: zeroamp.save_checkpoint(folder, part, None),
         "load_checkpoint": lambda: zeroamp.load_checkpoint(folder, part),
         "export_hf": lambda: zeroamp.export_hf(part, folder),
     }.items():
@@ -82,8 +101,7 @@ def _edited(how):
             else:
                 parts[0] = nn.Identity()
 
-    _, parts, schedule = pipelines.start("GPipe", CONFIG, {"pp": 2, "dp": 2}, edit=edit)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh, parts, schedule = pipelines.start("GPipe", CONFIG, {"pp": 2, "dp": 2}, edit=edit)
     pipelines.run_step(schedule, "GPipe", parts, mesh, 0)
     return zeroamp.clip_grad_norm_(parts.values(), 1.0).item()
 

@@ -4,13 +4,12 @@ import re
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import zeroamp
 from tests.measuring.sources import ROOT
 from tests.models import pipelines as models
-from tests.processes.pipelines import data_rank
+from tests.processes.parallel_training import data_rank, mesh_of
 
 MICRO_BATCHES = 8
 """Of all data ranks in a step."""
@@ -28,7 +27,7 @@ def _of_the_page():
 def _train(axes, first, count, folder, *, loads=False, saves=False):
     """Return the mean loss of each step, and each norm."""
     save, load = _of_the_page()
-    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    mesh = mesh_of(**axes)
     data, stages, number = mesh["dp"], mesh["pp"], axes["pp"]
     policy = zeroamp.policy_from_config(CONFIG, world_size=data.size())
     index = stages.get_local_rank()

@@ -7,7 +7,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.models import pipelines as models
 from tests.oracles import pipelines as oracle
 from tests.processes import pipelines
-from tests.selection import slow_but
 
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 STEPS, LR = 3, 0.3
@@ -18,7 +17,8 @@ MODES = {
 }
 BOUND = {"fp32": 1e-6, "bf16": 0.0, "autocast": 1e-6}
 """In low precision the micro-batches have the oracle's gradients and order, and 2 data ranks add two numbers. In fp32 a
-gradient of a zero bubble schedule's weight may come from another kernel, and autocast runs LayerNorm in fp32."""
+gradient of a zero bubble schedule's weight may come from another kernel, and autocast runs LayerNorm in fp32. Norms are
+summed in another order in fp64 and rounded to fp32, and clipping takes that bit to the weights: 1e-6 and 1e-8."""
 
 
 def config(stage, mode, **more):
@@ -134,7 +134,8 @@ def test_fsdp2_alone_loses_or_rounds_gradients_of_zero_bubble_schedules(ranks4, 
         assert 5e-4 < max(differences) < 5e-3
 
 
-@pytest.mark.parametrize("name", slow_but(("1F1B", "ZBVZeroBubble")))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
 def test_a_tensor_axis_beside_the_stages(ranks8, name):
     """The norm counts the copies on tensor ranks once, and the schedule reduces parts of weights over data ranks."""
     runs = ranks8.run(_tensor_parallel, name)

@@ -14,12 +14,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from _data import pack, read_documents, training_batches
 from _launch import start_process_group
 from _weights import load_model
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from transformers import PreTrainedModel
@@ -32,6 +30,7 @@ SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 CONFIG = {
     "train_micro_batch_size_per_gpu": MICRO_BATCH_SIZE,
     "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+    "gradient_clipping": 1.0,
     "zero_optimization": {"stage": 2},  # at stage 3, each micro-batch gathers the weights twice
 }
 
@@ -67,7 +66,7 @@ def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    """Train, and save the parts as one checkpoint of torch."""
+    """Train, and save the parts as one checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="smollm2, tiny (random), a folder, or a hub name")
     parser.add_argument("--schedule", default="1F1B", choices=SCHEDULES, help="with one part per rank")
@@ -87,27 +86,26 @@ def main() -> None:
     part = zeroamp.wrap_model(Part(whole, stage), policy, data, auto_wrap_policy={"LlamaDecoderLayer"})
     tied = part.lm_head if stage else part.model.embed_tokens
     optimizer = torch.optim.AdamW(part.parameters(), lr=3e-4)
+    train = zeroamp.PipelineStep([part], optimizer)
     pipeline_stage = PipelineStage(part, stage, NUM_STAGES, device, group=stages.get_group())
-    schedule = SCHEDULES[args.schedule](pipeline_stage, args.micro_batches, loss_fn=loss_of)
+    schedule = SCHEDULES[args.schedule](pipeline_stage, args.micro_batches, loss_fn=train.wrap_loss(loss_of))
 
     rows = pack(read_documents(None, tokenizer), tokenizer, seq_len=args.seq_len, name="training")
     num_rows = args.micro_batches * MICRO_BATCH_SIZE
     own = range(data.get_local_rank(), data.get_local_rank() + 1)
     batches = training_batches(rows, micro_batch_size=num_rows, indices=own, world_size=data.size(), seed=0)
-    for step in range(1, args.steps + 1):
-        tokens, losses = next(batches).to(device), []
+    for _ in range(args.steps):
+        tokens = next(batches).to(device)
         if stage == 0:
             schedule.step(tokens)
         else:
-            schedule.step(target=tokens, losses=losses)
+            schedule.step(target=tokens)
         if is_tied:
             zeroamp.sum_tied_gradients(tied.weight, NUM_STAGES - 1 - stage, stages.get_group())
-        norm = zeroamp.clip_grad_norm_(part, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if losses and data.get_local_rank() == 0:
-            print(f"step {step}: loss {torch.stack(losses).mean():.4f}, norm {norm:.4f}", flush=True)
-    dcp.save(get_model_state_dict(part), checkpoint_id=args.out)
+        report = train.step()
+        if dist.get_rank() == 0:
+            print(report, flush=True)
+    zeroamp.save_checkpoint(args.out, train.model, train)
     dist.destroy_process_group()
 
 

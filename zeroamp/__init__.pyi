@@ -20,6 +20,7 @@ from zeroamp.optimizers.from_config import optimizer_from_config as optimizer_fr
 from zeroamp.optimizers.schedulers import scheduler_from_config as scheduler_from_config
 from zeroamp.pipelines.gradients import clip_grad_norm_ as clip_grad_norm_
 from zeroamp.pipelines.gradients import sum_tied_gradients as sum_tied_gradients
+from zeroamp.pipelines.step import PipelineStep as PipelineStep
 from zeroamp.planning.plan import Plan as Plan
 from zeroamp.planning.plan import build_plan as build_plan
 from zeroamp.policies.auto_values import open_auto_keys as open_auto_keys

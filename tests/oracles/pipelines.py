@@ -16,8 +16,9 @@ class PipelineRun:
     """At the end."""
 
 
-def train(model, samples, loss_of, *, num_steps, num_data, num_micro_batches, mode, max_norm, lr):
-    """Train with SGD. `mode`: "fp32", "bf16" (model and inputs cast), or "autocast". `samples(step, data_rank)`."""
+def train(model, samples, loss_of, *, num_steps, num_data, num_micro_batches, mode, max_norm, lr, loss_scale=1.0):
+    """Train with SGD. `mode`: "fp32", "bf16", "fp16" (the model is cast), or "autocast". `samples(step, data_rank)`."""
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mode)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     losses, norms = [], []
     for step in range(num_steps):
@@ -28,15 +29,16 @@ def train(model, samples, loss_of, *, num_steps, num_data, num_micro_batches, mo
             sums.append([])
             inputs, targets = (each.chunk(num_micro_batches) for each in samples(step, data_rank))
             for of_micro_batch, target in zip(inputs, targets, strict=True):
-                computed = copy.deepcopy(model).bfloat16() if mode == "bf16" else model
+                computed = copy.deepcopy(model).to(low) if low is not None else model
                 with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
                     output = computed(of_micro_batch)
                 loss = loss_of(output, target)
-                gradients = [each.float() for each in torch.autograd.grad(loss, list(computed.parameters()))]
+                scaled = torch.autograd.grad(loss * loss_scale, list(computed.parameters()))
+                gradients = [each.float() for each in scaled]
                 sums[-1] = [a + b for a, b in zip(sums[-1], gradients, strict=True)] if sums[-1] else gradients
                 losses[-1][-1].append(loss.item())
         for parameter, *of_ranks in zip(model.parameters(), *sums, strict=True):
-            parameter.grad = sum(of_ranks[1:], of_ranks[0]) / num_data / num_micro_batches
+            parameter.grad = sum(of_ranks[1:], of_ranks[0]) / num_data / num_micro_batches / loss_scale
         norm = torch.stack([each.grad.double().square().sum() for each in model.parameters()]).sum().sqrt()
         norms.append(norm.item())
         for parameter in model.parameters():

@@ -1,6 +1,7 @@
 """What every rank runs in the tests of pipelines: parts of a decoder, in one of torch's schedules."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -49,8 +50,8 @@ def _wrapped(part, cfg, data):
     return zeroamp.wrap_model(part, policy, data, auto_wrap_policy={"Block"})
 
 
-def start(schedule, cfg, axes, *, tied=False, edit=lambda parts, mesh: None, wrap=_wrapped, slices=None):
-    """Return the mesh, this rank's parts by their numbers, and the schedule."""
+def start(schedule, cfg, axes, *, tied=False, edit=lambda parts, mesh: None, wrap=_wrapped, slices=None, loss_fn=None):
+    """Return the mesh, this rank's parts by their numbers, and the schedule. `loss_fn` gets the wrapped parts."""
     mesh = mesh_of(**axes)
     data = mesh[tuple(name for name in axes if name != "pp")] if slices is None else slices(mesh)
     number, stages = num_parts(schedule, axes["pp"]), mesh["pp"]
@@ -61,7 +62,8 @@ def start(schedule, cfg, axes, *, tied=False, edit=lambda parts, mesh: None, wra
     found = [PipelineStage(p, i, number, torch.device("cpu"), group=stages.get_group()) for i, p in parts.items()]
     cls = get_schedule_class(schedule)
     of_rank = found if issubclass(cls, PipelineScheduleMulti) else found[0]
-    return mesh, parts, cls(of_rank, num_micro_batches(schedule), loss_fn=models.loss_of)
+    found_loss = models.loss_of if loss_fn is None else loss_fn(parts)
+    return mesh, parts, cls(of_rank, num_micro_batches(schedule), loss_fn=found_loss)
 
 
 def run_step(schedule, name, parts, mesh, step):
@@ -109,6 +111,33 @@ def train(name, cfg, axes, num_steps, *, max_norm, lr, tied=False, **options):
     parameters = {fqn: each for part in parts.values() for fqn, each in full_parameters(part).items()}
     calls = {key: number - before.get(key, 0) for key, number in _calls(parts).items()}
     return RankRun(losses=losses, norms=[norm.item() for norm in norms], parameters=parameters, calls=calls)
+
+
+class ReportOfStep(NamedTuple):
+    loss: float
+    norm: float
+    scale: float
+    skipped: bool
+
+
+def train_by_steps(name, cfg, axes, num_steps, *, lr, optimizer=torch.optim.SGD):
+    """As `train`, with `PipelineStep`. Return the reports too."""
+    made, losses, reports = [], [], []
+
+    def loss_fn(parts):
+        parameters = [parameter for part in parts.values() for parameter in part.parameters()]
+        made.append(zeroamp.PipelineStep(list(parts.values()), optimizer(parameters, lr=lr)))
+        return made[0].wrap_loss(models.loss_of)
+
+    mesh, parts, schedule = start(name, cfg, axes, loss_fn=loss_fn)
+    (by_steps,) = made
+    for step in range(num_steps):
+        losses.append(run_step(schedule, name, parts, mesh, step))
+        report = by_steps.step()
+        reports.append(ReportOfStep(report.loss, report.grad_norm, report.loss_scale, report.skipped))
+    parameters = {fqn: each for part in parts.values() for fqn, each in full_parameters(part).items()}
+    norms = [report.norm for report in reports]
+    return RankRun(losses=losses, norms=norms, parameters=parameters, calls={}), reports
 
 
 def _calls(parts):

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroamp.policies.errors import CheckpointError, StepError
 from zeroamp.wrapping.optimizer_hooks import refuse_steps
-from zeroamp.wrapping.state import WrapState, hide_state, record_state, wrap_state
+from zeroamp.wrapping.state import WrapState, hide_state, show_state, wrap_state
 
 _ATTRIBUTE = "_zeroamp_half_loaded"
 _AGAIN = "Call zeroamp.load_checkpoint again on every rank, until it succeeds."
@@ -87,7 +87,7 @@ def marked(state: WrapState, parts: set[str], recover: Callable[[], None] | None
     for handle in mark.handles:
         handle.remove()
     delattr(root, _ATTRIBUTE)
-    record_state(root, state)
+    show_state(root, state)
 
 
 def refuse_other_parts(state: WrapState, parts: set[str]) -> None:
@@ -111,5 +111,5 @@ def _guards(mark: _HalfLoaded) -> Iterator[RemovableHandle]:
 
     for unit in mark.state.units.values():
         yield unit.register_forward_pre_hook(refuse, prepend=True)
+        yield unit.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
     yield refuse_steps(mark.state.root, refuse)
-    yield mark.state.root.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]

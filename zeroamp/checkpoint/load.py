@@ -2,9 +2,10 @@
 
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,20 @@ from zeroamp.checkpoint.half_loaded import marked, readable, refuse_other_parts,
 from zeroamp.checkpoint.manifest import (
     VALUES,
     DamagedCheckpointError,
+    Layout,
     Manifest,
     RemovedCheckpointError,
     check_file,
     rank_file,
     read_manifest,
 )
-from zeroamp.checkpoint.model_state import check_model_fits, load_extra_states, model_tensors
+from zeroamp.checkpoint.model_state import (
+    MODEL,
+    check_model_fits,
+    load_extra_states,
+    model_tensors,
+    state_by_name,
+)
 from zeroamp.checkpoint.optimizer_state import (
     check_optimizer_fits,
     class_name,
@@ -89,7 +97,8 @@ def load_checkpoint(
         StepError: called inside an optimizer step, or the config has another kind of loss scale.
     """
     state = state_of(model)
-    refuse_part(state, "load_checkpoint", "Load the state dicts of the parts by torch.distributed.checkpoint.")
+    if not state.axes.is_joined:
+        refuse_part(state, "load_checkpoint", "Build a zeroamp.PipelineStep of all parts, and pass its `model`.")
     wait_for_save(model)
     if train is not None:
         refuse_other_train("load_checkpoint", train)
@@ -111,6 +120,9 @@ def load_checkpoint(
     path, manifest = found
     loading = _Load(path, manifest, state, train, ranks, parts)
     with readable(state):
+        if state.axes.is_joined:
+            of_ranks = ranks.run(lambda: [*chain(*state_by_name(state.root))])
+            loading.names_elsewhere = frozenset(chain(*of_ranks)) - {*of_ranks[ranks.rank]}
         ranks.run(lambda: loading.prepare(extra_rank))
     with marked(state, parts, step_of(train).recover if train is not None and "optimizers" in parts else None):
         ranks.run(loading.load_counts)
@@ -180,11 +192,12 @@ class _Load:
     """The values that are the same on all ranks."""
     own: dict[str, Any] = field(default_factory=dict)
     """This rank's values."""
-
-    @property
-    def is_same_size(self) -> bool:
-        """Whether as many ranks load as have saved."""
-        return self.manifest.world_size == self.ranks.num_ranks
+    names_elsewhere: frozenset[str] = frozenset()
+    """The names of parameters, buffers and extra states of other ranks, beside a pipeline."""
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    """Name of a tensor -> where its values are."""
+    is_same_size: bool = False
+    """Whether as many ranks load as have saved, each with the parts that it had."""
 
     def prepare(self, extra_rank: int | None) -> None:
         """Read everything but tensors, compare it with the model, and collect the tensors to load. Changes nothing.
@@ -204,23 +217,34 @@ class _Load:
 
     def _prepare(self, extra_rank: int | None) -> None:
         reshard(self.state.root.modules())
-        self.values = read_values(self.path / VALUES)
-        self.own = read_values(self.path / rank_file(self.ranks.rank if self.is_same_size else 0))
+        self.values, self.layouts = read_values(self.path / VALUES), self.manifest.tensors
+        is_joined = self.state.axes.is_joined
+        parts = sorted(name for name, _ in self.state.root.named_parameters()) if is_joined else None
+        if self.manifest.world_size == self.ranks.num_ranks:
+            self.own = read_values(self.path / rank_file(self.ranks.rank))
+            self.is_same_size = self.own.get("parts") == parts
+        if not self.is_same_size:
+            self.own = read_values(self.path / rank_file(0))
+        if is_joined:
+            from zeroamp.pipelines.checkpoint import own_share
+
+            shared = self.own, self.values, self.layouts, self._is_elsewhere
+            self.own, self.values, self.layouts = own_share(*shared)
         if extra_rank is not None and not 0 <= extra_rank < self.manifest.world_size:
             raise CheckpointError(
                 f"extra_rank must be one of the {self.manifest.world_size} ranks that wrote {self.path}, from 0 on, "
                 f"but is {extra_rank}."
             )
         excluded = self.values["excluded"]
-        check_model_fits(self.state.root, self.manifest.tensors, self.own, str(self.path), excluded)
+        check_model_fits(self.state.root, self.layouts, self.own, str(self.path), excluded)
         self.tensors = model_tensors(self.state.root, excluded)
         self.extra = (self.own if extra_rank is None else read_values(self.path / rank_file(extra_rank)))["extra"]
         if self.train is not None:
             self._check_training(self.train)
         if "optimizers" in self.parts:
             for description in self.values["optimizers"]:
-                self.tensors |= optimizer_targets(description, self.tensors, self.manifest.tensors)
-        if unread := [name for name in self.tensors if name not in self.manifest.tensors and not self._is_own(name)]:
+                self.tensors |= optimizer_targets(description, self.tensors, self.layouts)
+        if unread := [name for name in self.tensors if name not in self.layouts and not self._is_own(name)]:
             raise CheckpointError(f"{self.path} has no values of {some_of(unread, 5)}. Load another checkpoint.")
 
     def load_counts(self) -> None:
@@ -255,7 +279,11 @@ class _Load:
     def read_tensors(self) -> None:
         """Read this rank's part of every tensor into `tensors`: the model's own, and new ones for the optimizers."""
         tensors = {name: each for name, each in self.tensors.items() if not self._is_own(name)}
-        read_tensors(tensors, self.manifest.tensors, self.path)
+        read_tensors(tensors, self.layouts, self.path)
+
+    def _is_elsewhere(self, name: str) -> bool:
+        """Return whether a name, of the model or of the checkpoint, is that of another rank's part."""
+        return name.removeprefix(MODEL) in self.names_elsewhere
 
     def _is_own(self, name: str) -> bool:
         """Return whether a tensor is read from a rank's file: it is sharded neither here nor in the save."""

@@ -15,11 +15,11 @@ import io
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -55,8 +55,12 @@ from zeroamp.wrapping.state import WrapState, refuse_part, reshard, wrap_state
 
 logger = logging.getLogger("zeroamp")
 
+Values = dict[str, Any]
+"""What is saved in a file of `torch.save`."""
+
 run_of_root: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
 """Name of a model's run over all its restarts. The first save or load sets it. Checkpoints have the first rank's."""
+_OF_STATE = "The state of optimizer and scheduler"
 _ATTRIBUTE = "_zeroamp_save"
 """The attribute of a model that holds the future of its last background save, until the error of that was raised. An
 error refers to the model, so nothing else may hold the future when it is done."""
@@ -113,14 +117,15 @@ def save_checkpoint(
         {'sample': 4}
     """
     state = wrap_state(model)
-    refuse_part(state, "save_checkpoint", "Save the state dicts of the parts by torch.distributed.checkpoint.")
+    if not state.axes.is_joined:
+        refuse_part(state, "save_checkpoint", "Build a zeroamp.PipelineStep of all parts, and pass its `model`.")
     refuse_other_train("save_checkpoint", train)
     state.step.refuse_after_failure("save_checkpoint")  # the state may be half updated
     wait_for_save(model)
     ranks = RankGroup.for_saving(state.axes.whole, "save_checkpoint")
     step = train.num_steps if step is None else step
     excluded = frozen_names(state.root) if exclude_frozen_parameters else []
-    arguments = {"async_": async_, "frozen parameters": excluded}
+    arguments = {"async_": async_, "frozen parameters": exclude_frozen_parameters if state.axes.is_joined else excluded}
     ranks.refuse_different("save_checkpoint", lambda: _arguments(Path(folder), step, keep, train) | arguments)
     run = run_of_root.setdefault(state.root, uuid.uuid4().hex)
     save = _Save(folder=Path(folder), step=step, ranks=ranks, state=state, run=run, keep=keep)
@@ -245,7 +250,7 @@ class _Save:
     def begin(self, train: TrainStep, extra: Any, excluded: Sequence[str], *, in_background: bool) -> Path:
         """Take the snapshot, then write it, in this thread or in the background. Return the checkpoint's path."""
         try:
-            self.ranks.run(lambda: self._collect(train, extra, excluded))
+            self._collect_on_all(train, extra, excluded)
             if in_background:
                 self.ranks.run(self._stage)
             with self._removing_draft():
@@ -266,8 +271,17 @@ class _Save:
         executor.shutdown(wait=False)
         return self.target
 
-    def _collect(self, train: TrainStep, extra: Any, excluded: Sequence[str]) -> None:
-        """Take a snapshot of the present state. Tensors that torch.distributed.checkpoint saves are not copied."""
+    def _collect_on_all(self, train: TrainStep, extra: Any, excluded: Sequence[str]) -> None:
+        """Take a snapshot of the present state, on all ranks."""
+        collect: Callable[[], tuple[Values, Values]] = partial(self._collect, train, extra, excluded)
+        if self.state.axes.is_joined:
+            from zeroamp.pipelines.checkpoint import collect_all
+
+            collect = collect_all(self.ranks, self.state, collect, partial(_to_bytes, where=_OF_STATE))
+        self.ranks.run(lambda: self._encode(*collect()))
+
+    def _collect(self, train: TrainStep, extra: Any, excluded: Sequence[str]) -> tuple[Values, Values]:
+        """Return this rank's values, and those that all ranks have. Tensors of the model are not copied."""
         counts = train.state_dict()  # raises inside an optimizer step
         # After an evaluation at stage 1 or 2, the sharded parameters are not in their modules.
         reshard(self.state.root.modules())
@@ -287,12 +301,16 @@ class _Save:
             "optimizers": own_states,
             "extra": extra,
         }
+        schedulers = [_scheduler_state(scheduler) for scheduler in train.schedulers]
+        values = {"train": counts, "schedulers": schedulers, "optimizers": descriptions, "excluded": list(excluded)}
+        return content, values
+
+    def _encode(self, content: Values, values: Values) -> None:
+        """Convert the values to the contents of files."""
         own_bytes = _to_bytes(content, "extra (or the result of a module's get_extra_state())")
         self.files = {rank_file(self.ranks.rank): own_bytes}
         if self.ranks.rank == 0:
-            schedulers = [_scheduler_state(scheduler) for scheduler in train.schedulers]
-            values = {"train": counts, "schedulers": schedulers, "optimizers": descriptions, "excluded": list(excluded)}
-            self.files[VALUES] = _to_bytes(values, "The state of optimizer and scheduler")
+            self.files[VALUES] = _to_bytes(values, _OF_STATE)
 
     def _stage(self) -> None:
         """Copy the tensors to CPU memory. On all ranks before the thread starts, which uses the same process group."""

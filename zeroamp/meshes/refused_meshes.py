@@ -17,7 +17,6 @@ from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import WrapError
 from zeroamp.policies.extensions import extensions_of
 from zeroamp.policies.policy import Policy
-from zeroamp.wrapping.attach import needs_train_step
 
 _ALL_REDUCED = "replicated_with_grad_allreduce"
 _CONTEXT, _MODEL = "A mesh with a context axis", "A mesh with a tensor or expert axis"
@@ -45,8 +44,11 @@ def _refuse(found: "Iterator[str] | tuple[str, ...]", axis: str, page: str = "me
 
 def _of_pipeline(plan: Plan) -> Iterator[str]:
     """Yield what a part of a pipeline does not allow. torch's schedules run the backwards, not `TrainStep`."""
-    if reasons := needs_train_step(plan, plan.extensions):
-        yield f"TrainStep, which is needed because {reasons}"
+    if (steps := plan.policy.gradient_accumulation_steps) > 1:
+        yield f"gradient_accumulation_steps {steps}, whose place the schedule's n_microbatches takes"
+    if plan.replicated is not None:
+        yield f"the 0-D parameter {plan.replicated.params[0].fqn}"
+    yield from (extension.needs_train_step for extension in plan.extensions if extension.needs_train_step)
     if plan.policy.grad_accum_dtype != torch.float32:
         yield f"data_types.grad_accum_dtype {short_name(plan.policy.grad_accum_dtype)}"
     if plan.policy.offload.to_cpu:

@@ -62,9 +62,11 @@ def clip_grad_norm_(
     states = [wrap_state(part) for part in ([parts] if isinstance(parts, nn.Module) else parts)]
     if not states:
         raise StepError("clip_grad_norm_ got no part. Pass the wrapped model, or all parts that this rank has.")
-    gradients = [_gradients_of(state) for state in states]
+    for state in states:
+        refuse_unreduced(state, "clip_grad_norm_")
+    gradients = [Gradients(state) for state in states]
     group, num_ranks = _ranks_of(states, mesh)
-    squares = torch.stack([_squares(*each, num_ranks) for each in zip(states, gradients, strict=True)]).sum()
+    squares = torch.stack([squares_of(*each, num_ranks) for each in zip(states, gradients, strict=True)]).sum()
     issued = IssuedCollective("all_reduce", squares, STEP, group)
     issue(lambda: dist.all_reduce(squares, group=group), issued, states[0].listeners)
     norm = squares.sqrt().float()
@@ -111,17 +113,16 @@ def sum_tied_gradients(weight: nn.Parameter, other: nn.Parameter | int, group: d
     _tied[weight] = is_counted
 
 
-def _gradients_of(state: WrapState) -> Gradients:
-    """Return the gradients of a part, after a backward that has reduced them."""
-    state.step.refuse_after_failure("clip_grad_norm_")
-    state.step.refuse_unfinished("clip_grad_norm_")
+def refuse_unreduced(state: WrapState, call: str) -> None:
+    """Raise StepError unless the last backward of a part has reduced its gradients. Reshards the part."""
+    state.step.refuse_after_failure(call)
+    state.step.refuse_unfinished(call)
     if any(group.is_pending or group.awaits_replicas for group in state.gradients):
         raise StepError(
-            "clip_grad_norm_ was called, but the last backward did not reduce its gradients. Call it after the last "
-            "backward of an optimizer step, or after schedule.step()."
+            f"{call} was called, but the last backward did not reduce its gradients. Call it after the last backward "
+            "of an optimizer step, or after schedule.step()."
         )
     release_groups(group.group for group in state.gradients)  # a forward may have left groups unsharded
-    return Gradients(state)
 
 
 def _ranks_of(states: Sequence[WrapState], mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup | None, int]:
@@ -142,7 +143,7 @@ def _ranks_of(states: Sequence[WrapState], mesh: DeviceMesh | None) -> tuple[dis
     return process_group(mesh), len(ranks)
 
 
-def _squares(state: WrapState, gradients: Gradients, num_ranks: int) -> torch.Tensor:
+def squares_of(state: WrapState, gradients: Gradients, num_ranks: int) -> torch.Tensor:
     """Return this rank's part of the sum of squares over `num_ranks` ranks: 0-D fp64, on the device of the mesh.
 
     If the mesh has further axes over which a part is not parallel, such as a tensor axis that another part uses, each

@@ -52,8 +52,10 @@ class MeshAxes:
     experts: DeviceMesh | None = None
     """The ranks over which FSDP2 shards the experts, 1-D. None without expert parallelism."""
     stages: DeviceMesh | None = None
-    """The axis of pipeline parallelism, 1-D, which is not in `whole`: each of its ranks has other parts of the model.
+    """The axis of pipeline parallelism, 1-D, which a part has not in `whole`: each of its ranks has other parts.
     None without pipeline parallelism."""
+    is_joined: bool = False
+    """Whether `whole` has the ranks of all stages, because the model is all parts of this rank: see `PipelineStep`."""
     num_context: int = 1
     """The number of ranks that get parts of the same samples."""
 

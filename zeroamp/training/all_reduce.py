@@ -98,7 +98,7 @@ class StepAllReduce:
         """
         num_present = len(self._gradients.present())
         if num_present == 0:
-            raise no_gradient()
+            self.refuse_no_gradient()
         of_step, replicated = own.of_step, self._gradients.replicated
         used, unused = numbers_of(self._state.gradients)
         usage = self._usage.on_device(self._state.mesh, used)
@@ -121,6 +121,10 @@ class StepAllReduce:
             squares = squares + replicated.set_gradients(sums_of_replicated, self._arithmetic.divide_factor())
         self._hand_out(to_read, own.readers)
         return loss, squares.sqrt() / scale
+
+    def refuse_no_gradient(self) -> None:
+        """Raise StepError, because no parameter of this rank has a gradient."""
+        raise no_gradient()
 
     def _read_on_host(self) -> tuple[list[torch.Tensor], list[float], list[Reader]]:
         """Return the numbers whose sums the host reads: those on the device, those on the host, and their functions."""

@@ -18,7 +18,7 @@ from zeroamp.training.rank_agreement import description_of
 from zeroamp.training.refused_arguments import Scheduler, checked_max_norm, refuse_different_factors, refuse_unusable
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.run_alike import Description, run_alike
-from zeroamp.wrapping.state import autocast_of, refuse_part, wrap_state
+from zeroamp.wrapping.state import WrapState, autocast_of, refuse_part, wrap_state
 from zeroamp.wrapping.step_state import StepPhase
 
 logger = logging.getLogger("zeroamp")
@@ -95,9 +95,7 @@ class TrainStep:
         self.schedulers = tuple(schedulers) or (None,) * len(self.optimizers)
         """One entry per optimizer: its scheduler, or None."""
         self._on_shards = checked_on_shards(on_shards, len(self.optimizers))
-        state = wrap_state(model)
-        refuse_part(state, "TrainStep", "Call zeroamp.clip_grad_norm_ and optimizer.step() after schedule.step().")
-        self._step = Step(state)
+        self._step = self._step_of(wrap_state(model))
         self._policy = self._step.state.plan.policy
         self._scheduler_steps = _SchedulerSteps()
         self._is_in_no_sync = False
@@ -115,6 +113,10 @@ class TrainStep:
             extension.attach_step(self)
         for attach in tuple(on_new_train_step):
             attach(self)
+
+    def _step_of(self, state: WrapState) -> Step:
+        refuse_part(state, "TrainStep", "Build zeroamp.PipelineStep(parts, optimizer).")
+        return Step(state)
 
     def _checked(self) -> tuple[None, Description]:
         """Check the arguments on this rank, and return them as text."""

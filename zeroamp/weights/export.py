@@ -58,7 +58,7 @@ def export_hf(
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
-    refuse_part(state, "export_hf", "Save the state dicts of the parts by torch.distributed.checkpoint.")
+    refuse_part(state, "export_hf", "Load a checkpoint of PipelineStep into the whole model, and export that.")
     root, mesh = state.root, state.axes.whole
     ranks = RankGroup.for_saving(mesh, "export_hf")
     written_dtype = partial(_export_dtype, dtype, state.plan.policy.export_dtype)

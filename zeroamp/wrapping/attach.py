@@ -107,7 +107,9 @@ def _add_root_forward(model: nn.Module, state: WrapState, hooks: UnitHooks) -> N
 
 
 def _leaves(model: nn.Module, state: WrapState) -> Iterator[torch.Tensor]:
-    """Yield the parameters that are leaves of autograd: the unsharded ones, and the 0-D ones."""
+    """Yield the leaves of autograd whose gradients only a `TrainStep` may compute: unsharded and 0-D parameters."""
+    if state.step.is_scheduled:
+        return
     for group in state.gradients:
         yield from group.leaves
     if state.plan.replicated is not None:
@@ -137,6 +139,12 @@ def _plain_backward(state: WrapState, reasons: str) -> str:
     """Return the text of the error for a plain backward. `reasons`: of `needs_train_step`."""
     if state.step.trained_by is not None:
         return f"loss.backward() was called on a model that {state.step.trained_by}."
+    if state.axes.stages is not None:
+        return (
+            f"schedule.step was called, but {reasons}, which a schedule ignores. Build train = "
+            "zeroamp.PipelineStep(parts, optimizer), pass loss_fn=train.wrap_loss(loss_fn) to the schedule, and call "
+            "train.step() after schedule.step()."
+        )
     return (
         f"loss.backward() was called, but {reasons}, which a plain backward ignores. Call "
         "zeroamp.TrainStep(model, optimizer).backward(loss), then .step()."

@@ -157,6 +157,7 @@ class FsdpMethods:
                     set_on(holder, value)
             self._note(name)
             if name == _GRADIENT_SYNC and not value and unit is self._state.root and self._stays_unsharded():
+                self._state.step.refuse_unfinished("schedule.step")
                 backward_by_parts.prepare(self._state.gradients)
 
         return set_value

@@ -186,7 +186,7 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
     held = _held(optimizer)
     for state, groups in _groups(held):
         name = type(optimizer).__name__
-        if state.step.is_open and OwnedOptimizers.has(optimizer):
+        if (state.step.is_open or state.step.is_scheduled) and OwnedOptimizers.has(optimizer):
             raise StepError(
                 f"{name}.step was called in the middle of an optimizer step of TrainStep, which steps this optimizer "
                 "itself: the parameters would be updated twice. Remove the calls of optimizer.step() and "
@@ -207,6 +207,17 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
         refuse_lost_gradients(groups, f"{name}.step")
         if not is_in_backward():  # an optimizer of one parameter may step in a hook on its gradient
             _discard_unused(held, state, groups, hyperparameters_of(optimizer.param_groups))
+
+
+def compare_and_discard(optimizer: torch.optim.Optimizer) -> None:
+    """Compare the ranks of each model of an optimizer, and discard gradients that no rank computed, before its step.
+
+    For a `TrainStep` whose all-reduce does not do this.
+    """
+    held = _held(optimizer)
+    for state, groups in _groups(held):
+        refuse_lost_gradients(groups, f"{type(optimizer).__name__}.step")
+        _discard_unused(held, state, groups, hyperparameters_of(optimizer.param_groups))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -97,9 +97,14 @@ class WrapState:
 
 def record_state(model: nn.Module, state: WrapState) -> None:
     """Set `state` on the wrapped root."""
-    setattr(model, _ATTRIBUTE, state)
+    show_state(model, state)
     _roots[model] = None
     _unwrapped.discard(model)
+
+
+def show_state(model: nn.Module, state: WrapState) -> None:
+    """Let `wrap_state` return `state`, without counting the model among the wrapped models of this process."""
+    setattr(model, _ATTRIBUTE, state)
 
 
 def wrap_state(model: nn.Module) -> WrapState:
@@ -117,7 +122,7 @@ def wrap_state(model: nn.Module) -> WrapState:
 
 
 def refuse_part(state: WrapState, call: str, remedy: str) -> None:
-    """Raise WrapError if the model is a part of a pipeline, which `call` does not support."""
+    """Raise WrapError if the model is one part of a pipeline, or several, which `call` does not support."""
     if (stages := state.axes.stages) is not None:
         raise WrapError(
             f"{call} got a part of a pipeline of {stages.size()} ranks, which it does not support. {remedy} "

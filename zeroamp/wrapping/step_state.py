@@ -93,6 +93,8 @@ class StepState:
     parameters may be updated in part, so no step runs after it. The exception itself would retain tensors."""
     trained_by: str | None = None
     """Which integration runs the optimizer steps, and what to call there: the end of an error's sentence."""
+    is_scheduled: bool = False
+    """Whether a schedule of a pipeline runs the backwards, and a `PipelineStep` the rest of the optimizer steps."""
     is_unwrapped: bool = False
     """Whether `unwrap_model` has taken the model out of zeroamp."""
     is_observed: bool = False

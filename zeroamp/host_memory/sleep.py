@@ -15,7 +15,7 @@ from zeroamp.host_memory.storages import HostCopies, restore
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import StepError
 from zeroamp.wrapping.optimizer_hooks import refuse_steps
-from zeroamp.wrapping.state import WrapState, hide_state, record_state, reshard, wrap_state
+from zeroamp.wrapping.state import WrapState, hide_state, record_state, refuse_joined, reshard, wrap_state
 
 logger = logging.getLogger("zeroamp")
 
@@ -58,6 +58,7 @@ def sleep(model: nn.Module, optimizers: Optimizers = (), what: Sequence[Part] = 
     asleep: _Sleep | None = getattr(model, _ATTRIBUTE, None)
     if asleep is None or not {"params", "grads"} & asleep.copies.keys():
         state = wrap_state(model)  # raises while the weights are read
+        refuse_joined(state, "sleep")
         asleep = asleep or _Sleep(state)
     state = asleep.state
     given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)

@@ -14,7 +14,7 @@ from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.mesh_axes import ranks_of_axes
 from zeroamp.planning.plan import Plan
 from zeroamp.training.loss import LossFunction
-from zeroamp.wrapping.state import wrap_state
+from zeroamp.wrapping.state import refuse_joined, wrap_state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +179,7 @@ def explain(model: nn.Module) -> Ledger:
         True
     """
     state = wrap_state(model)
+    refuse_joined(state, "explain")
     return Ledger(plan=state.plan, **asdict(ranks_of_axes(state.axes)))
 
 
@@ -188,4 +189,6 @@ def traffic(model: nn.Module) -> Traffic:
     Raises:
         WrapError: the model is not wrapped.
     """
-    return wrap_state(model).traffic
+    state = wrap_state(model)
+    refuse_joined(state, "traffic")
+    return state.traffic

@@ -67,14 +67,12 @@ def join(parts: Sequence[nn.Module]) -> Parts:
     first, root = states[0], Parts(parts)
     if any(state.axes.whole != first.axes.whole for state in states):
         raise StepError("PipelineStep got parts that are wrapped over different ranks. Pass the same mesh for all.")
-    axes = first.axes
-    if axes.stages is not None:
-        axes = replace(axes, whole=root_of(axes.stages), is_joined=True)
+    whole = first.axes.whole if first.axes.stages is None else root_of(first.axes.stages)
     joined: WrapState = replace(
         first,
         root=root,
         plan=replace(first.plan, ignored=tuple(group for state in states for group in state.plan.ignored)),
-        axes=axes,
+        axes=replace(first.axes, whole=whole, is_joined=True),
         units={f"{index}.{fqn}": unit for index, state in enumerate(states) for fqn, unit in state.units.items()},
         gradients=[group for state in states for group in state.gradients],
         issued=IssuedInStep(),

@@ -10,7 +10,7 @@ loss scale and `max_norm`. So all stages decide alike whether a step is skipped,
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -61,7 +61,7 @@ class PipelineStep(TrainStep):
 
     def __init__(
         self,
-        parts: Sequence[nn.Module],
+        parts: nn.Module | Sequence[nn.Module],
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         scheduler: Scheduler | Sequence[Scheduler | None] | None = None,
         *,
@@ -70,7 +70,7 @@ class PipelineStep(TrainStep):
         """Attach to all wrapped parts that this rank has. The ranks of all stages call it.
 
         Args:
-            parts: wrapped by `wrap_model`, over the same ranks.
+            parts: all parts of this rank, or the only one, wrapped by `wrap_model` over the same ranks.
             optimizer: as for `TrainStep`. For a checkpoint that resumes on another number of stages, build one
                 optimizer for all parts of a rank, with the same param groups on all stages.
             scheduler: as for `TrainStep`.
@@ -81,10 +81,11 @@ class PipelineStep(TrainStep):
                 parameter of the same name.
             WrapError: a part is not wrapped.
         """
-        stages = next((state.axes.stages for state in map(wrap_state, parts)), None)
+        of_rank = [parts] if isinstance(parts, nn.Module) else list(parts)
+        stages = next((state.axes.stages for state in map(wrap_state, of_rank)), None)
 
         def attach() -> tuple[bool, dict[str, str]]:
-            super(PipelineStep, self).__init__(join(parts), optimizer, scheduler, on_shards=on_shards)
+            super(PipelineStep, self).__init__(join(of_rank), optimizer, scheduler, on_shards=on_shards)
             return True, {}
 
         if stages is None:
@@ -165,13 +166,12 @@ class _PartsStep(Step):
 
     def __init__(self, state: WrapState) -> None:
         super().__init__(state)
-        parts = state.root.parts if isinstance(state.root, Parts) else (state.root,)
-        self._states = [wrap_state(part) for part in parts]
+        self._states = [wrap_state(part) for part in cast(Parts, state.root).parts]
         for each in self._states:
             each.step.is_scheduled = True
         self.arithmetic = _PartsArithmetic(state, self.gradients, self._states)
         axes = replace(state.axes, tensor=None)  # a part need not have parameters of the tensor axis
-        world = process_group(state.axes.whole) if state.axes.is_joined else state.world
+        world = state.world if state.axes.stages is None else process_group(state.axes.whole)
         self._all_ranks = replace(state, axes=axes, world=world, gradients=(), issued=IssuedInStep())
         self.all_reduce = _PartsAllReduce(self._all_ranks, self.gradients, self.arithmetic, self.callbacks)
 

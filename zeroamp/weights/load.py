@@ -16,7 +16,7 @@ from zeroamp.rank_group import RankGroup
 from zeroamp.weights.files import OF_SEVERAL, exports_of, stored_tensors
 from zeroamp.weights.layouts import Source, parts_of_model
 from zeroamp.weights.model_weights import Weight, file_name, find_weights
-from zeroamp.wrapping.state import wrap_state
+from zeroamp.wrapping.state import refuse_joined, wrap_state
 
 Found = tuple[Mapping[str, Weight], Mapping[str, Source], set[str | None]]
 """Weights of a model, and tensors of files, by names that should be the same; and `exports_of` the files."""
@@ -33,6 +33,8 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     The files of a transformers model may have the layout in which the model is published, such as one matrix per
     expert. transformers' own rules are then applied, on each rank to one whole tensor of the model at a time.
 
+    A part of a pipeline takes the tensors that it has from the files of the whole model.
+
     Args:
         model: a model that `wrap_model` returned.
         folder: a folder with `model.safetensors`, or with `model.safetensors.index.json` and the files that it lists.
@@ -44,6 +46,7 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
+    refuse_joined(state, "load_hf")
 
     def find(stack: ExitStack) -> Found:
         weights = find_weights(state.root)
@@ -62,6 +65,8 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         buffers = {name for name, _ in state.root.named_buffers(remove_duplicate=False)}
         computed = {name.rpartition(".")[2] for name in map(file_name, buffers) if name not in shapes}
         parts = {name: each for name, each in parts.items() if name.rpartition(".")[2] not in computed}
+        if state.axes.stages is not None:  # the files have the other parts too
+            parts = {name: each for name, each in parts.items() if name in wanted}
         return wanted, parts, exports_of(stored)
 
     fill_weights(find, state.axes.whole, folder)

@@ -25,7 +25,7 @@ from zeroamp.training.callbacks import Callback, Phase
 from zeroamp.weights.layouts import joins_tensors, outline_of_model, publish
 from zeroamp.weights.model_weights import Weight, find_weights
 from zeroamp.wrapping.optimizer_hooks import refuse_steps
-from zeroamp.wrapping.state import WrapState, hide_state, record_state, wrap_state
+from zeroamp.wrapping.state import WrapState, hide_state, record_state, refuse_joined, wrap_state
 
 Named = tuple[str, Weight]
 _LAYER = re.compile(r"(.*?\.\d+)\.")
@@ -62,6 +62,7 @@ def iter_weights(
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
+    refuse_joined(state, "iter_weights")
     for argument, value, valid in (("names", names, ("hf", "model")), ("to", to, ("all", "first"))):
         if value not in valid:
             raise CheckpointError(f"iter_weights({argument}=) must be one of {valid}, but is {value!r}.")

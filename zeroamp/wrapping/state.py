@@ -130,6 +130,12 @@ def refuse_part(state: WrapState, call: str, remedy: str) -> None:
         )
 
 
+def refuse_joined(state: WrapState, call: str) -> None:
+    """Raise WrapError if the model is `PipelineStep.model`, all parts of a rank, which `call` does not support."""
+    if state.axes.is_joined:
+        raise WrapError(f"{call} got PipelineStep.model, all parts of this rank. Call it for each part.")
+
+
 def hide_state(model: nn.Module, why: str) -> None:
     """Let `wrap_state` raise WrapError with the end of a sentence about the model, until `record_state`."""
     setattr(model, _ATTRIBUTE, why)

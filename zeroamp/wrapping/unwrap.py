@@ -14,7 +14,7 @@ from zeroamp.planning.mesh import device_of, local_part
 from zeroamp.policies.errors import StepError, WrapError
 from zeroamp.wrapping.optimizer_hooks import parameters_before, watch_optimizers
 from zeroamp.wrapping.run_alike import Description, run_alike
-from zeroamp.wrapping.state import WrapState, forget_state, reshard, wrap_state
+from zeroamp.wrapping.state import WrapState, forget_state, refuse_joined, reshard, wrap_state
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -48,6 +48,7 @@ def unwrap_model(model: M) -> M:
         ('Linear', 'Tensor')
     """
     state = wrap_state(model)
+    refuse_joined(state, "unwrap_model")
     run_alike(
         partial(_checked, state),
         what="unwrap_model",

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleGPipe, ScheduleInterleaved1F1B
 
@@ -167,3 +168,20 @@ def test_what_cannot_be_joined_raises_on_all_ranks(ranks2, unbroken, tmp_path, n
     for found in ranks2.run(_mistake, name, unbroken[1] if name == "a part is missing" else str(tmp_path)):
         assert re.search(text, found)
     assert not list(tmp_path.iterdir())
+
+
+def _load_files(folder):
+    """The largest difference of a part's weights, loaded from files of the whole model."""
+    torch.manual_seed(1)
+    whole = models.Decoder()
+    if torch.distributed.get_rank() == 0:
+        save_file(whole.state_dict(), f"{folder}/model.safetensors")
+    mesh = mesh_of(pp=2, dp=1)
+    part = zeroamp.wrap_model(models.part(mesh["pp"].get_local_rank(), 2), {}, mesh["dp"])
+    zeroamp.load_hf(part, folder)
+    values = dict(whole.named_parameters())
+    return max((p.full_tensor() - values[name]).abs().max().item() for name, p in part.named_parameters())
+
+
+def test_a_part_loads_files_of_the_whole_model(ranks2, tmp_path):
+    assert ranks2.run(_load_files, str(tmp_path)) == [0.0, 0.0]

@@ -74,6 +74,21 @@ def _mistake(name):
     return _text(held[0].set_requires_gradient_sync, False)
 
 
+def _calls_with_all_parts():
+    _, parts, _ = pipelines.start("Interleaved1F1B", config(2, "bf16"), DATA)
+    held = list(parts.values())
+    model = zeroamp.PipelineStep(held, torch.optim.SGD([p for part in held for p in part.parameters()])).model
+    calls = (zeroamp.explain, zeroamp.traffic, zeroamp.iter_weights, zeroamp.unwrap_model, zeroamp.sleep)
+    files = (zeroamp.load_hf, zeroamp.export_hf)
+    texts = {call.__name__: _text(lambda call=call: list(call(model))) for call in calls}
+    return texts | {call.__name__: _text(call, model, "no folder") for call in files}
+
+
+def test_calls_for_one_part_refuse_all_parts_of_a_rank(ranks4):
+    for texts in ranks4.run(_calls_with_all_parts):
+        assert all(text.startswith(name) and "part" in text for name, text in texts.items())
+
+
 def _text(call, *args):
     with pytest.raises(zeroamp.ZeroAmpError) as caught:
         call(*args)

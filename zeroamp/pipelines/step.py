@@ -28,7 +28,7 @@ from zeroamp.training.arithmetic import StepArithmetic
 from zeroamp.training.gradients import Gradients
 from zeroamp.training.optimizer_step import Step
 from zeroamp.training.rank_agreement import RankAgreement
-from zeroamp.training.refused_arguments import Scheduler, no_gradient
+from zeroamp.training.refused_arguments import Scheduler
 from zeroamp.training.step import TrainStep
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.optimizer_hooks import compare_and_discard
@@ -204,10 +204,16 @@ class _PartsStep(Step):
         for state in self._states:
             refuse_unreduced(state, call)
         self.gradients.refuse_low_shards()
-        if not self.gradients.present() and any(each.requires_grad for each in self.gradients.parameters):
-            raise no_gradient()
         for optimizer in self.optimizers:
             compare_and_discard(optimizer)
+        for state in self._states:
+            trainable = [each for each in state.root.parameters() if each.requires_grad]
+            if trainable and all(each.grad is None for each in trainable):
+                raise StepError(
+                    f"{call} found no gradient on any parameter of a part. Call it after schedule.step(). A zero "
+                    "bubble schedule of torch computes none for a part whose inputs need no gradient, as after a "
+                    "frozen one: use another schedule there."
+                )
         end_backward(self.state.gradients)
         self.state.root.training = self._states[0].root.training
         current.owner, current.phase, current.is_stepped = self, StepPhase.COMPLETE, False

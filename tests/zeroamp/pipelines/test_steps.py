@@ -101,7 +101,10 @@ def _text(call, *args):
         ("no PipelineStep", "gradient_clipping 1.0, which a schedule ignores. Build train = zeroamp.PipelineStep"),
         ("a part twice", "Two parts of this rank have a "),
         ("one stage's optimizer", "is not one of the wrapped model's"),
-        ("step without backward", "found no gradient on any parameter"),
+        (
+            "step without backward",
+            "step found no gradient on any parameter of a part. Call it after schedule",
+        ),
         ("backward", "the schedule runs the backwards of a pipeline"),
         ("optimizer.step", "which steps this optimizer itself"),
         ("loss not wrapped", "found no loss of wrap_loss on any rank"),
@@ -112,3 +115,30 @@ def _text(call, *args):
 def test_mistakes_raise_on_all_ranks(ranks4, name, text):
     for found in ranks4.run(_mistake, name):
         assert text in found
+
+
+def _behind_frozen_part():
+    """A zero bubble schedule whose second part gets inputs without gradients: the text of the error on its rank."""
+
+    def edit(parts, _mesh):
+        if 0 in parts:
+            parts[0].requires_grad_(False)
+
+    made = []
+
+    def loss_fn(parts):
+        held = list(parts.values())
+        made.append(zeroamp.PipelineStep(held, torch.optim.SGD([p for part in held for p in part.parameters()])))
+        return made[0].wrap_loss(models.loss_of)
+
+    axes, name = {"pp": 2, "dp": 1}, "InterleavedZeroBubble"
+    mesh, parts, schedule = pipelines.start(name, config(2, "bf16"), axes, edit=edit, loss_fn=loss_fn)
+    pipelines.run_step(schedule, name, parts, mesh, 0)
+    return "" if 0 in parts else _text(made[0]._step.begin, "PipelineStep.step")
+
+
+def test_gradients_that_a_zero_bubble_schedule_loses_raise(ranks2):
+    """The part after the frozen one is on another rank, which the first waits for in `step`. So only that one runs."""
+    first, second = ranks2.run(_behind_frozen_part)
+    assert first == ""
+    assert "A zero bubble schedule of torch computes none" in second

@@ -81,7 +81,7 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
         round_sums(state)
     _add_own_units(model, state, hooks)
     hooks.register()
-    refuse_calls(model, state.axes)
+    refuse_calls(model, state.axes, lambda: state.root_forward.runs_model)
 
 
 def _add_root_forward(model: nn.Module, state: WrapState, hooks: UnitHooks) -> None:

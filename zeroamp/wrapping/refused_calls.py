@@ -41,12 +41,15 @@ _SHARD = "zeroamp_shard"
 """Key of `_shard_of`, in the metadata of a state dict."""
 
 
-def refuse_calls(model: nn.Module, axes: MeshAxes) -> None:
-    """Replace methods that a wrapped model cannot run by methods that raise."""
+def refuse_calls(model: nn.Module, axes: MeshAxes, runs_model: Callable[[], bool]) -> None:
+    """Replace methods that a wrapped model cannot run by methods that raise.
+
+    `runs_model` tells whether the model's own code runs in a forward.
+    """
     for name, text in _REFUSED.items():
         replace_method(model, name, partial(_raising, text))
     replace_method(model, "save_pretrained", _save_pretrained)
-    moves = _Moves(model)
+    moves = _Moves(model, runs_model)
     for fqn, module in model.named_modules():
         if isinstance(module, FSDPModule):
             replace_method(module, "_apply", partial(_same_dtypes, model.get_submodule(fqn), fqn, moves))
@@ -91,11 +94,15 @@ class _Moves:
 
     FSDP2 does so when `_apply` reaches the module with a group's state. The parameters of a typed group belong to other
     modules, which `_apply` may reach later. So all groups do it again at the end.
+
+    In a forward, a module that casts itself (`self.router.to(torch.float32)`) has the dtype already, and may be
+    unsharded. It is not resharded then.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, runs_model: Callable[[], bool]) -> None:
         self._model = model
         self._is_inside = False
+        self.runs_model = runs_model
 
     def around(self, apply: Callable[[], Any]) -> Any:
         if self._is_inside:
@@ -125,6 +132,8 @@ def _same_dtypes(unit: nn.Module, fqn: str, moves: _Moves, apply: Callable[..., 
                     "in the config: bf16, fp16 or torch_autocast. Frozen parameters may be cast before wrap_model. "
                     "zeroamp.export_hf(model, folder, dtype) writes weights in another dtype."
                 )
+        if moves.runs_model():
+            return nn.Module._apply(unit, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
         return moves.around(partial(apply, fn, *args, **kwargs))
 
     return checked

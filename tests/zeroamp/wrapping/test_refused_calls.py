@@ -218,3 +218,54 @@ def test_an_export_of_adapters_is_refused_before_anything_is_written(ranks2, tmp
         assert "blocks.0.out is a peft module" in text
         assert "export_adapter(model, folder)" in text
     assert not (tmp_path / "out").exists()
+
+
+class _Router(nn.Module):
+    """Casts its weights in each forward, as routers of transformers do, or not."""
+
+    def __init__(self, casts):
+        super().__init__()
+        self.casts, self.classifier = casts, nn.Linear(8, 4, bias=False)
+
+    def forward(self, x):
+        if self.casts:
+            self.classifier = self.classifier.to(torch.float32)
+        return self.classifier(x.float())
+
+
+class _Block(nn.Module):
+    def __init__(self, casts):
+        super().__init__()
+        self.router, self.up = _Router(casts), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.tanh(self.up(x)) + self.router(x).mean()
+
+
+def _train_routers(stage, casts):
+    torch.manual_seed(0)
+    cfg = {
+        "bf16": {"enabled": True},
+        "data_types": {"keep_in_fp32_modules": ["classifier"]},
+        "zero_optimization": {"stage": stage},
+    }
+    model = zeroamp.wrap_model(nn.Sequential(_Block(casts), _Block(casts)), cfg, auto_wrap_policy={"_Block"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_module_may_cast_itself_in_its_forward(ranks2, stage):
+    """The classifiers are group holders, unsharded by their block, when the forward casts them to the dtype they have.
+
+    Two of them, because one would share the group of the model.
+    """
+    assert ranks2.run(_train_routers, stage, True) == ranks2.run(_train_routers, stage, False)

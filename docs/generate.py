@@ -6,6 +6,7 @@ from docstrings; and the names of `api.md`, whose docstrings mkdocstrings reads 
 
 import inspect
 import json
+import re
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -37,6 +38,7 @@ from zeroamp.policies.schema.keys import SAME, Honoured, Key, Native, Unsupporte
 from zeroamp.policies.schema.precision import OverrideBlock
 
 HERE = Path(__file__).parent
+_PAGE = re.compile(r"\bdocs/([\w-]+)\.md\b")
 BEGIN, END = "<!-- generated: {name} -->\n", "<!-- end: {name} -->\n"
 
 
@@ -244,7 +246,7 @@ def _json(value: object) -> str:
 def _table(rows: list[dict[str, str]]) -> str:
     """Return a table in Markdown, without padding: a long cell would lengthen every row."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return _PAGE.sub(r"[\1](\1.md)", "".join(f"| {' | '.join(line)} |\n" for line in lines))
 
 
 def _grouped(column: str, rows: list[dict[str, str]]) -> str:

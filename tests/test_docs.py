@@ -52,6 +52,17 @@ def test_files_that_a_page_names_exist(path):
     assert [each for each in linked if not (path.parent / each).exists()] == []
 
 
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_pages_link_each_other(path):
+    """Write [Losses](losses.md): `docs/losses.md` in backticks is no link, neither on GitHub nor on the site."""
+    assert re.findall(r"`docs/[\w-]+\.md`", path.read_text()) == []
+
+
+def test_the_index_has_every_page():
+    linked = re.findall(r"\(([\w-]+\.md)\)", (ROOT / "docs" / "index.md").read_text())
+    assert set(linked) == {path.name for path in PAGES} - {"index.md"}
+
+
 WITH_FRAGMENTS = [path for path in TEXTS if any(is_fragment for is_fragment, _ in blocks(path))]
 
 

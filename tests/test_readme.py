@@ -30,14 +30,13 @@ def test_the_script_prints_what_the_readme_shows(tmp_path, monkeypatch):
     printed = torchrun(tmp_path / "train.py")
     *ledger, step = shown.splitlines()
     assert [line for line in ledger if line != "…" and line not in printed.splitlines()] == []
-    losses = _losses(printed)
-    assert len(losses) == 20
-    assert losses[-1] < losses[0] / 2
-    assert _losses(step) == pytest.approx(losses[-1:], abs=0.01)
+    (loss,) = _losses(printed)
+    assert loss < 1, "at first it is log(256), 5.5"
+    assert _losses(step) == pytest.approx([loss], abs=0.01)
 
 
 def _losses(text):
-    return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+), gradient norm", text, re.MULTILINE)]
+    return [float(loss) for loss in re.findall(r"^step 20: loss (\S+), gradient norm", text, re.MULTILINE)]
 
 
 class Block(nn.Module):

@@ -241,7 +241,13 @@ def _json(value: object) -> str:
 def _table(rows: list[dict[str, str]]) -> str:
     """Return a table in Markdown, without padding: a long cell would lengthen every row."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    return _PAGE.sub(r"[\1](\1.md)", "".join(f"| {' | '.join(line)} |\n" for line in lines))
+    return _PAGE.sub(_link, "".join(f"| {' | '.join(line)} |\n" for line in lines))
+
+
+def _link(named: re.Match[str]) -> str:
+    """Return a link to a page that a text of the code names, with the first words of its heading."""
+    heading = (HERE / f"{named[1]}.md").read_text().partition("\n")[0].removeprefix("# ")
+    return f"[{heading.partition(':')[0]}]({named[1]}.md)"
 
 
 def _grouped(column: str, rows: list[dict[str, str]]) -> str:

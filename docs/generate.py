@@ -1,7 +1,7 @@
 """Writes the tables of the docs that the code decides: python docs/generate.py
 
-`config.md` and `accumulation.md` from the schema, those of `precision.md` from planning, those of `deepspeed-api.md`
-from docstrings; and the names of `api.md`, whose docstrings mkdocstrings reads when the site is built.
+`config.md` and `accumulation.md` from the schema, those of `precision.md` from planning, the names of
+`deepspeed-api.md`; and those of `api.md`, whose docstrings mkdocstrings reads when the site is built.
 """
 
 import json

@@ -159,9 +159,12 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	sed -n '/^```python$$/,/^```$$/{/^```/d;p;}' README.md > $(VENV)/readme.py
 	sed -n '/^```python$$/,/^```$$/{/^```/d;p;}' docs/start.md > $(VENV)/start.py
-	$(BIN)/mypy examples/minimal.py examples/tour.py $(VENV)/start.py
-	$(BIN)/pyright --pythonpath $(BIN)/python examples/minimal.py examples/tour.py $(VENV)/start.py
+	$(BIN)/mypy $(FIRST_SCRIPTS)
+	$(BIN)/pyright --pythonpath $(BIN)/python $(FIRST_SCRIPTS)
+
+FIRST_SCRIPTS := examples/minimal.py examples/tour.py $(VENV)/readme.py $(VENV)/start.py
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

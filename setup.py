@@ -1,22 +1,27 @@
-"""Builds the package that pyproject.toml describes; refuses a tree whose links are missing.
+"""Builds the package that pyproject.toml describes, and restores its two links where they are missing.
 
-`zeroamp/hooks` and `zeroamp/policies` are symbolic links to the top-level folders. A zip download, or a checkout on
-Windows without `core.symlinks`, has small text files in their place: setuptools would build a package without them.
+`zeroamp/hooks` and `zeroamp/policies` are symbolic links to the top-level folders. A zip download, or a checkout with
+`core.symlinks=false`, has small text files in their place: setuptools would build a package without them.
 """
 
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 
 for name in ("hooks", "policies"):
-    if not (FOLDER / "zeroamp" / name / "__init__.py").is_file():
+    link, restored = FOLDER / "zeroamp" / name, FOLDER / "zeroamp" / f"{name}.link"
+    if link.is_file() and link.read_text().strip() == f"../{name}":
+        with suppress(OSError):  # a file system without links
+            restored.symlink_to(f"../{name}")
+            restored.replace(link)
+    if not (link / "__init__.py").is_file():
         sys.exit(
-            f"zeroamp/{name} must be a symbolic link to ../{name} (or a copy of that folder), but is not. This tree "
-            f"was made without symbolic links, by a zip download or a checkout with core.symlinks=false. Clone it "
-            f"with git on a system that has them, or build from the sdist. Or replace zeroamp/{name} by a copy of "
-            f"the folder {name}."
+            f"zeroamp/{name} must be a symbolic link to ../{name} (or a copy of that folder), but is not, and could "
+            f"not be made one. Build on a file system that has symbolic links, or from the sdist. Or replace "
+            f"zeroamp/{name} by a copy of the folder {name}."
         )
 
 from setuptools import setup  # noqa: E402

@@ -1,4 +1,4 @@
-"""The table of the README: what zeroamp and its peers send, hold and round, on one model.
+"""One table: what zeroamp and its peers send, hold and round, on one model.
 
     torchrun --nproc-per-node 2 -m benchmarks.front_page --errors FOLDER --out FOLDER
 
@@ -7,7 +7,6 @@ the same model: `benchmarks.loss_curves --errors` has written it.
 """
 
 import argparse
-import json
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks import shared_runs
 from benchmarks.peers import record
 from benchmarks.peers.engine import UnavailableError, setup
 from benchmarks.peers.engines import builder
@@ -56,8 +56,8 @@ def main() -> None:
     parser.add_argument("--errors", type=Path, required=True, help="folder of `benchmarks.loss_curves`")
     parser.add_argument("--out", type=Path, required=True, help="folder of the record")
     arguments = parser.parse_args()
-    files = sorted((arguments.errors / "errors").glob("3.7m, 1024 ranks*.json"))
-    errors = [json.loads(path.read_text()) for path in files]
+    runs = shared_runs.read(arguments.errors / "errors")
+    errors = [run for run in runs if (run["model"], run["ranks"]) == ("3.7m", 1024)]
     if not errors:
         raise SystemExit(f"{arguments.errors} has no errors of 1,024 ranks. Run benchmarks.loss_curves --errors first.")
     options = Options(rounds=5, warm_up=2)
@@ -88,7 +88,7 @@ def main() -> None:
         )
         print(body)
         values = {"versions": record.versions(), "engines": measured}
-        record.write(arguments.out, title="The table of the README", body=body, name="front_page", values=values)
+        record.write(arguments.out, title="zeroamp and its peers", body=body, name="front_page", values=values)
     torch.distributed.barrier()
     dist.destroy_process_group()
 

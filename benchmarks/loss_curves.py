@@ -12,7 +12,6 @@ half the time if MALLOC_MMAP_MAX_=0 and MALLOC_TRIM_THRESHOLD_=100000000000: mem
 
 import argparse
 import copy
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
-from benchmarks import virtual_ranks
+from benchmarks import shared_runs, virtual_ranks
 from benchmarks.virtual_ranks import Gradients, Sum, logits
 from examples._data import pack, read_documents, split_documents
 from examples._weights import load_model
@@ -207,26 +206,14 @@ def train(setting: Setting, method: Method, num_ranks: int, seed: int) -> tuple[
     return masters, {"training": losses, "validation": validation}
 
 
-def is_claimed(path: Path) -> bool:
-    """Make an empty file and return True, or return False if it exists: a result, or another process works on it.
-
-    A process that was killed leaves an empty file. Delete it before the next start.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        path.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-
 def run_curves(options: argparse.Namespace) -> None:
     """Train all curves that have no file yet."""
     for seed in options.seeds:
         for num_ranks in options.ranks:
             for name in options.only or METHODS:
-                path = options.out / "curves" / f"{options.model}, {name}, {num_ranks} ranks, seed {seed}.json"
-                if not is_claimed(path):
+                run = {"model": options.model, "method": name, "ranks": num_ranks, "seed": seed}
+                path = shared_runs.claim(options.out / "curves", run)
+                if path is None:
                     continue
                 began, cpu_began = time.monotonic(), time.process_time()
                 masters, found = train(SETTINGS[options.model], METHODS[name], num_ranks, seed)
@@ -234,7 +221,7 @@ def run_curves(options: argparse.Namespace) -> None:
                 found["CPU seconds"] = round(time.process_time() - cpu_began)
                 if name == "autocast, fp32 sum" and num_ranks == min(RANKS):
                     torch.save(masters.state_dict(), options.out / f"{options.model}-{seed}.pt")
-                path.write_text(json.dumps(found) + "\n")
+                shared_runs.write(path, run, found)
                 print(path.stem, found["validation"], found["seconds"], flush=True)
 
 
@@ -250,8 +237,9 @@ def run_errors(options: argparse.Namespace) -> None:
         exact = fp32_gradient(masters, *batch)
         noise = distance(fp32_gradient(masters, *other), exact)
         for num_ranks in options.ranks:
-            path = options.out / "errors" / f"{options.model}, {num_ranks} ranks, seed {seed}.json"
-            if not is_claimed(path):
+            run = {"model": options.model, "ranks": num_ranks, "seed": seed}
+            path = shared_runs.claim(options.out / "errors", run)
+            if path is None:
                 continue
             sums = {name: method.add for name, method in METHODS.items() if method.params == torch.float32}
             means = Gradients(masters, *batch, num_ranks).mean({**sums, "exact": virtual_ranks.exact_sum})
@@ -266,7 +254,7 @@ def run_errors(options: argparse.Namespace) -> None:
             of_sum |= {name: distance(means[name], means["bf16 parameters, exact"]) for name in low}
             of_all |= {name: distance(means[name], exact) for name in means}
             del means
-            path.write_text(json.dumps({"of the sum": of_sum, "of all": of_all, "noise": noise}) + "\n")
+            shared_runs.write(path, run, {"of the sum": of_sum, "of all": of_all, "noise": noise})
             print(path.stem, {name: each["all"] for name, each in of_sum.items()}, flush=True)
 
 

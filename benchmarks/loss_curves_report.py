@@ -4,8 +4,6 @@ python -m benchmarks.loss_curves_report --curves FOLDER --out FOLDER --picture F
 """
 
 import argparse
-import json
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,22 +14,21 @@ import matplotlib
 from matplotlib import pyplot
 from tabulate import tabulate
 
+from benchmarks import shared_runs
 from benchmarks.loss_curves import METHODS, RANKS, SETTINGS
 
-Results = dict[tuple[str, int], dict[str, dict[str, Any]]]
+Results = dict[tuple[str, int], dict[int, dict[str, Any]]]
 """(method, ranks), or ("", ranks) for errors -> seed -> result."""
 BASE = "autocast, fp32 sum"
 COLOURS = dict(zip(METHODS, matplotlib.color_sequences["tab10"], strict=False))
 
 
-def read(folder: Path, model: str) -> Results:
-    """Return the results of a model. Unfinished ones are left out."""
+def of_model(runs: list[dict[str, Any]], model: str) -> Results:
+    """Return the results of a model."""
     found: Results = defaultdict(dict)
-    for path in sorted(folder.glob(f"{model}, *.json")):
-        text = path.read_text()
-        *method, ranks, seed = path.stem.removeprefix(f"{model}, ").split(", ")
-        if text:
-            found[", ".join(method), int(ranks.split()[0])][seed] = json.loads(text)
+    for run in runs:
+        if run["model"] == model:
+            found[run.get("method", ""), run["ranks"]][run["seed"]] = run
     return found
 
 
@@ -140,17 +137,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the folder of the record: its tables.md and results")
     parser.add_argument("--picture", type=Path, required=True, help="the picture")
     options = parser.parse_args()
-    found = {
-        model: (read(options.curves / "curves", model), read(options.curves / "errors", model)) for model in SETTINGS
-    }
+    runs = {name: list(shared_runs.read(options.curves / name)) for name in ("curves", "errors")}
+    found = {model: (of_model(runs["curves"], model), of_model(runs["errors"], model)) for model in SETTINGS}
     found = {model: results for model, results in found.items() if all(results)}
     all_curves = [result for curves, _ in found.values() for seeds in curves.values() for result in seeds.values()]
     hours = sum(result["CPU seconds"] for result in all_curves) / 3600
     checks = [path.read_text().strip() for path in sorted(options.curves.glob("check-*.txt"))]
     parts = [f"The curves took {hours:.1f} hours of one core.", *checks]
     parts += [tables(model, *results) for model, results in found.items()]
-    for name in ("curves", "errors"):
-        shutil.copytree(options.curves / name, options.out / name, dirs_exist_ok=True)
+    for name, results in runs.items():
+        shared_runs.write_record(options.out / f"{name}.jsonl", results)
     (options.out / "tables.md").write_text("\n\n".join(parts) + "\n")
     draw(found, options.picture)
 

@@ -1,13 +1,14 @@
 """Writes the tables of the docs that the code decides: python docs/generate.py
 
-`config.md` and `accumulation.md` from the schema, those of `precision.md` from planning, those of `deepspeed-api.md`
-from docstrings; and the names of `api.md`, whose docstrings mkdocstrings reads when the site is built.
+`config.md` and `accumulation.md` from the schema, those of `precision.md` from planning, the names of
+`deepspeed-api.md`; and those of `api.md`, whose docstrings mkdocstrings reads when the site is built.
 """
 
-import inspect
 import json
+import re
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -37,6 +38,7 @@ from zeroamp.policies.schema.keys import SAME, Honoured, Key, Native, Unsupporte
 from zeroamp.policies.schema.precision import OverrideBlock
 
 HERE = Path(__file__).parent
+_PAGE = re.compile(r"\bdocs/([\w-]+)\.md\b")
 BEGIN, END = "<!-- generated: {name} -->\n", "<!-- end: {name} -->\n"
 
 
@@ -62,18 +64,17 @@ def precision_tables() -> dict[str, str]:
 
 
 def deepspeed_tables() -> dict[str, str]:
-    """Return the tables of `deepspeed-api.md` by name: the first sentence of each docstring, and what is refused."""
-    calls = {f"`deepspeed.{name}`": getattr(deepspeed, name) for name in deepspeed.__all__ if name not in _NOT_CALLS}
-    modules = {"zero": "zero", "utils": "utils", "comm": "comm", "ops.adam": "ops.adam"}
-    in_modules = {f"`{name}.{each}`": value for name, home in modules.items() for each, value in _defined_in(home)}
-    engine: dict[str, object] = {f"`engine.{name}`": value for name, value in _members(DeepSpeedEngine)}
-    engine |= {", ".join(f"`engine.{name}`" for name in READERS): "Return this value of the config."}
-    optimizer = {f"`optimizer.{name}`": value for name, value in _members(ZeroOptimizer)}
+    """Return what `deepspeed-api.md` lists: the names that there are, and what is refused."""
+    calls = [f"deepspeed.{name}" for name in deepspeed.__all__ if name not in _NOT_CALLS]
+    in_modules = [f"{home}.{name}" for home in ("zero", "utils", "comm", "ops.adam") for name in _defined_in(home)]
+    engine = [f"engine.{name}" for name in _members(DeepSpeedEngine)]
+    optimizer = [f"optimizer.{name}" for name in _members(ZeroOptimizer)]
     refused = [{"names": f"`{name}`", "instead": reason} for name, reason in REFUSED.items()]
     return {
-        "deepspeed-functions": _calls(calls | in_modules),
-        "deepspeed-engine": _calls(engine | optimizer),
-        "deepspeed-accelerator": f"{', '.join(f'`{name}`' for name, _ in _members(Accelerator))}.\n",
+        "deepspeed-functions": _names([*calls, *in_modules]),
+        "deepspeed-engine": _names([*engine, *optimizer]),
+        "deepspeed-readers": _names([f"engine.{name}" for name in READERS]),
+        "deepspeed-accelerator": _names(_members(Accelerator)),
         "deepspeed-refused": _grouped("names", refused),
     }
 
@@ -117,33 +118,29 @@ def _home(name: str) -> str:
 PAGES = {"api.md": api_page}
 """Pages that are generated whole."""
 
-_NOT_CALLS = {"logger", "ZeroOptimizer", "UnsupportedError", "DeepSpeedEngine"}
+_NOT_CALLS = {"logger", "ZeroOptimizer", "UnsupportedError", "DeepSpeedEngine", "mark_sharded", "leaf_names"}
 
 
-def _calls(members: dict[str, object]) -> str:
-    return _grouped("call", [{"call": name, "does": _first_sentence(member)} for name, member in members.items()])
+def _names(names: Iterable[str]) -> str:
+    text = ", ".join(f"`{name}`" for name in names)
+    return f"{textwrap.fill(text, 120, break_on_hyphens=False)}.\n"
 
 
-def _first_sentence(member: object) -> str:
-    if isinstance(member, str):
-        return member
-    return " ".join((inspect.getdoc(member) or "").split("\n\n")[0].split()).partition(". ")[0].removesuffix(".") + "."
-
-
-def _defined_in(name: str) -> Iterator[tuple[str, object]]:
+def _defined_in(name: str) -> Iterator[str]:
     """Yield the public functions and classes of a module of `zeroamp.deepspeed` that it defines itself."""
     module = import_module(f"zeroamp.deepspeed.{name}")
     for each, value in vars(module).items():
-        if not each.startswith("_") and callable(value) and getattr(value, "__module__", "") == module.__name__:
-            yield each, value
+        is_own = callable(value) and getattr(value, "__module__", "") == module.__name__
+        if is_own and not each.startswith("_") and each not in _NOT_CALLS:
+            yield each
 
 
-def _members(*classes: type) -> Iterator[tuple[str, object]]:
+def _members(*classes: type) -> Iterator[str]:
     """Yield the public methods and properties of classes, in their order."""
     for each in classes:
         for name, member in vars(each).items():
             if not name.startswith("_") and (callable(member) or isinstance(member, property)):
-                yield name, member
+                yield name
 
 
 def _dtypes_rows() -> Iterator[dict[str, str]]:
@@ -244,7 +241,13 @@ def _json(value: object) -> str:
 def _table(rows: list[dict[str, str]]) -> str:
     """Return a table in Markdown, without padding: a long cell would lengthen every row."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return _PAGE.sub(_link, "".join(f"| {' | '.join(line)} |\n" for line in lines))
+
+
+def _link(named: re.Match[str]) -> str:
+    """Return a link to a page that a text of the code names, with the first words of its heading."""
+    heading = (HERE / f"{named[1]}.md").read_text().partition("\n")[0].removeprefix("# ")
+    return f"[{heading.partition(':')[0]}]({named[1]}.md)"
 
 
 def _grouped(column: str, rows: list[dict[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages name each other as `docs/NAME.md`, which becomes a link on the site."""
+"""Hooks of mkdocs."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,6 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 
 HERE = Path(__file__).parent
-_PAGE = re.compile(r"(?<!\[)`docs/([\w-]+\.md)`")
 _CODE_IN_TABLE = re.compile(r"(?<=<td><code>)[\w.]+(?=</code>)")
 
 
@@ -29,11 +28,6 @@ def on_post_page(output: str, *, page: Any, **_: Any) -> str:
     if loaded := re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=.(https?://[^ >]+)", output):
         raise PluginError(f"{page.file.src_path} loads {loaded[0]}: the site must need no network")
     return output
-
-
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Link the pages that a page names."""
-    return _PAGE.sub(lambda found: f"[{found[1].removesuffix('.md')}]({found[1]})", markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -8,7 +8,7 @@ group whose unit did not run reduces nothing. FSDP2's own flag (torch 2.13) redu
 [Note: One dtype per reduction]
 FSDP2 reduces gradients of one dtype. Earlier micro-batches leave sums in the accumulation dtype. A parameter that was
 first used, or unfrozen, in the last micro-batch has a gradient in its own dtype. This gradient is cast to the dtype of
-the sums. From torch 2.15 on, autograd itself sums in the accumulation dtype.
+the sums (pytorch issue 196996). From torch 2.15 on, autograd itself sums in the accumulation dtype.
 
 [Note: Reducing once]
 A module may run several times before a backward. FSDP2 ends a group's backward, and reduces it, with each run, but
@@ -170,7 +170,8 @@ class GroupGradients:
         """Return the FQN of a parameter whose gradient was not reduced, though its unit ran; "" if there is none.
 
         FSDP2 reduces in hooks on the outputs of units. A loss that depends only on a tensor that a unit has stored runs
-        none of these hooks. Call after a backward that reduces, for a group with a forward that awaits its backward.
+        none of these hooks (pytorch issue 173709). Call after a backward that reduces, for a group with a forward that
+        awaits its backward.
         """
         for parameter, (_, _, fqn) in zip(self.group.parameters, self.group.places, strict=True):
             if parameter.unsharded is not None and parameter.has_gradient:

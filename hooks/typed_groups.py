@@ -4,8 +4,9 @@ The model-wide group counts as a typed group of the root.
 
 [Note: Holders]
 FSDP2 all-gathers one flat buffer of one dtype per module that `fully_shard` was applied to. A unit with parameters of
-two dtypes therefore needs two such modules. The second is a *group holder*: an empty module that is never called and
-only owns the FSDP state of its group. Hooks on the unit unshard, reshard and reduce the group together with the unit.
+two dtypes (pytorch issue 156784) therefore needs two such modules. The second is a *group holder*: an empty module that
+is never called and only owns the FSDP state of its group. Hooks on the unit unshard, reshard and reduce the group
+together with the unit.
 `fully_shard([norm1, norm2])` would not need a holder. But it hooks inner modules, which breaks `fullgraph` compilation
 of the unit, and it cannot leave out parameters of descendants that are in another group.
 """

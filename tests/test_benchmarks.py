@@ -3,15 +3,16 @@
 import dataclasses
 import importlib.util
 import json
+import re
 from unittest import mock
 
 import pytest
 import torch
 
-from benchmarks import step_time
+from benchmarks import shared_runs, step_time
 from benchmarks.peers.engines import DEFAULT_ENGINES
 from benchmarks.peers.options import Options
-from tests.processes.launch import module
+from tests.processes.launch import ROOT, module
 
 CPU = torch.device("cpu")
 OPTIONS = Options(model="tiny", batch=2, length=16, rounds=2, warm_up=1)
@@ -50,3 +51,21 @@ def test_a_record_has_the_command_and_every_round(tmp_path):
     assert {name: len(mine) for name, mine in values["rounds"].items()} == {"zeroamp 3": 3, "FSDP2 bf16 reshard": 3}
     assert values["not run"] == {"DDP autocast": "not with a fake process group"}
     assert values["versions"]["torch"] == torch.__version__
+
+
+def test_runs_that_processes_share_end_as_lines_of_one_file(tmp_path):
+    run = {"model": "3.7m", "method": "autocast, bf16 ring", "seed": 0}
+    path = shared_runs.claim(tmp_path / "curves", run)
+    assert path.name == "3.7m-autocast-bf16-ring-0.json"
+    assert shared_runs.claim(tmp_path / "curves", run) is None
+    assert list(shared_runs.read(tmp_path / "curves")) == []
+    shared_runs.write(path, run, {"losses": [1.5]})
+    results = list(shared_runs.read(tmp_path / "curves"))
+    assert results == [run | {"losses": [1.5]}]
+    shared_runs.write_record(tmp_path / "record" / "curves.jsonl", results)
+    assert list(shared_runs.read(tmp_path / "record" / "curves")) == results
+
+
+def test_names_of_records_need_no_quotes_in_a_shell():
+    names = [path.name for path in (ROOT / "benchmarks" / "records").rglob("*")]
+    assert [name for name in names if not re.fullmatch(r"[\w.-]+", name)] == []

@@ -1,6 +1,7 @@
 """The documentation: pages are reached, what they name exists, and their Python runs or says that it is a fragment."""
 
 import ast
+import builtins
 import importlib.util
 import inspect
 import re
@@ -52,6 +53,17 @@ def test_files_that_a_page_names_exist(path):
     assert [each for each in linked if not (path.parent / each).exists()] == []
 
 
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_pages_link_each_other(path):
+    """Write [Losses](losses.md): `docs/losses.md` in backticks is no link, neither on GitHub nor on the site."""
+    assert re.findall(r"`docs/[\w-]+\.md`", path.read_text()) == []
+
+
+def test_the_index_has_every_page():
+    linked = re.findall(r"\(([\w-]+\.md)\)", (ROOT / "docs" / "index.md").read_text())
+    assert set(linked) == {path.name for path in PAGES} - {"index.md"}
+
+
 WITH_FRAGMENTS = [path for path in TEXTS if any(is_fragment for is_fragment, _ in blocks(path))]
 
 
@@ -66,6 +78,23 @@ def test_fragments_are_python_and_their_public_names_and_arguments_exist(path):
             takes_any = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
             unknown = {keyword.arg for keyword in node.keywords} - set(parameters) - {None}
             assert takes_any or not unknown, (ast.unparse(node), unknown)
+
+
+MODULES = {"torch", "nn", "dist", "functional", "signal", "peft", "dcp", "zeroamp"}
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if blocks(path)], ids=name)
+def test_modules_and_classes_in_blocks_are_imported(path):
+    """Names of a reader's own things, such as `model` and `loader`, need no import."""
+    known, used = set(dir(builtins)), set()
+    for node in (node for _, code in blocks(path) for node in ast.walk(ast.parse(code))):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            known |= {(each.asname or each.name).partition(".")[0] for each in node.names}
+        elif isinstance(node, ast.ClassDef):
+            known.add(node.name)
+        elif isinstance(node, ast.Name):
+            (known if isinstance(node.ctx, ast.Store) else used).add(node.id)
+    assert {each for each in used - known if each in MODULES or re.match(r"[A-Z]\w*[a-z]", each)} == set()
 
 
 def _public(function):

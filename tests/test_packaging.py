@@ -1,4 +1,4 @@
-"""What a build takes in: the linked folders, or nothing."""
+"""What a build takes in: the linked folders too, also from a tree in which the links are text files."""
 
 import shutil
 import subprocess
@@ -33,21 +33,26 @@ def _run(folder, *command):
     )
 
 
-def test_a_tree_without_links_is_not_built(tmp_path):
+def test_a_tree_without_links_gets_them(tmp_path):
+    """As of a zip download: a build restores the links. What is no text of a link is refused."""
     _copy(tmp_path, with_links=False)
+    (tmp_path / "zeroamp" / "policies").write_text("another text")
     result = _run(tmp_path, "setup.py", "bdist_wheel")
     assert result.returncode != 0
-    assert "zeroamp/hooks must be a symbolic link" in result.stderr
-    assert "core.symlinks=false" in result.stderr
+    assert "zeroamp/policies must be a symbolic link" in result.stderr
+    assert str((tmp_path / "zeroamp" / "hooks").readlink()) == "../hooks"
+    (tmp_path / "zeroamp" / "policies").write_text("../policies")
+    assert _run(tmp_path, "setup.py", "--version").returncode == 0
+    assert str((tmp_path / "zeroamp" / "policies").readlink()) == "../policies"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["tree", "sdist"])
+@pytest.mark.parametrize("source", ["tree", "zip", "sdist"])
 def test_a_wheel_has_every_module_and_data_file(tmp_path, source):
-    """A wheel from the tree or from the sdist has every module and data file."""
-    _copy(tmp_path, with_links=True)
+    """A wheel from the tree, from a zip download of it, or from the sdist has every module and data file."""
+    _copy(tmp_path, with_links=source != "zip")
     sdist = "from setuptools.build_meta import build_sdist; print(build_sdist('dist'))"
-    built = "." if source == "tree" else f"./dist/{_run(tmp_path, '-c', sdist).stdout.splitlines()[-1]}"
+    built = "." if source != "sdist" else f"./dist/{_run(tmp_path, '-c', sdist).stdout.splitlines()[-1]}"
     result = _run(tmp_path, "-m", *BUILD, "wheels", built)
     assert result.returncode == 0, result.stderr
     (path,) = tmp_path.glob("wheels/*.whl")

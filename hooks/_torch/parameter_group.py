@@ -268,8 +268,9 @@ def unshard_before_backward_of(
 ) -> None:
     """Unshard `module`'s own groups before the backward of these tensors, as FSDP2 does for the outputs of a forward.
 
-    An op in place on a view discards the hooks on the view. So for a view, the autograd node of its base gets the hook.
-    This hook does nothing if `awaits_backward()` is False, because the base may be older than the forward.
+    An op in place on a view discards the hooks on the view (pytorch issue 181832). So for a view, the autograd node of
+    its base gets the hook. This hook does nothing if `awaits_backward()` is False, because the base may be older than
+    the forward.
     """
     pre_backward: Callable[[Any], Any] = module._get_fsdp_state()._pre_backward
 

@@ -129,8 +129,8 @@ class ZeroampBlock(Block):
         Literal["auto", 0],
         BeforeValidator(_auto_or_zero),
         Honoured(
-            "dimension over which a parameter is sharded. `auto`: another than 0 where that saves padding "
-            "(docs/precision.md)"
+            "dimension over which a parameter is sharded. `auto`: dimension 0, or another one if that avoids padding "
+            "(docs/sharding.md)"
         ),
     ] = "auto"
     own_units: Annotated[

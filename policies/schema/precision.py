@@ -13,9 +13,10 @@ from zeroamp.policies.schema.keys import Block, Dtype, Honoured, Names, Number, 
 class TorchAutocastBlock(Block):
     """`torch_autocast`: per-op precision of `torch.autocast`."""
 
-    enabled: Annotated[bool, Honoured("per-op precision; safe parameters are all-gathered and reduced in `dtype`")] = (
-        False
-    )
+    enabled: Annotated[
+        bool,
+        Honoured("run the forward under `torch.autocast`; safe parameters are all-gathered and reduced in `dtype`"),
+    ] = False
     dtype: Annotated[Dtype | None, Honoured("`bfloat16` or `float16`; must be given if enabled")] = None
     lower_precision_safe_modules: Annotated[
         Literal["auto"] | Names | None,
@@ -86,7 +87,7 @@ class DataTypesBlock(Block):
     keep_in_fp32_modules: Annotated[
         Literal["auto"] | Names,
         Honoured(
-            "modules that are all-gathered and computed in fp32 in every mode (docs/precision.md). `auto`: those that "
+            "modules that are all-gathered and computed in fp32 in every mode (docs/exceptions.md). `auto`: those that "
             "a transformers model names"
         ),
     ] = "auto"

@@ -3,9 +3,9 @@
 [Note: Partial gradients]
 A rank of the tensor axis may hold a parameter whole and use it on its part of the sequence, as sequence parallelism
 does with norms. The gradient is a DTensor that is `Partial` then: it is the sum over the axis. FSDP2 would all-reduce
-each of them in the dtype of the gradient. Instead they are summed just before FSDP2 takes the gradients of a group: in
-one flat tensor, by an all-reduce in the order of the tree (`gradient_reduction.py`), which sends the group's
-communication dtype and sums in fp32. With native sums it is the backend's all-reduce.
+each of them in the dtype of the gradient (pytorch issue 190626). Instead they are summed just before FSDP2 takes the
+gradients of a group: in one flat tensor, by an all-reduce in the order of the tree (`gradient_reduction.py`), which
+sends the group's communication dtype and sums in fp32. With native sums it is the backend's all-reduce.
 
 FSDP2 gets sums that are `Replicate`, and sends them to the data ranks in the communication dtype. It reduces gradients
 of one dtype. So if gradients in bf16 are communicated in fp32, the group's other gradients are cast to fp32 too.

@@ -240,8 +240,8 @@ def _preempted(folder):
     from transformers import TrainerCallback
 
     page = (Path(__file__).parents[3] / "docs" / "transformers.md").read_text()
-    names = {"TrainerCallback": TrainerCallback, "signal": signal, "torch": torch}
-    exec(re.search(r"```python[^\n]*\n(class Preempted.*?)```", page, re.DOTALL)[1], names)
+    names = {}
+    exec(re.search(r"```python[^\n]*\n(import signal\n.*?)```", page, re.DOTALL)[1], names)
 
     class Signal(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):

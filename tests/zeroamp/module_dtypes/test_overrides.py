@@ -217,7 +217,7 @@ def test_a_frozen_parameter_is_all_gathered_as_it_is_stored():
 
 def test_the_example_of_the_docs_is_a_config_for_a_llama():
     pytest.importorskip("transformers", reason="the model is transformers'")
-    examples = re.findall(r"```json\n(.*?)```", (ROOT / "docs/precision.md").read_text(), re.DOTALL)
+    examples = re.findall(r"```json\n(.*?)```", (ROOT / "docs/exceptions.md").read_text(), re.DOTALL)
     (example,) = [json.loads(text) for text in examples if "overrides" in text]
     model = hf_llama(tied=False)
     plan = zeroamp.build_plan(model, zeroamp.policy_from_config(example))

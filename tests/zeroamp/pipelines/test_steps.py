@@ -142,3 +142,20 @@ def test_gradients_that_a_zero_bubble_schedule_loses_raise(ranks2):
     first, second = ranks2.run(_behind_frozen_part)
     assert first == ""
     assert "A zero bubble schedule of torch computes none" in second
+
+
+def _dtypes_of_loss():
+    """The dtype of a product inside of the loss function, and of the loss that the schedule gets."""
+    _, parts, _ = pipelines.start("1F1B", config(2, "autocast"), {"pp": 2, "dp": 1})
+    (part,) = parts.values()
+    train, inside = zeroamp.PipelineStep(part, torch.optim.SGD(part.parameters())), []
+
+    def loss_fn(output, weight):
+        inside.append((output @ weight).dtype)
+        return (output @ weight).sum()
+
+    return inside, train.wrap_loss(loss_fn)(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+def test_a_wrapped_loss_is_computed_under_autocast(ranks2):
+    assert ranks2.run(_dtypes_of_loss) == [([torch.bfloat16], torch.float32)] * 2

@@ -26,11 +26,12 @@ from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from zeroamp.cli import observed
 from zeroamp.cli.arguments import positive
 from zeroamp.policies.errors import ConfigError, StepError
 from zeroamp.reporting.tables import Row, render
 
+FOLDER = "ZEROAMP_COMPARE"
+"""The environment variable with the folder of `settings.json` and of what is recorded."""
 LONGEST_LINE = 2**16
 """Bytes of a line of output. Of a longer one the last bytes are read."""
 
@@ -118,7 +119,7 @@ def _observe(name: str, command: str, options: Namespace) -> dict[str, float]:
         if script is not None:
             Path(folder, "settings.json").write_text(json.dumps({"loss": options.loss, "steps": options.steps}))
             before, after = command[: script.start()], command[script.start() :]
-            _run(name, f"{before}{shlex.quote(observed.__file__)} {after}", options, folder)
+            _run(name, f"{before}{shlex.quote(str(Path(__file__).with_name('observed.py')))} {after}", options, folder)
         found = [path.read_text() for path in Path(folder).glob("*.observed")]
     if len(found) > 1:
         what = "Name one rank in --loss, or start torchrun with --local-ranks-filter 0."
@@ -132,7 +133,7 @@ def _run(name: str, command: str, options: Namespace, folder: str = "") -> Run:
     """Run a command in a shell up to its last loss, and kill all of its processes."""
     run, output, begin_s = Run(), deque[str](maxlen=20), time.perf_counter()
     folder = folder or f"run {time.time_ns()}"  # marks the processes
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", observed.FOLDER: folder}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", FOLDER: folder}
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(command, shell=True, env=environment, **pipes) as process:
         ender = threading.Thread(target=_end, args=(process, folder, options.timeout))
@@ -191,7 +192,7 @@ def _end(process: subprocess.Popen[bytes], folder: str, timeout_s: float) -> Non
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout_s)
     process.kill()
-    mark, is_left = f"{observed.FOLDER}={folder}\0".encode(), True
+    mark, is_left = f"{FOLDER}={folder}\0".encode(), True
     while is_left:
         is_left = process.poll() is None
         for path in Path("/proc").glob("[0-9]*/environ"):

@@ -16,12 +16,11 @@ from typing import Any, TextIO
 
 import torch
 
+from zeroamp.cli.compare import FOLDER
 from zeroamp.hooks.observers.tracing import OpRecorder
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.dtypes import short_name
 
-FOLDER = "ZEROAMP_COMPARE"
-"""The environment variable with the folder of `settings.json` and of what is recorded."""
 _KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "reduce", "gather")
 
 

@@ -23,7 +23,7 @@ from zeroamp.cli.compare import add_arguments, compare
 from zeroamp.dry_run.gpu_memory import GPUS_GB
 from zeroamp.policies.errors import ConfigError, StepError, ZeroAmpError, nearest, printable, some_of
 from zeroamp.policies.numbers import counted
-from zeroamp.reporting.page import PageKind, check_page, html_page
+from zeroamp.reporting.page import check_page, write_page
 from zeroamp.reporting.tables import paragraph
 
 if TYPE_CHECKING:
@@ -85,9 +85,7 @@ def _write(text: str) -> None:
 
 def check(options: Namespace) -> str:
     """Print how every key of a config is used, or what is wrong with it."""
-    from zeroamp.cli.model_source import load_model
     from zeroamp.optimizers.schedulers import warn_of_long_warmup
-    from zeroamp.planning.plan import build_plan
 
     if options.config is None and not options.all:
         raise ConfigError("The config is missing. Name a JSON file, or list all keys with --all.")
@@ -99,9 +97,7 @@ def check(options: Namespace) -> str:
     policy = zeroamp.policy_from_config({}) if options.config is None else _policy(options, options.world_size, config)
     if policy.scheduler is not None:
         warn_of_long_warmup(policy.scheduler.params)
-    plan = None
-    if options.model is not None:
-        plan = build_plan(load_model(options.model), policy, options.auto_wrap, _example_inputs(options))
+    plan = None if options.model is None else _plan_of(options, policy)
     lines = [] if options.config is None else [_first_line(options, policy, plan), ""]
     lines.append(policy.report(defaults=options.all))
     if left:
@@ -165,20 +161,19 @@ def explain(options: Namespace) -> str:
 
     The model is built on the meta device. Bytes per rank need --world-size.
     """
-    from zeroamp.cli.model_source import load_model
     from zeroamp.dry_run.run_plan import ranks_at
     from zeroamp.ledger.explain import Ledger
     from zeroamp.planning.mesh import Ranks
-    from zeroamp.planning.plan import build_plan
 
     policy = _policy(options, options.world_size)
-    _check_page(options)
-    plan = build_plan(load_model(options.model), policy, options.auto_wrap, _example_inputs(options))
+    check_page(options.html)
+    plan = _plan_of(options, policy)
     ranks = Ranks() if options.world_size is None else ranks_at(policy, options.world_size)
     ledger = Ledger(plan=plan, **asdict(ranks))
-    _write_page(options, "ledger", f"dtype ledger of {options.model}", ledger.title(), ledger.to_dict())
+    name, data = Path(options.model).name, ledger.to_dict()
+    write_page(options.html, "ledger", f"Dtype ledger of {name}", ledger.title(), data, {"Config": data["config"]})
     if options.json:
-        return _to_json(ledger.to_dict())
+        return _to_json(data)
     return f"{ledger}\n\n{ledger.per_parameter()}" if options.per_parameter else str(ledger)
 
 
@@ -188,7 +183,7 @@ def plan(options: Namespace) -> str:
     from zeroamp.dry_run.run_plan import plan_run
 
     policy = _policy(options, options.world_size)
-    _check_page(options)
+    check_page(options.html)
     with _progress_on_terminal():
         run = plan_run(
             load_model(options.model),
@@ -205,7 +200,8 @@ def plan(options: Namespace) -> str:
         )
     timelines = [{"stage": stage.stage, **stage.memory.drawn()} for stage in run.stages]
     data = {"plan": run.to_dict(), "timelines": timelines}
-    _write_page(options, "plan", f"plan of {options.model}", run.title(), data)
+    name, configs = Path(options.model).name, {"Config": run.policy.to_config()}
+    write_page(options.html, "plan", f"Plan of {name}", run.title(), data, configs)
     return _to_json(run.to_dict()) if options.json else str(run)
 
 
@@ -213,11 +209,12 @@ def report(options: Namespace) -> str:
     """Print a table that compares one or several runs, finished or not."""
     from zeroamp.reporting import saved_runs
 
-    _check_page(options)
+    check_page(options.html)
     runs = [saved_runs.read_run(path) for path in options.runs]
     data = saved_runs.runs_to_dict(runs)
-    names = ", ".join(run["name"] for run in data["runs"])
-    _write_page(options, "runs", names, "Runs as RunReport recorded them, on their first rank.", data)
+    configs = {f"Config of {run['name']}": run["headers"][-1].get("config") for run in data["runs"]}
+    title = f"{'Run' if len(runs) == 1 else 'Runs'} {', '.join(run['name'] for run in data['runs'])}"
+    write_page(options.html, "runs", title, "As RunReport recorded on the first rank.", data, configs)
     return _to_json(data) if options.json else saved_runs.table(runs)
 
 
@@ -327,27 +324,18 @@ def _policy(options: Namespace, num_ranks: int | None, config: dict[str, Any] | 
         raise ConfigError(text if str(options.config) in text else f"{options.config}: {text}") from error
 
 
-def _example_inputs(options: Namespace) -> Any:
+def _plan_of(options: Namespace, policy: "Policy") -> "Plan":
+    """Return the plan of the model that the options name, on the meta device."""
     import torch
 
-    from zeroamp.cli.model_source import load_function
+    from zeroamp.cli.model_source import load_function, load_model
+    from zeroamp.planning.plan import build_plan
 
-    if options.inputs is None:
-        return None
-    make = load_function(options.inputs, "--inputs")
-    with torch.device("meta"):
-        return make(1, TRACED_TOKENS)
-
-
-def _check_page(options: Namespace) -> None:
-    if options.html is not None:
-        check_page(options.html)
-
-
-def _write_page(options: Namespace, kind: PageKind, name: str, subtitle: str, data: dict[str, Any]) -> None:
-    if options.html is not None:
-        options.html.write_text(html_page(kind, name, subtitle, data), encoding="utf-8")
-        sys.stderr.write(f"wrote {options.html}\n")
+    model, inputs = load_model(options.model), None
+    if options.inputs is not None:
+        with torch.device("meta"):
+            inputs = load_function(options.inputs, "--inputs")(1, TRACED_TOKENS)
+    return build_plan(model, policy, options.auto_wrap, inputs)
 
 
 def _to_json(data: dict[str, Any]) -> str:

@@ -81,6 +81,8 @@ def test_the_file_has_what_step_returned_and_what_the_counters_counted(ranks2, t
     assert header["kind"] == "header"
     assert header["world_size"] == 2
     assert header["plan"]["stage"] == 3
+    assert header["optimizers"]["0"]["type"] == "AdamW"
+    assert float(header["optimizers"]["0"]["betas.1"]) == 0.999
     assert header["versions"]["torch"] == torch.__version__
     policies = [zeroamp.policy_from_config(cfg, world_size=2) for cfg in (header["config"], CFG)]
     assert policies[0] == policies[1]

@@ -69,7 +69,7 @@ function table(rows, columns, options = {}) {
   const more = element("button", { textContent: "Show all", hidden: true, onclick: () => { state.limit = Infinity; draw(); } });
   const words = element("input", { type: "search", placeholder: "Search, words in any order", ariaLabel: "Search" });
   words.addEventListener("input", () => { remember(); draw(); });
-  const isNumber = (column) => ["int", "float", "gib", "percent"].includes(column.kind);
+  const isNumber = (column) => ["int", "float", "gib", "percent", "number"].includes(column.kind);
   const heads = columns.map((column) => element("th", { className: isNumber(column) ? "number" : "", title: column.hint ?? "" },
     element("button", { textContent: column.label, type: "button", onclick: () => sortBy(column) })));
 

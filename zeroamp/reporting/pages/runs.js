@@ -35,29 +35,13 @@ function traces(data, value, weight = 0) {
     marker: { color: COLOURS[index % COLOURS.length] }, connectgaps: false }));
 }
 
-// The keys of the last headers' configs and of the headers themselves whose values are not the same in all runs.
-function differences(data) {
-  const flat = (value, path, into) => {
-    if (value !== null && typeof value === "object" && !Array.isArray(value)) for (const [key, each] of Object.entries(value)) flat(each, path ? `${path}.${key}` : key, into);
-    else into[path] = JSON.stringify(value);
-    return into;
-  };
-  const configs = data.runs.map((run) => {
-    const { kind, started, format, plan, ...header } = run.headers.at(-1);
-    return flat(header, "", {});
-  });
-  const keys = [...new Set(configs.flatMap(Object.keys))].filter((key) => new Set(configs.map((config) => config[key])).size > 1);
-  return keys.sort().map((key) => ({ key, ...Object.fromEntries(data.runs.map((run, index) => [`run ${index}`, configs[index][key] ?? null])) }));
-}
-
 tiles(DATA.runs.map((run) => [`${run.name}: steps`, FORMS.int(run.records.filter((record) => !record.skipped).length)]));
 heading("Side by side");
 add(table(DATA.summary, Object.keys(DATA.summary[0] ?? {}).map((key) => ({ key, label: key, kind: key === "" ? "text" : "" }))));
 if (DATA.runs.length > 1) {
-  heading("Differences of the configs");
-  const found = differences(DATA);
-  if (found.length) add(table(found, [{ key: "key", label: "key", kind: "name" }, ...DATA.runs.map((run, index) => ({ key: `run ${index}`, label: run.name }))]));
-  else note("None: configs, versions, ranks and devices are equal.");
+  heading("Settings that differ");
+  if (DATA.differences.length) add(table(DATA.differences, Object.keys(DATA.differences[0]).map((key) => ({ key, label: key, kind: key === "" ? "name" : "" }))));
+  else note("None: config, optimizers, learning rates, versions, ranks and devices are the same in all runs.");
 }
 
 heading("Over the steps");

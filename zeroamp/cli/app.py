@@ -213,8 +213,8 @@ def report(options: Namespace) -> str:
     runs = [saved_runs.read_run(path) for path in options.runs]
     data = saved_runs.runs_to_dict(runs)
     configs = {f"Config of {run['name']}": run["headers"][-1].get("config") for run in data["runs"]}
-    title = f"{'Run' if len(runs) == 1 else 'Runs'} {', '.join(run['name'] for run in data['runs'])}"
-    write_page(options.html, "runs", title, "As RunReport recorded on the first rank.", data, configs)
+    title = f"Report of {', '.join(run['name'] for run in data['runs'])}"
+    write_page(options.html, "runs", title, "Recorded by RunReport on the first rank.", data, configs)
     return _to_json(data) if options.json else saved_runs.table(runs)
 
 

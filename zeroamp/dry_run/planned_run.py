@@ -145,10 +145,10 @@ class RunPlan:
         return self.gpu if isinstance(self.gpu, str) else "GPU"
 
     def _stage_row(self, stage: StagePlan) -> Row:
-        shape = [number for number in (stage.ranks.num_replicas, stage.ranks.num_shards) if number is not None]
         return {
             "stage": stage.stage,
-            "mesh": "x".join(map(str, shape)),
+            "shards": stage.ranks.num_shards,
+            "replicas": stage.ranks.num_replicas or 1,
             **{BETWEEN if phase == "init" else phase: stage.memory.peak_bytes(phase) for phase in PHASES},
             "peak": stage.memory.peak_bytes(),
             "fits": _yes(self.fits(stage)),

@@ -7,7 +7,7 @@ const first = (name, key) => DATA.runs[name][0][key].map(number);
 const verdict = element("ul", {}, ...DATA.verdict.map((sentence) => element("li", { textContent: sentence })));
 add(verdict);
 heading("Over the steps");
-note("Of the first timed run of each command. The lower charts show B - A.");
+note("Of the first timed run of each command.");
 const panels = charts();
 for (const [title, key] of [["loss", "losses"], ["gradient norm", "grad_norms"]]) {
   const values = { A: first("A", key), B: first("B", key) };

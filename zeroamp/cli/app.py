@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import zeroamp
 from zeroamp.cli import arguments
 from zeroamp.cli.compare import add_arguments, compare
+from zeroamp.cli.model_source import load_function, load_model
 from zeroamp.dry_run.gpu_memory import GPUS_GB
 from zeroamp.policies.errors import ConfigError, StepError, ZeroAmpError, nearest, printable, some_of
 from zeroamp.policies.numbers import counted
@@ -162,14 +163,13 @@ def explain(options: Namespace) -> str:
     The model is built on the meta device. Bytes per rank need --world-size.
     """
     from zeroamp.dry_run.run_plan import ranks_at
-    from zeroamp.ledger.explain import Ledger
     from zeroamp.planning.mesh import Ranks
 
     policy = _policy(options, options.world_size)
     check_page(options.html)
     plan = _plan_of(options, policy)
     ranks = Ranks() if options.world_size is None else ranks_at(policy, options.world_size)
-    ledger = Ledger(plan=plan, **asdict(ranks))
+    ledger = zeroamp.Ledger(plan=plan, **asdict(ranks))
     name, data = Path(options.model).name, ledger.to_dict()
     write_page(options.html, "ledger", f"Dtype ledger of {name}", ledger.title(), data, {"Config": data["config"]})
     if options.json:
@@ -179,13 +179,10 @@ def explain(options: Namespace) -> str:
 
 def plan(options: Namespace) -> str:
     """Predict memory and traffic of an optimizer step at every ZeRO stage, without weights, GPUs or ranks."""
-    from zeroamp.cli.model_source import load_function, load_model
-    from zeroamp.dry_run.run_plan import plan_run
-
     policy = _policy(options, options.world_size)
     check_page(options.html)
     with _progress_on_terminal():
-        run = plan_run(
+        run = zeroamp.plan_run(
             load_model(options.model),
             policy,
             world_size=options.world_size,
@@ -225,9 +222,7 @@ def profile(options: Namespace) -> None:
 
     The script runs to its end. The first rank prints its labels with their times.
     """
-    from zeroamp.reporting.profiling import Profile
-
-    recording = Profile(None, options.out, wait=options.wait, warmup=options.warmup, active=options.active)
+    recording = zeroamp.Profile(None, options.out, wait=options.wait, warmup=options.warmup, active=options.active)
     has_ended = False
     try:
         with recording, _as_main(options.script, options.arguments):
@@ -328,14 +323,11 @@ def _plan_of(options: Namespace, policy: "Policy") -> "Plan":
     """Return the plan of the model that the options name, on the meta device."""
     import torch
 
-    from zeroamp.cli.model_source import load_function, load_model
-    from zeroamp.planning.plan import build_plan
-
     model, inputs = load_model(options.model), None
     if options.inputs is not None:
         with torch.device("meta"):
             inputs = load_function(options.inputs, "--inputs")(1, TRACED_TOKENS)
-    return build_plan(model, policy, options.auto_wrap, inputs)
+    return zeroamp.build_plan(model, policy, options.auto_wrap, inputs)
 
 
 def _to_json(data: dict[str, Any]) -> str:
@@ -348,26 +340,22 @@ def _progress_on_terminal() -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    logger, handler = logging.getLogger("zeroamp"), _LastLine()
-    level = logger.level
-    logger.addHandler(handler)
+    logger, lines = logging.getLogger("zeroamp"), logging.StreamHandler()
+    lines.terminator = "\r"
+    lines.setFormatter(logging.Formatter(f"{ERASE_LINE}%(message)s"))
+    lines.addFilter(lambda record: record.levelno == logging.INFO)
+    # lastResort prints warnings, as it does without handlers.
+    level, handlers = logger.level, [handler for handler in (lines, logging.lastResort) if handler is not None]
+    for handler in handlers:
+        logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        for handler in handlers:
+            logger.removeHandler(handler)
         logger.setLevel(level)
         sys.stderr.write(ERASE_LINE)
-
-
-class _LastLine(logging.StreamHandler):  # type: ignore[type-arg]  # it is generic for type checkers only
-    """Prints records to stderr. The next record erases one of level INFO."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print a record."""
-        self.terminator = "\r" if record.levelno == logging.INFO else "\n"
-        self.setFormatter(logging.Formatter(f"{ERASE_LINE}%(message)s"))
-        super().emit(record)
 
 
 @contextmanager

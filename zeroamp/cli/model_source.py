@@ -10,15 +10,15 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from zeroamp.policies.errors import WrapError, nearest
 
+if TYPE_CHECKING:
+    from torch import nn
 
-def load_model(source: str) -> nn.Module:
+
+def load_model(source: str) -> "nn.Module":
     """Build the model that `source` names under `torch.device("meta")`. Nothing is downloaded.
 
     Args:
@@ -28,6 +28,9 @@ def load_model(source: str) -> nn.Module:
     Raises:
         WrapError: there is no such model, or building it failed. The text has the class and text of the error.
     """
+    import torch
+    from torch import nn
+
     is_folder = Path(source).is_dir()
     if is_folder and not (Path(source) / "config.json").is_file():
         raise WrapError(
@@ -96,7 +99,8 @@ def _what_to_write(source: str, option: str) -> str:
     return f"{or_folder}package.module:function or path/to/file.py:function."
 
 
-def _build(folder: Path) -> nn.Module:
+def _build(folder: Path) -> "nn.Module":
+    import torch
     import transformers
 
     # trust_remote_code is passed because transformers would ask on the terminal otherwise.

@@ -47,25 +47,11 @@ style-src 'unsafe-inline'; img-src data: blob:; connect-src 'none'">
 
 
 def write_page(
-    path: Path | None,
-    kind: PageKind,
-    title: str,
-    subtitle: str,
-    data: Mapping[str, Any],
-    configs: Mapping[str, Any],
+    path: Path | None, kind: PageKind, title: str, subtitle: str, data: Mapping[str, Any], configs: Mapping[str, Any]
 ) -> None:
-    """Write a page that shows `data`, which `pages/<kind>.js` draws. Nothing without a path.
+    """Write a page that shows `data`, which `pages/<kind>.js` draws, and ends with the configs. Nothing without a path.
 
-    Args:
-        path: the file. Its folder exists: see `check_page`.
-        kind: of the page.
-        title: its heading.
-        subtitle: a line below the heading.
-        data: values for strict JSON.
-        configs: name -> config, shown at the end of the page.
-
-    Raises:
-        ConfigError: plotly is not installed.
+    The path was checked by `check_page`. Raises ConfigError without plotly.
     """
     if path is not None:
         path.write_text(_html(kind, title, subtitle, data, configs), encoding="utf-8")

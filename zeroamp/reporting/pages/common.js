@@ -74,7 +74,7 @@ function table(rows, columns, options = {}) {
   const count = element("span", { className: "count" });
   const more = element("button", { textContent: "Show all", hidden: true, onclick: () => { state.limit = Infinity; draw(); } });
   const words = element("input", { type: "search", placeholder: "Search, words in any order", ariaLabel: "Search" });
-  words.addEventListener("input", () => { remember(); draw(); });
+  words.addEventListener("input", draw);
   const isNumber = (column) => ["int", "float", "gib", "percent", "number"].includes(column.kind);
   const heads = columns.map((column) => element("th", { className: isNumber(column) ? "number" : "", title: column.hint ?? "" },
     element("button", { textContent: column.label, type: "button", onclick: () => sortBy(column) })));
@@ -88,10 +88,6 @@ function table(rows, columns, options = {}) {
       head.firstChild.textContent = columns[index].label + (isSorted ? (state.down ? " ▾" : " ▴") : "");
     });
     draw();
-  }
-  function remember() {
-    const hash = words.value ? `#q=${encodeURIComponent(words.value)}` : " ";
-    try { history.replaceState(null, "", hash === " " ? location.pathname : hash); } catch { /* a file page may not */ }
   }
   function chosen() {
     const sought = words.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -146,7 +142,6 @@ function table(rows, columns, options = {}) {
   const made = element("section", {},
     has_controls ? element("div", { className: "controls" }, options.search ? words : null, ...selects, ...toggles, count, more) : null,
     hint, scroll);
-  if (options.search) words.value = decodeURIComponent((location.hash.match(/^#q=(.*)$/) ?? ["", ""])[1]);
   draw();
   return made;
 }

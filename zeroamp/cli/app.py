@@ -99,7 +99,8 @@ def check(options: Namespace) -> str:
     if policy.scheduler is not None:
         warn_of_long_warmup(policy.scheduler.params)
     plan = None if options.model is None else _plan_of(options, policy)
-    lines = [] if options.config is None else [_first_line(options, policy, plan), ""]
+    is_about_something = options.config is not None or options.model is not None
+    lines = [_first_line(options, policy, plan), ""] if is_about_something else []
     lines.append(policy.report(defaults=options.all))
     if left:
         lines.append(

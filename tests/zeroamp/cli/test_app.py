@@ -97,6 +97,7 @@ def test_check_begins_with_mode_stage_units_and_the_share_in_low_precision(cfg, 
     assert "0 FSDP units below the root, 1 parameter group" in _words(out)
     assert err.startswith("Linear has no units below its root: at stage 3 all of its parameters")
     cfg.write_text('{"zero_optimization": {"stage": 2}}')
+    assert run("check", "--all", "--model", net)[1].startswith(f"{net}: mode fp32 (none of")
     assert "mode fp32 (none of torch_autocast, bf16 and fp16 is enabled), ZeRO stage 2" in _words(run("check", cfg)[1])
 
 

@@ -47,8 +47,11 @@ GPU_BENCHES := $(addprefix bench-gpu-,1b 1b-compile 1b-64 1b-1024 8b 8b-compile 
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
-		examples/finetune_llama.py --config examples/configs/zero3_autocast_bf16.json --out runs/demo
+		examples/finetune_llama.py --config examples/configs/zero3_autocast_bf16.json --out runs/demo --generate 'What is AI?'
 	$(BIN)/zeroamp report runs/demo/run.jsonl --html runs/demo/run.html
+	@echo
+	@cat runs/demo/answers.txt
+	@echo 'The weights came from a 4-bit file (Q4_1), in fp32. Open runs/demo/run.html in a browser, and runs/demo/loss.png.'
 
 # The same model and text, adapters on its frozen bf16 weights, by TRL's SFTTrainer.
 demo-lora: $(VENV)/.installed

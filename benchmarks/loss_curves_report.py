@@ -97,6 +97,9 @@ def tables(model: str, curves: Results, errors: Results) -> str:
     )
 
 
+IN_THE_DARK = "<style>@media (prefers-color-scheme: dark) { svg { filter: invert(1) hue-rotate(180deg); } }</style>"
+
+
 def draw(found: dict[str, tuple[Results, Results]], picture: Path) -> None:
     """Draw a row per model: validation loss by step, last loss by ranks, error of the sum by ranks."""
     figure, axes = pyplot.subplots(len(found), 3, figsize=(13, 3.8 * len(found)), squeeze=False, layout="constrained")
@@ -129,6 +132,8 @@ def draw(found: dict[str, tuple[Results, Results]], picture: Path) -> None:
             axis.minorticks_off()
     axes[0][0].legend(fontsize=8)
     figure.savefig(picture)
+    drawn = picture.read_text(encoding="utf-8")
+    picture.write_text(drawn.replace("</style>", f"</style>{IN_THE_DARK}", 1), encoding="utf-8")
 
 
 def main() -> None:

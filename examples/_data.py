@@ -32,6 +32,8 @@ class Document:
 
     key: str
     text: str
+    messages: tuple[tuple[str, str], ...] = ()
+    """(role, content) of each message, if the text is a conversation."""
 
 
 def read_documents(data: Path | None, tokenizer: PreTrainedTokenizerBase) -> list[Document]:
@@ -74,17 +76,55 @@ def pack(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, s
     The last, short row is left out. A document may continue in the next row, and attention crosses the border between
     two documents: both are usual for packing without padding. `name` is used in the error only.
     """
-    texts = [document.text for document in documents]
-    # The rendered text already holds its special tokens, so the tokenizer must not add a second set.
-    rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    tokens = [token for row in rows for token in row]
+    return pack_labelled(documents, tokenizer, seq_len=seq_len, name=name, mask_prompt=False)[:, 0]
+
+
+def pack_labelled(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, seq_len: int, name: str, mask_prompt: bool
+) -> torch.Tensor:
+    """`pack` with labels: int64 [num_sequences, 2, seq_len], tokens and labels.
+
+    With `mask_prompt`, only the assistant's answers in conversations have labels. A text has all of its own.
+    """
+    tokens: list[int] = []
+    labels: list[int] = []
+    for document in documents:
+        # The rendered text already holds its special tokens, so the tokenizer must not add a second set.
+        found = tokenizer(document.text, add_special_tokens=False, return_offsets_mapping=mask_prompt)
+        tokens += found["input_ids"]
+        labels += _masked(found, _answers(document, tokenizer)) if mask_prompt else found["input_ids"]
     num_sequences = len(tokens) // seq_len
     if num_sequences == 0:
         raise DataError(
             f"data: the {name} part must have at least {seq_len} tokens, one sequence, but has {len(tokens)}. Pass "
             "more text or a smaller --seq-len."
         )
-    return torch.tensor(tokens[: num_sequences * seq_len], dtype=torch.int64).view(num_sequences, seq_len)
+    both = torch.tensor([tokens, labels], dtype=torch.int64)[:, : num_sequences * seq_len]
+    return both.view(2, num_sequences, seq_len).transpose(0, 1)
+
+
+def _answers(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int]]:
+    """Return where the assistant's answers begin and end in the text, their end tokens included."""
+    if not document.messages:
+        return [(0, len(document.text))]
+    messages = [{"role": role, "content": content} for role, content in document.messages]
+    answers = []
+    for index in (index for index, message in enumerate(messages) if message["role"] == "assistant"):
+        before = _render(messages[:index], tokenizer, add_generation_prompt=True)
+        until = _render(messages[: index + 1], tokenizer)
+        if not (document.text.startswith(until) and until.startswith(before)):
+            raise DataError(
+                "--mask-prompt: this tokenizer's chat template renders a message differently by what follows it, so "
+                "the answers are not found. Leave --mask-prompt out."
+            )
+        answers.append((len(before), len(until)))
+    return answers
+
+
+def _masked(found: Any, answers: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the tokens, with IGNORED_LABEL for those outside of the answers."""
+    pairs = zip(found["input_ids"], found["offset_mapping"], strict=True)
+    return [token if any(a <= at < b for a, b in answers) else IGNORED_LABEL for token, (at, _) in pairs]
 
 
 def training_batches(
@@ -103,18 +143,45 @@ def training_batches(
     `zeroamp.micro_batch_indices`. So a step with the same number of rows has the same micro-batches on any number of
     ranks.
     """
-    if len(sequences) < world_size:
+    for _, own in _dealt(len(sequences), micro_batch_size, indices, world_size, seed, start):
+        yield torch.stack([sequences[row] for row in own])
+
+
+def labelled_batches(
+    sequences: torch.Tensor,
+    *,
+    micro_batch_size: int,
+    indices: range,
+    world_size: int,
+    seed: int,
+    start: int = 0,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
+    """`training_batches` of rows of `pack_labelled`: tokens, labels, and the predicted tokens of a mean micro-batch.
+
+    A loss that is a sum over tokens, divided by the last number, becomes the mean over the tokens of the optimizer
+    step: on every rank and micro-batch a token has the same weight.
+    """
+    num_predicted = (sequences[:, 1, 1:] != IGNORED_LABEL).sum(1)
+    for rows, own in _dealt(len(sequences), micro_batch_size, indices, world_size, seed, start):
+        tokens, labels = sequences[own].unbind(1)
+        yield tokens, labels, max(1.0, num_predicted[rows].sum().item() * micro_batch_size / len(rows))
+
+
+def _dealt(
+    num_sequences: int, micro_batch_size: int, indices: range, world_size: int, seed: int, start: int
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield, for each micro-batch of this rank, all rows of the optimizer step, and those of the micro-batch."""
+    if num_sequences < world_size:
         raise DataError(
-            f"data must have at least one training sequence per rank, but has {len(sequences)} for {world_size} ranks. "
+            f"data must have at least one training sequence per rank, but has {num_sequences} for {world_size} ranks. "
             "Pass more text, a smaller --seq-len, or use fewer ranks."
         )
-    order = itertools.islice(_endless_order(len(sequences), seed), start, None)
+    order = itertools.islice(_endless_order(num_sequences, seed), start, None)
     num_rows = world_size * len(indices) * micro_batch_size
     while True:
         rows = list(itertools.islice(order, num_rows))
         for index in indices:
-            own = rows[index * micro_batch_size : (index + 1) * micro_batch_size]
-            yield torch.stack([sequences[row] for row in own])
+            yield rows, rows[index * micro_batch_size : (index + 1) * micro_batch_size]
 
 
 def _endless_order(num_rows: int, seed: int) -> Iterator[int]:
@@ -127,14 +194,14 @@ def _endless_order(num_rows: int, seed: int) -> Iterator[int]:
 def evaluation_batches(
     sequences: torch.Tensor, *, micro_batch_size: int, rank: int, world_size: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's share of `sequences` as (input_ids, labels), both int64 [micro_batch_size, seq_len].
+    """This rank's share of rows of `pack_labelled` as (input_ids, labels), both int64 [micro_batch_size, seq_len].
 
     Every rank gets the same number of batches, because each forward runs collectives. Rows that fill up the last ones
     have only ignored labels, so the measured set does not depend on the number of ranks.
     """
     num_filler = -len(sequences) % (micro_batch_size * world_size)
-    input_ids = torch.cat([sequences, sequences[:1].expand(num_filler, -1)])
-    labels = input_ids.clone()
+    input_ids, labels = torch.cat([sequences, sequences[:1].expand(num_filler, -1, -1)]).unbind(1)
+    labels = labels.clone()
     labels[len(sequences) :] = IGNORED_LABEL
     own_ids, own_labels = input_ids[rank::world_size], labels[rank::world_size]
     yield from zip(own_ids.split(micro_batch_size), own_labels.split(micro_batch_size), strict=True)
@@ -166,7 +233,7 @@ def _jsonl_document(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -
         case {"question": str(question), "answer": str(answer)} if question and answer:
             return _conversation([question, answer], tokenizer)
         case {"messages": [{"role": str(), "content": str()}, *_] as messages} if all(map(_is_message, messages)):
-            return Document(key=messages[0]["content"], text=_render(messages, tokenizer))
+            return _document(messages[0]["content"], messages, tokenizer)
     found = f"keys {sorted(record)}" if isinstance(record, dict) else f"a JSON {type(record).__name__}"
     raise DataError(
         f'{where} must be {{"text": "…"}}, {{"question": "…", "answer": "…"}} or {{"messages": [{{"role": "user", '
@@ -199,13 +266,18 @@ def _conversation(turns: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> D
     """The turns question, answer, question, answer, … as one document; its key is the first question."""
     messages = [{"role": "system", "content": SYSTEM_PROMPT}]
     messages += [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
-    return Document(key=turns[0].strip().casefold(), text=_render(messages, tokenizer))
+    return _document(turns[0].strip().casefold(), messages, tokenizer)
 
 
-def _render(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> str:
+def _document(key: str, messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> Document:
+    pairs = tuple((message["role"], message["content"]) for message in messages)
+    return Document(key=key, text=_render(messages, tokenizer), messages=pairs)
+
+
+def _render(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase, **options: bool) -> str:
     if tokenizer.chat_template is None:
         raise DataError(
             "data: questions and answers need a tokenizer with a chat template, but this model's tokenizer has none. "
             'Pass a chat model with --model, or lines with "text" in --data.'
         )
-    return tokenizer.apply_chat_template(messages, tokenize=False)
+    return tokenizer.apply_chat_template(messages, tokenize=False, **options)

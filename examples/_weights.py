@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -19,6 +22,7 @@ from transformers import (
 )
 
 SMOLLM2 = "smollm2"
+FROM_4_BITS = "smollm2: SmolLM2-135M-Instruct, from a 4-bit file (Q4_1). Its answers are worse than the original's."
 TINY = "tiny"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CHATML_TEMPLATE = (
@@ -45,6 +49,20 @@ def load_model(name: str, *, seed: int) -> tuple[PreTrainedModel, PreTrainedToke
         # Master weights are fp32 whatever the file holds: the optimizer's small steps are lost in 8 or 16 bits.
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
     return (_plain(model) if name == SMOLLM2 else model), tokenizer
+
+
+def build_model(name: str, *, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Path | None]:
+    """(model, tokenizer, folder). A folder has the weights of a model on the meta device, which no rank holds whole.
+
+    `zeroamp.load_hf` reads them after `wrap_model`. Without a folder the weights are those of `load_model`.
+    """
+    if name in (TINY, SMOLLM2):
+        return *load_model(name, seed=seed), None
+    files = ["*.safetensors", "*.json", "*.model"]
+    folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=files))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(folder), folder
 
 
 def _smollm2_folder() -> str:

@@ -69,7 +69,7 @@ def make_accelerator(args: argparse.Namespace) -> Accelerator:
     """Return accelerate's accelerator, or zeroamp's."""
     project = ProjectConfiguration(project_dir=str(args.out), automatic_checkpoint_naming=True, total_limit=1)
     is_cpu = not torch.cuda.is_available()
-    common = {"cpu": is_cpu, "project_config": project, "gradient_accumulation_steps": args.accumulation}
+    common = {"cpu": is_cpu, "project_config": project, "gradient_accumulation_steps": args.grad_accum}
     if args.accelerator == "stock":
         return Accelerator(mixed_precision="bf16", **common)
     from zeroamp.integrations.accelerate import ZeroampAccelerator
@@ -109,7 +109,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, help="a DeepSpeed-style config; by default stage 3, autocast in bf16")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--examples", type=int, default=72, help="sequences of an epoch")
-    parser.add_argument("--accumulation", type=int, default=2, help="micro-batches of an optimizer step")
+    parser.add_argument("--grad-accum", type=int, default=2, help="micro-batches of an optimizer step")
     parser.add_argument("--max-norm", type=float, default=0.0, help="clip gradients to this norm; 0 does not clip")
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "zeroamp_accelerate")

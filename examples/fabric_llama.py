@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         {
             "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
             "zero_optimization": {"stage": args.stage},
-            "gradient_accumulation_steps": args.accumulate,
+            "gradient_accumulation_steps": args.grad_accum,
             "gradient_clipping": 1.0,
         }
     )
@@ -71,7 +71,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--devices", type=int, default=2)
     add("--stage", type=int, default=3, help="ZeRO stage")
     add("--steps", type=int, default=10, help="optimizer steps")
-    add("--accumulate", type=int, default=1, help="micro-batches per optimizer step")
+    add("--grad-accum", type=int, default=1, help="micro-batches per optimizer step")
     add("--width", type=int, default=64)
     add("--layers", type=int, default=2)
     add("--lr", type=float, default=1e-2)

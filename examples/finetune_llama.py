@@ -8,16 +8,17 @@ With --save-every and --resume auto, a run that is killed continues bit for bit:
 
 On SIGTERM it saves at the end of the step and exits. With --train-batch-size and --micro-batch-size it resumes on
 another number of ranks with the same rows in every step. `examples/launch/` starts it on several machines. The same
-file runs on one process without torchrun, on CPUs (gloo) and on GPUs (NCCL). It prints the dtype ledger and the
-held-out loss before and after, and writes `model/` (for `from_pretrained`), `losses.json`, `loss.png` and `run.jsonl`
-to --out. `zeroamp report` makes a table, and a page with `--html`, of the `run.jsonl` of one or several runs.
+file runs on one process without torchrun, on CPUs (gloo) and on GPUs (NCCL). No rank holds the whole model of a folder
+or hub name. `docs/tutorial.md` goes from own data to an answer. For Llama 3 8B on 8 GPUs of 80 GB:
+
+    torchrun --nproc-per-node 8 examples/finetune_llama.py --model FOLDER --seq-len 4096 --micro-batch-size 1 \\
+        --gradient-checkpointing --lr 1e-5      # planned peak with --config's default, ZeRO-3: 21.2 of 74.5 GiB
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -28,10 +29,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from _checkpoints import CHECKPOINTS, StopSignal, batch_sizes, note_change, resume
-from _data import IGNORED_LABEL, evaluation_batches, pack, read_documents, split_documents, training_batches
+from _data import labelled_batches, pack_labelled, read_documents, split_documents
+from _evaluation import answer, held_out_loss
 from _launch import COLLECTIVE_TIMEOUT, start_process_group
-from _output import Run, plot_losses
-from _weights import load_model
+from _optimizer import optimizer_and_scheduler
+from _output import Run, plot_losses, wandb_log
+from _weights import FROM_4_BITS, SMOLLM2, build_model
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import PreTrainedTokenizerBase
 
@@ -39,10 +42,9 @@ import zeroamp
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "zero3_autocast_bf16.json"
 DEFAULT_MICRO_BATCH_SIZE = 4  # sequences
-RUN_FILE = "run.jsonl"  # in --out
+RUN_FILE, LEDGER_FILE, ANSWERS_FILE = "run.jsonl", "ledger.txt", "answers.txt"  # in --out
 NUM_PROGRESS_LINES = 20  # of a run
 HELD_OUT_FRACTION = 0.1  # fraction of the distinct first questions (or texts)
-FINAL_LR_FRACTION = 0.1  # fraction of --lr at the last step
 
 
 @record  # gives torchrun the traceback of the rank that failed first
@@ -63,8 +65,9 @@ def finetune(
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
-        print(f"loading {args.model} and the text; {world_size} rank(s) on {device.type}", flush=True)
-    model, tokenizer = load_model(args.model, seed=args.seed)
+        name = FROM_4_BITS if args.model == SMOLLM2 else args.model
+        print(f"loading the text and {name}\nranks: {world_size}, on {device.type}", flush=True)
+    model, tokenizer, folder = build_model(args.model, seed=args.seed)
     train_rows, held_out_rows = load_rows(args, tokenizer)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -73,10 +76,16 @@ def finetune(
     policy = zeroamp.policy_from_config(read_config(args))
     args.micro_batch_size = policy.train_micro_batch_size_per_gpu or DEFAULT_MICRO_BATCH_SIZE
     model = zeroamp.wrap_model(model, policy)
+    if folder is not None:
+        zeroamp.load_hf(model, folder)  # each rank reads its own shards
     train = zeroamp.TrainStep(model, *optimizer_and_scheduler(policy, model, args))
 
+    evaluate = partial(held_out_loss, model, held_out_rows, args.micro_batch_size, device)
+    ask = partial(answer, model, tokenizer, args.generate, device)
     if rank == 0:
-        print(zeroamp.explain(model))
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / LEDGER_FILE).write_text(f"{zeroamp.explain(model)}\n", encoding="utf-8")
+        print(f"{zeroamp.explain(model).summary()}\nThe whole ledger is in {args.out / LEDGER_FILE}.\n")
         print(f"{len(train_rows)} training and {len(held_out_rows)} held-out sequences of {args.seq_len} tokens")
     run = resume(model, train, args.resume, args.out / CHECKPOINTS)
     sizes = batch_sizes(
@@ -87,20 +96,19 @@ def finetune(
     if run is None:
         options = {name: str(value) for name, value in vars(args).items()}
         run = Run(args=options, world_size=world_size, batch_sizes=sizes)
-        run.held_out_before = held_out_loss(model, held_out_rows, args.micro_batch_size, device)
+        run.held_out_before, run.answers = evaluate(), ask()
         if rank == 0:
             print(f"held-out loss before training: {run.held_out_before:.4f}", flush=True)
-        if rank == 0:
             (args.out / RUN_FILE).unlink(missing_ok=True)  # it may be from another run with the same --out
     else:
         change = note_change(run, sizes)
         if rank == 0:
             print(f"resuming after step {len(run.losses)}", *filter(None, [change]), sep="\n", flush=True)
     with zeroamp.RunReport(train, args.out / RUN_FILE):
-        is_complete = train_loop(model, train, train_rows, args, device, run, on_save)
+        is_complete = train_loop(model, train, train_rows, args, device, run, evaluate, on_save)
     if not is_complete:
         return
-    run.held_out_after = held_out_loss(model, held_out_rows, args.micro_batch_size, device)
+    run.held_out_after, run.answers = evaluate(), [*run.answers, *ask()]
 
     zeroamp.export_hf(model, args.out / "model")
     if rank == 0:
@@ -108,21 +116,11 @@ def finetune(
         run.write(args.out / "losses.json")
         plot_losses(run, args.out / "loss.png")
         print(f"held-out loss: before {run.held_out_before:.4f} -> after {run.held_out_after:.4f}")
-        print(f"saved model, losses.json, loss.png and {RUN_FILE} to {args.out}", flush=True)
-
-
-def optimizer_and_scheduler(
-    policy: zeroamp.Policy, model: torch.nn.Module, args: argparse.Namespace
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Build the config's optimizer and scheduler. A missing block is replaced by torch's, with --lr and --warmup."""
-    if policy.optimizer is not None:
-        optimizer = zeroamp.optimizer_from_config(policy, model.parameters())
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
-    if policy.scheduler is not None:
-        return optimizer, zeroamp.scheduler_from_config(policy, optimizer)
-    factor = partial(lr_factor, warmup=args.warmup, steps=args.steps)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        print(f"saved model, losses.json, loss.png, {LEDGER_FILE} and {RUN_FILE} to {args.out}", flush=True)
+        if args.generate is not None:
+            text = "{}\n  before: {}\n  after: {}\n".format(args.generate, *run.answers)
+            (args.out / ANSWERS_FILE).write_text(text, encoding="utf-8")
+            print(text, end="", flush=True)
 
 
 def train_loop(
@@ -132,11 +130,12 @@ def train_loop(
     args: argparse.Namespace,
     device: torch.device,
     run: Run,
+    evaluate: Callable[[], float],
     on_save: Callable[[Path, Run], None] | None,
 ) -> bool:
     """Take optimizer steps until `run` has `args.steps` of them. Return False if a signal ended the loop before."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    batches = training_batches(
+    batches = labelled_batches(
         rows,
         micro_batch_size=args.micro_batch_size,
         indices=zeroamp.micro_batch_indices(train),
@@ -145,15 +144,17 @@ def train_loop(
         start=sum(run.num_tokens) // args.seq_len,  # skip the rows that earlier starts trained on
     )
     save = partial(zeroamp.save_checkpoint, args.out / CHECKPOINTS, model, train, keep=args.keep)
+    log = wandb_log(args.wandb if rank == 0 else None, run, args.out.name)
     model.train()
     train.callbacks.append(stop := StopSignal())
     while len(run.losses) < args.steps:
         start, num_tokens = time.perf_counter(), 0
         report = None
         while report is None:  # once per micro-batch: step() returns a report at the end of the optimizer step
-            input_ids = next(batches).to(device)  # [micro_batch_size, seq_len]
+            input_ids, labels, num_items = next(batches)  # tensors of [micro_batch_size, seq_len]
+            inputs = {"input_ids": input_ids.to(device), "labels": labels.to(device), "num_items_in_batch": num_items}
             # No torch.autocast here: zeroamp's hook enters it around the model's forward.
-            loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+            loss = model(**inputs, use_cache=False).loss
             train.backward(loss)
             report = train.step()
             num_tokens += input_ids.numel() * world_size
@@ -161,6 +162,12 @@ def train_loop(
         seconds = time.perf_counter() - start
         run.add(loss=mean_loss, grad_norm=grad_norm, num_tokens=num_tokens, seconds=seconds)
         step = len(run.losses)
+        log({"loss": mean_loss, "grad_norm": grad_norm, "tokens/s": num_tokens / seconds}, step=step)
+        if args.eval_every is not None and step % args.eval_every == 0 and step < args.steps:
+            run.evaluations.append((step, evaluate()))
+            log({"held_out_loss": run.evaluations[-1][1]}, step=step)
+            if rank == 0:
+                print(f"held-out loss after step {step}: {run.evaluations[-1][1]:.4f}", flush=True)
         if rank == 0 and step % max(1, args.steps // NUM_PROGRESS_LINES) == 0:
             print(f"step {step}/{args.steps}: loss {mean_loss:.4f}, norm {grad_norm:.3g}", flush=True)
         if stop.is_requested:
@@ -180,29 +187,12 @@ def train_loop(
     return True
 
 
-@torch.no_grad()
-def held_out_loss(model: torch.nn.Module, rows: torch.Tensor, micro_batch_size: int, device: torch.device) -> float:
-    """Mean loss per predicted token over all `rows` and all ranks, in nats; the same number on every rank."""
-    model.eval()
-    totals = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, number of predicted tokens
-    for input_ids, labels in evaluation_batches(
-        rows, micro_batch_size=micro_batch_size, rank=dist.get_rank(), world_size=dist.get_world_size()
-    ):
-        input_ids, labels = input_ids.to(device), labels.to(device)
-        # transformers divides the summed loss by num_items_in_batch. Its default, a mean per batch, would weigh tokens
-        # by their batch.
-        totals[0] += model(input_ids=input_ids, labels=labels, num_items_in_batch=1, use_cache=False).loss
-        totals[1] += (labels[:, 1:] != IGNORED_LABEL).sum()
-    dist.all_reduce(totals)
-    return (totals[0] / totals[1]).item()
-
-
 def load_rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tuple[torch.Tensor, torch.Tensor]:
-    """(training rows, held-out rows), each int64 [num_sequences, seq_len], the same on every rank."""
+    """(training rows, held-out rows), each int64 [num_sequences, 2, seq_len], the same on every rank."""
     documents = read_documents(args.data, tokenizer)
     train, held_out = split_documents(documents, held_out_fraction=HELD_OUT_FRACTION, seed=args.seed)
-    train_rows = pack(train, tokenizer, seq_len=args.seq_len, name="training")
-    return train_rows, pack(held_out, tokenizer, seq_len=args.seq_len, name="held-out")[: args.eval_sequences]
+    packed = partial(pack_labelled, tokenizer=tokenizer, seq_len=args.seq_len, mask_prompt=args.mask_prompt)
+    return packed(train, name="training"), packed(held_out, name="held-out")[: args.eval_sequences]
 
 
 def read_config(args: argparse.Namespace) -> dict[str, object]:
@@ -216,14 +206,6 @@ def read_config(args: argparse.Namespace) -> dict[str, object]:
     return config | {key: value for key, value in asked.items() if value is not None}
 
 
-def lr_factor(step: int, *, warmup: int, steps: int) -> float:
-    """Fraction of --lr for the optimizer step after `step` steps: linear warmup, then a half cosine."""
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = min((step - warmup) / max(steps - warmup, 1), 1.0)
-    return FINAL_LR_FRACTION + (1 - FINAL_LR_FRACTION) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line. The defaults are those of `make demo`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -233,18 +215,18 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--data", type=Path, help="JSON lines with text, question + answer, or messages (default: chatterbot-corpus)")
     add("--steps", type=positive_int, default=30, help="optimizer steps")
     add("--micro-batch-size", type=positive_int, help="sequences per rank and forward (default: the config's, or 4)")
-    add(
-        "--train-batch-size",
-        type=positive_int,
-        help="sequences per step, of any number of ranks (default: the config's)",
-    )
+    add("--train-batch-size", type=positive_int, help="sequences per step of all ranks (default: the config's)")
     add("--grad-accum", type=positive_int, help="micro-batches per optimizer step (default: the config's)")
     add("--seq-len", type=positive_int, default=128, help="tokens per sequence")
     add("--lr", type=float, default=3e-4, help="peak learning rate, if the config has no optimizer")
     add("--warmup", type=int, default=5, help="optimizer steps until the peak, if the config has no scheduler")
+    add("--mask-prompt", action="store_true", help="train and evaluate on the answers of conversations only")
+    add("--generate", metavar="QUESTION", help="print the model's answer before and after training")
+    add("--eval-every", type=positive_int, metavar="STEPS", help="held-out loss during training (default: at the ends)")
     add("--eval-sequences", type=positive_int, default=32, help="held-out sequences, at most")
     add("--seed", type=int, default=0, help="of the split, the order, and --model tiny")
     add("--out", type=Path, default=Path("runs/finetune_llama"), help="folder for the model, the losses and the plot")
+    add("--wandb", metavar="PROJECT", help="log to Weights & Biases, from the first rank")
     add("--save-every", type=positive_int, metavar="STEPS", help="save to OUT/checkpoints each time (default: never)")
     add("--keep", type=positive_int, default=2, help="how many checkpoints to keep")
     add("--resume", metavar="auto|PATH", help="resume from the newest of OUT/checkpoints, if any, or from a checkpoint")

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/sft_lora.py --model smollm2    # SmolLM2 and the demo's text: `make demo-lora`
 
 It prints the held-out loss before and after, and writes checkpoints, the adapter (for `PeftModel.from_pretrained`) and
-`losses.json` to --out. A run that was killed continues with --resume.
+`losses.json` to --out. A run that was killed continues with --resume auto.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from _weights import TINY, load_model
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import PreTrainedTokenizerBase
+from transformers.trainer_utils import get_last_checkpoint
 
 from zeroamp.integrations.trl import ZeroampSFTConfig, ZeroampSFTTrainer
 
@@ -65,7 +66,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     before = trainer.evaluate()["eval_loss"]
     start = time.perf_counter()
-    trainer.train(resume_from_checkpoint=options.resume)
+    newest = get_last_checkpoint(options.out) if options.out.is_dir() else None
+    trainer.train(resume_from_checkpoint=newest if options.resume == "auto" else options.resume)
     minutes = (time.perf_counter() - start) / 60
     after = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(options.out / "adapter"))
@@ -105,7 +107,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=64, help="tokens per sequence")
     parser.add_argument("--lr", type=float, default=5e-3, help="peak learning rate")
     parser.add_argument("--out", type=Path, default=Path("runs/sft_lora"), help="folder for all output")
-    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint in --out")
+    parser.add_argument("--resume", metavar="auto|PATH", help="resume from the newest in --out, if any, or PATH")
     return parser.parse_args(arguments)
 
 

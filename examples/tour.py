@@ -1,6 +1,6 @@
 """A tour in two minutes on one process: python examples/tour.py, or cell by cell in an editor that knows percent cells.
 
-From a plain model to a verified ledger, a plan, ten steps, and a plot in runs/tour.
+From a plain model to a verified ledger, a plan, ten steps and a checkpoint in runs/tour.
 """
 
 # %% A plain model, and a config

@@ -1,9 +1,10 @@
 """The exceptions that zeroamp raises for a user's mistake or a fault. An internal error is an AssertionError."""
 
+import difflib
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class ZeroAmpError(Exception):
@@ -73,6 +74,13 @@ def some_of(names: Sequence[str], limit: int = 8) -> str:
     """Return the first `limit` names, joined by commas, and how many more there are."""
     more = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return "Did you mean '…'?" with the most similar known name, ignoring case; "" if none is similar."""
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f"Did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
 def shown(value: object) -> str:

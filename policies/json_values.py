@@ -38,11 +38,23 @@ def _read_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"config {str(path)!r} cannot be read ({error}). Check the path of the file.") from error
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a key twice, or nested too deeply
-        raise ConfigError(f"config {str(path)!r} must contain a JSON object: {error}. Correct the file.") from error
+        hint = _hint(path, error)
+        raise ConfigError(f"config {str(path)!r} must contain a JSON object: {error}. {hint}") from error
     if not isinstance(loaded, dict):
         found = type(loaded).__name__
         raise ConfigError(f"config {str(path)!r} must contain a JSON object, but contains a {found}. Correct the file.")
     return loaded
+
+
+def _hint(path: Path, error: Exception) -> str:
+    """Return what to do about a file that is not JSON. YAML and comments are the most common mistakes."""
+    if not isinstance(error, json.JSONDecodeError):
+        return "Correct the file."
+    if error.doc[error.pos :].lstrip().startswith(("//", "/*", "#")):
+        return "JSON has no comments. Remove them."
+    if path.suffix in (".yaml", ".yml"):
+        return "This file is YAML. Write it as JSON, or load it in Python and pass the dict."
+    return "Correct the file."
 
 
 def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from zeroamp.policies.errors import ConfigError, shown, some_of
+from zeroamp.policies.errors import ConfigError, nearest, shown, some_of
 from zeroamp.policies.schema.config import Config
-from zeroamp.policies.schema.keys import Honoured, Native, iter_keys, nearest
+from zeroamp.policies.schema.keys import Honoured, Native, iter_keys
 
 OTHER_NAMES = {
     f"{key.path.rpartition('.')[0]}.{key.key_class.other_name}": key.path

@@ -46,10 +46,22 @@ def float_text(value: float, decimals: int) -> str:
     return f"<{10**-decimals:.{decimals}f}" if is_hidden else f"{value:,.{decimals}f}"
 
 
-def gib_text(num_bytes: int) -> str:
-    """Return bytes of memory as text in GiB (1024³ bytes)."""
-    size = num_bytes / 2**30
-    return f"{float_text(size, decimals_of(size))} GiB"
+def byte_unit(largest: float) -> tuple[str, int]:
+    """Return the unit in which up to `largest` bytes are shown, and its size: B, KiB, MiB or GiB (1024³ bytes)."""
+    power = next(power for power in (3, 2, 1, 0) if largest >= 1024**power or power == 0)
+    return ("B", "KiB", "MiB", "GiB")[power], 1024**power
+
+
+def size_text(num_bytes: float) -> str:
+    """Return a number of bytes as text in its unit: "512 B", "1.50 MiB"."""
+    name, size = byte_unit(num_bytes)
+    scaled = num_bytes / size
+    return f"{scaled:,.0f} B" if size == 1 else f"{float_text(scaled, decimals_of(scaled))} {name}"
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun: "1 rank", "2,048 ranks". The plural has an s, unless it is given."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def size_from_launcher(name: str) -> int | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from zeroamp.policies.errors import ConfigError, repr_on_all_ranks
+from zeroamp.policies.errors import ConfigError, nearest, repr_on_all_ranks
 
 KEY = "torch_autocast.lower_precision_safe_modules"
 
@@ -53,10 +53,14 @@ def _find_bare_class(name: str, model: nn.Module) -> object:
     candidates = {type(module) for module in model.modules() if type(module).__name__ == name}
     if len(candidates) == 1:
         return candidates.pop()
-    carriers = (
-        f"{len(candidates)} classes of the model have" if candidates else "no class of torch.nn or of the model has"
-    )
-    raise ConfigError(f'{KEY} names {name!r}, a name that {carriers}. Write the full name "package.module.Class".')
+    if candidates:
+        carriers, hint = f"{len(candidates)} classes of the model have", ""
+    else:
+        carriers = "no class of torch.nn or of the model has"
+        classes = [*(type(module).__name__ for module in model.modules()), *vars(nn)]
+        hint = nearest(name, (each for each in classes if each[0].isupper()))
+    remedy = " ".join(filter(None, (hint, 'Write the full name "package.module.Class".')))
+    raise ConfigError(f"{KEY} names {name!r}, a name that {carriers}. {remedy}")
 
 
 def unsafe_owner(

@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from zeroamp.policies.errors import describe, is_quoted, shown
+from zeroamp.policies.errors import describe, is_quoted, nearest, shown
 from zeroamp.policies.schema.config import Config, OptimizerBlock, SchedulerBlock
-from zeroamp.policies.schema.keys import REMOVE_IT, Block, Unsupported, inner_block, iter_keys, nearest, own_class
+from zeroamp.policies.schema.keys import REMOVE_IT, Block, Unsupported, inner_block, iter_keys, own_class
 
 _VALID = {
     "bool_type": "true or false",

@@ -1,7 +1,6 @@
 """The classes of config keys (honoured, native, unsupported), and the types of their values."""
 
-import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
@@ -124,13 +123,6 @@ def is_off(value: object, key_class: Unsupported) -> bool:
         return not value or value.get("enabled") is False
     # With == alone, 0 would equal False.
     return any(isinstance(value, bool) == isinstance(item, bool) and value == item for item in key_class.off)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return "Did you mean '…'?" with the most similar known name, ignoring case; "" if none is similar."""
-    by_lower = {candidate.lower(): candidate for candidate in known}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    return f"Did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
 def refused(sentence: str) -> PydanticCustomError:

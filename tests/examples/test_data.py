@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,36 @@ def test_a_pass_deals_each_row_once():
     dealt = [int(row) for pair in zip(first, second, strict=True) for row in pair]
     assert sorted(dealt[:19]) == sorted(dealt[19:]) == list(range(19))
     assert dealt[:19] != dealt[19:]
+
+
+def test_only_answers_have_labels_where_the_prompt_is_masked(tokenizer, tmp_path):
+    turns = (("user", "Q"), ("assistant", "Aa"), ("user", "R"), ("assistant", "Bb"))
+    messages = [{"role": role, "content": text} for role, text in turns]
+    path = write(tmp_path, json.dumps({"messages": messages}), '{"text": "t"}')
+    documents = _data.read_documents(path, tokenizer)
+    pack = partial(_data.pack_labelled, documents, tokenizer, seq_len=1, name="training")
+    masked, whole = pack(mask_prompt=True), pack(mask_prompt=False)
+    tokens, labels = masked[:, 0], masked[:, 1]
+    assert tokens.equal(whole[:, 0])
+    assert tokens.equal(whole[:, 1])
+    has_label = labels != _data.IGNORED_LABEL
+    assert labels[has_label].equal(tokens[has_label])
+    assert tokenizer.decode(labels[has_label]) == "Aa<|im_end|>\nBb<|im_end|>\nt<|im_end|>"
+
+
+def test_a_loss_is_divided_by_the_predicted_tokens_of_a_mean_micro_batch():
+    """All ranks and micro-batches of an optimizer step have the same divisor."""
+    rows = torch.arange(2 * 8 * 5).view(8, 2, 5)
+    for row in range(8):
+        rows[row, 1, : row % 5] = _data.IGNORED_LABEL
+    deal = partial(_data.labelled_batches, rows, micro_batch_size=2, world_size=2, seed=0)
+    dealt = [list(itertools.islice(deal(indices=range(2 * rank, 2 * rank + 2)), 2)) for rank in range(2)]
+    num_predicted = sum(int((labels[:, 1:] != _data.IGNORED_LABEL).sum()) for rank in dealt for _, labels, _ in rank)
+    assert {divisor for rank in dealt for *_, divisor in rank} == {num_predicted / 4}
+    nothing = rows.clone()
+    nothing[:, 1] = _data.IGNORED_LABEL
+    batches = _data.labelled_batches(nothing, micro_batch_size=1, indices=range(1), world_size=1, seed=0)
+    assert next(batches)[2] == 1  # not 0, by which a loss would be nan
 
 
 def test_json_lines_of_each_kind_are_read_once(tokenizer, tmp_path):

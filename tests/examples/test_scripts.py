@@ -104,7 +104,7 @@ def test_lora_lowers_the_held_out_loss_and_goes_on_from_a_checkpoint(tmp_path):
     assert record["held_out_after"] < record["held_out_before"] - 0.3
     assert len(record["losses"]) == 8
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
-    torchrun("examples/sft_lora.py", "--steps", 10, "--out", tmp_path, "--resume")
+    torchrun("examples/sft_lora.py", "--steps", 10, "--out", tmp_path, "--resume", "auto")
     again = json.loads((tmp_path / "losses.json").read_text())
     assert again["losses"][:8] == record["losses"]
     assert len(again["losses"]) == 10

@@ -1,10 +1,11 @@
 """The command line: `zeroamp check`, `explain`, `plan`, `report`, `profile` and `compare`.
 
 Data goes to stdout, all else to stderr. Exit codes: 0, 1 for a mistake in config or model, 2 for a mistake in the
-arguments.
+arguments. What imports torch is imported inside of the commands: `--help` takes a tenth of the time.
 """
 
 import json
+import logging
 import os
 import runpy
 import signal
@@ -14,30 +15,27 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import zeroamp
 from zeroamp.cli import arguments
 from zeroamp.cli.compare import add_arguments, compare
 from zeroamp.cli.model_source import load_function, load_model
 from zeroamp.dry_run.gpu_memory import GPUS_GB
-from zeroamp.dry_run.run_plan import plan_run, ranks_at
-from zeroamp.ledger.explain import Ledger
-from zeroamp.module_dtypes.extension import overridden
-from zeroamp.planning.mesh import Ranks
-from zeroamp.planning.plan import Plan, build_plan
-from zeroamp.policies.auto_values import without_open_keys
-from zeroamp.policies.errors import ConfigError, ZeroAmpError, printable, some_of
-from zeroamp.policies.policy import Policy
-from zeroamp.reporting import saved_runs
-from zeroamp.reporting.page import PageKind, check_page, html_page
-from zeroamp.reporting.profiling import Profile
+from zeroamp.policies.errors import ConfigError, StepError, ZeroAmpError, nearest, printable, some_of
+from zeroamp.policies.numbers import counted
+from zeroamp.reporting.page import check_page, write_page
 from zeroamp.reporting.tables import paragraph
+
+if TYPE_CHECKING:
+    from zeroamp.planning.plan import Plan
+    from zeroamp.policies.policy import Policy
 
 TRACED_TOKENS = 2048
 """Sequence length of `zeroamp plan`, and of the inputs of a traced run, whose batch is 1."""
+
+
+ERASE_LINE = "\x1b[K"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -47,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: the arguments. None: those of the process.
     """
     try:
-        options = parsers()[0].parse_args(argv)
+        options = _parse(list(sys.argv[1:] if argv is None else argv))
     except SystemExit:  # also after --help, whose text may be in the buffer of stdout
         _write("")
         raise
@@ -61,6 +59,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"Error: {error}\n")
         sys.exit(1)
     _write(printable(f"{text}\n"))
+
+
+def _parse(argv: list[str]) -> Namespace:
+    """Return the arguments. For a command that does not exist, name the most similar one, and exit with 2."""
+    root, *commands = parsers()
+    names = [parser.prog.split()[-1] for parser in commands]
+    if argv and not argv[0].startswith("-") and argv[0] not in names:
+        root.error(f"there is no command {argv[0]!r}. {nearest(argv[0], names)} The commands are {', '.join(names)}.")
+    return root.parse_args(argv)
 
 
 def _write(text: str) -> None:
@@ -79,6 +86,8 @@ def _write(text: str) -> None:
 
 def check(options: Namespace) -> str:
     """Print how every key of a config is used, or what is wrong with it."""
+    from zeroamp.optimizers.schedulers import warn_of_long_warmup
+
     if options.config is None and not options.all:
         raise ConfigError("The config is missing. Name a JSON file, or list all keys with --all.")
     if options.model is None and (options.auto_wrap is not None or options.inputs is not None):
@@ -87,7 +96,11 @@ def check(options: Namespace) -> str:
     left = [path for path, names in opened.items() if not dict(options.auto).keys() & names]
     config = _without(left, options) if left else None
     policy = zeroamp.policy_from_config({}) if options.config is None else _policy(options, options.world_size, config)
-    lines = [] if options.config is None else [str(options.config)]
+    if policy.scheduler is not None:
+        warn_of_long_warmup(policy.scheduler.params)
+    plan = None if options.model is None else _plan_of(options, policy)
+    is_about_something = options.config is not None or options.model is not None
+    lines = [_first_line(options, policy, plan), ""] if is_about_something else []
     lines.append(policy.report(defaults=options.all))
     if left:
         lines.append(
@@ -98,16 +111,29 @@ def check(options: Namespace) -> str:
         lines.append("bf16 is assumed.")
     if not options.all:
         lines.append("--all lists all other keys with their defaults.")
-    if options.model is None:
+    if plan is None:
         lines.append("--model also checks the names of modules and classes.")
-    else:
-        plan = build_plan(load_model(options.model), policy, options.auto_wrap, _example_inputs(options))
-        lines.append(f"\n{options.model}: {_describe(plan)}")
+    elif plan.policy.overrides:
+        lines.append(f"\n{_describe_overrides(plan)}")
     return "\n".join(lines)
+
+
+def _first_line(options: Namespace, policy: "Policy", plan: "Plan | None") -> str:
+    """Return mode and stage; with a model also its units, groups and the share in low precision."""
+    names = " and ".join(str(name) for name in (options.config, options.model) if name is not None)
+    is_plain = " (none of torch_autocast, bf16 and fp16 is enabled)" * (policy.mode == "fp32")
+    parts = [f"{names}: mode {policy.mode}{is_plain}", f"ZeRO stage {policy.stage}"]
+    if plan is not None:
+        parts.append(f"{counted(len(plan.units), 'FSDP unit')} below the root")
+        parts.append(counted(len(plan.groups), "parameter group"))
+        parts += filter(None, [plan.describe_low_share()])
+    return ", ".join(parts)
 
 
 def _without(left: Collection[str], options: Namespace) -> dict[str, Any]:
     """Return the config without the keys in `left`, which are "auto". Of the precisions it then has bf16."""
+    from zeroamp.policies.auto_values import without_open_keys
+
     config = without_open_keys(options.config, dict(options.auto))
     if (block := _assumed(left)) is not None:
         dtype = {"dtype": "bfloat16"} if block == "torch_autocast" else {}
@@ -120,15 +146,15 @@ def _assumed(left: Collection[str]) -> str | None:
     return next((block for block in ("torch_autocast", "bf16") if f"{block}.enabled" in left), None)
 
 
-def _describe(plan: Plan) -> str:
-    """Return lines about units and groups, and what each override applies to."""
-    low = plan.describe_low_share()
-    lines = [f"{len(plan.units)} units below the root, {len(plan.groups)} groups{f', {low}' if low else ''}"]
+def _describe_overrides(plan: "Plan") -> str:
+    """Return a line per override: what it applies to."""
+    from zeroamp.module_dtypes.extension import overridden
+
+    lines = []
     for index, asked in enumerate(plan.policy.overrides):
         params = overridden(plan, index)
         names = f": {some_of([param.fqn for param in params], 4)}" if params else ""
-        count = f"{len(params)} parameter{'' if len(params) == 1 else 's'}"
-        lines.append(f"zeroamp.overrides.{index}: {asked.settings()} for {count}{names}")
+        lines.append(f"zeroamp.overrides.{index}: {asked.settings()} for {counted(len(params), 'parameter')}{names}")
     return paragraph("\n".join(lines))
 
 
@@ -137,47 +163,56 @@ def explain(options: Namespace) -> str:
 
     The model is built on the meta device. Bytes per rank need --world-size.
     """
+    from zeroamp.dry_run.run_plan import ranks_at
+    from zeroamp.planning.mesh import Ranks
+
     policy = _policy(options, options.world_size)
-    _check_page(options)
-    plan = build_plan(load_model(options.model), policy, options.auto_wrap, _example_inputs(options))
+    check_page(options.html)
+    plan = _plan_of(options, policy)
     ranks = Ranks() if options.world_size is None else ranks_at(policy, options.world_size)
-    ledger = Ledger(plan=plan, **asdict(ranks))
-    _write_page(options, "ledger", f"dtype ledger of {options.model}", ledger.title(), ledger.to_dict())
+    ledger = zeroamp.Ledger(plan=plan, **asdict(ranks))
+    name, data = Path(options.model).name, ledger.to_dict()
+    write_page(options.html, "ledger", f"Dtype ledger of {name}", ledger.title(), data, {"Config": data["config"]})
     if options.json:
-        return _to_json(ledger.to_dict())
+        return _to_json(data)
     return f"{ledger}\n\n{ledger.per_parameter()}" if options.per_parameter else str(ledger)
 
 
 def plan(options: Namespace) -> str:
     """Predict memory and traffic of an optimizer step at every ZeRO stage, without weights, GPUs or ranks."""
     policy = _policy(options, options.world_size)
-    _check_page(options)
-    run = plan_run(
-        load_model(options.model),
-        policy,
-        world_size=options.world_size,
-        batch=options.batch,
-        seq=options.seq,
-        checkpointing=options.checkpointing,
-        offload_activations=options.offload_activations,
-        gpu=options.gpu,
-        inputs=None if options.inputs is None else load_function(options.inputs, "--inputs"),
-        loss_fn=None if options.loss is None else load_function(options.loss, "--loss"),
-        auto_wrap_policy=options.auto_wrap,
-    )
+    check_page(options.html)
+    with _progress_on_terminal():
+        run = zeroamp.plan_run(
+            load_model(options.model),
+            policy,
+            world_size=options.world_size,
+            batch=options.batch,
+            seq=options.seq,
+            checkpointing=options.checkpointing,
+            offload_activations=options.offload_activations,
+            gpu=options.gpu,
+            inputs=None if options.inputs is None else load_function(options.inputs, "--inputs"),
+            loss_fn=None if options.loss is None else load_function(options.loss, "--loss"),
+            auto_wrap_policy=options.auto_wrap,
+        )
     timelines = [{"stage": stage.stage, **stage.memory.drawn()} for stage in run.stages]
     data = {"plan": run.to_dict(), "timelines": timelines}
-    _write_page(options, "plan", f"plan of {options.model}", run.title(), data)
+    name, configs = Path(options.model).name, {"Config": run.policy.to_config()}
+    write_page(options.html, "plan", f"Plan of {name}", run.title(), data, configs)
     return _to_json(run.to_dict()) if options.json else str(run)
 
 
 def report(options: Namespace) -> str:
     """Print a table that compares one or several runs, finished or not."""
-    _check_page(options)
+    from zeroamp.reporting import saved_runs
+
+    check_page(options.html)
     runs = [saved_runs.read_run(path) for path in options.runs]
     data = saved_runs.runs_to_dict(runs)
-    names = ", ".join(run["name"] for run in data["runs"])
-    _write_page(options, "runs", names, "Runs as RunReport recorded them, on their first rank.", data)
+    configs = {f"Config of {run['name']}": run["headers"][-1].get("config") for run in data["runs"]}
+    title = f"Report of {', '.join(run['name'] for run in data['runs'])}"
+    write_page(options.html, "runs", title, "Recorded by RunReport on the first rank.", data, configs)
     return _to_json(data) if options.json else saved_runs.table(runs)
 
 
@@ -188,13 +223,21 @@ def profile(options: Namespace) -> None:
 
     The script runs to its end. The first rank prints its labels with their times.
     """
-    recording = Profile(None, options.out, wait=options.wait, warmup=options.warmup, active=options.active)
-    with recording, _as_main(options.script, options.arguments):
-        try:
-            runpy.run_path(str(options.script), run_name="__main__")
-        except SystemExit as ended:
-            if ended.code not in (None, 0):
-                raise
+    recording = zeroamp.Profile(None, options.out, wait=options.wait, warmup=options.warmup, active=options.active)
+    has_ended = False
+    try:
+        with recording, _as_main(options.script, options.arguments):
+            try:
+                runpy.run_path(str(options.script), run_name="__main__")
+            except SystemExit as ended:
+                if ended.code not in (None, 0):
+                    raise
+            has_ended = True
+    except StepError as error:
+        if not has_ended:  # an error of the script, which keeps its traceback
+            raise
+        sys.stderr.write(f"Error: {error}\n")
+        sys.exit(1)
     if recording.rank == 0:
         _write(f"{recording}\n\n{recording.path}\n")
 
@@ -262,8 +305,10 @@ def parsers() -> list[ArgumentParser]:
     return [root, of_check, of_explain, of_plan, of_report, of_profile, of_compare]
 
 
-def _policy(options: Namespace, num_ranks: int | None, config: dict[str, Any] | None = None) -> Policy:
+def _policy(options: Namespace, num_ranks: int | None, config: dict[str, Any] | None = None) -> "Policy":
     """Return the policy of the config, or of `config`, a part of it. The text of an error begins with the path."""
+    from zeroamp.dry_run.run_plan import ranks_at
+
     given = options.config if config is None else config
     try:
         policy = zeroamp.policy_from_config(given, world_size=num_ranks, **dict(options.auto))
@@ -275,27 +320,43 @@ def _policy(options: Namespace, num_ranks: int | None, config: dict[str, Any] | 
         raise ConfigError(text if str(options.config) in text else f"{options.config}: {text}") from error
 
 
-def _example_inputs(options: Namespace) -> Any:
-    if options.inputs is None:
-        return None
-    make = load_function(options.inputs, "--inputs")
-    with torch.device("meta"):
-        return make(1, TRACED_TOKENS)
+def _plan_of(options: Namespace, policy: "Policy") -> "Plan":
+    """Return the plan of the model that the options name, on the meta device."""
+    import torch
 
-
-def _check_page(options: Namespace) -> None:
-    if options.html is not None:
-        check_page(options.html)
-
-
-def _write_page(options: Namespace, kind: PageKind, name: str, subtitle: str, data: dict[str, Any]) -> None:
-    if options.html is not None:
-        options.html.write_text(html_page(kind, name, subtitle, data), encoding="utf-8")
-        sys.stderr.write(f"wrote {options.html}\n")
+    model, inputs = load_model(options.model), None
+    if options.inputs is not None:
+        with torch.device("meta"):
+            inputs = load_function(options.inputs, "--inputs")(1, TRACED_TOKENS)
+    return zeroamp.build_plan(model, policy, options.auto_wrap, inputs)
 
 
 def _to_json(data: dict[str, Any]) -> str:
     return json.dumps(data, indent=2, allow_nan=False)
+
+
+@contextmanager
+def _progress_on_terminal() -> Iterator[None]:
+    """Show what is logged at level INFO on stderr, each line in place of the one before, if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    logger, lines = logging.getLogger("zeroamp"), logging.StreamHandler()
+    lines.terminator = "\r"
+    lines.setFormatter(logging.Formatter(f"{ERASE_LINE}%(message)s"))
+    lines.addFilter(lambda record: record.levelno == logging.INFO)
+    # lastResort prints warnings, as it does without handlers.
+    level, handlers = logger.level, [handler for handler in (lines, logging.lastResort) if handler is not None]
+    for handler in handlers:
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            logger.removeHandler(handler)
+        logger.setLevel(level)
+        sys.stderr.write(ERASE_LINE)
 
 
 @contextmanager

@@ -26,11 +26,17 @@ from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from zeroamp.cli import observed
-from zeroamp.cli.arguments import positive
+from zeroamp.cli.arguments import add_formats, positive
 from zeroamp.policies.errors import ConfigError, StepError
-from zeroamp.reporting.tables import Row, render
+from zeroamp.policies.numbers import byte_unit, counted, size_text
+from zeroamp.reporting.page import check_page, write_page
+from zeroamp.reporting.tables import Row, paragraph, render
 
+FOLDER = "ZEROAMP_COMPARE"
+"""The environment variable with the folder of `settings.json` and of what is recorded."""
+PER_STEP = " per step"
+"""Ends the keys of what a step sends."""
+SUM = f"sent in all{PER_STEP}"
 LONGEST_LINE = 2**16
 """Bytes of a line of output. Of a longer one the last bytes are read."""
 
@@ -60,6 +66,7 @@ def compare(options: Namespace) -> str:
     """
     if options.steps < 4:
         raise ConfigError(f"--steps is {options.steps}, but must be at least 4: half of the losses are warm-up.")
+    check_page(options.html)
     commands: dict[str, str] = dict(zip("AB", options.commands, strict=True))
     runs: dict[str, list[Run]] = {"A": [], "B": []}
     with _signals_interrupt():
@@ -70,11 +77,15 @@ def compare(options: Namespace) -> str:
                 last = runs[name][-1].losses[-1]
                 sys.stderr.write(f"{name}, run {number + 1} of {options.rounds}: last loss {last}\n")
     ratios = [b.step_s() / a.step_s() for a, b in zip(runs["A"], runs["B"], strict=True)]
+    measured = {"commands": commands, "bytes": num_bytes, "runs": runs, "time_ratios": ratios}
+    data = json.loads(json.dumps(measured, default=asdict), parse_constant=str)  # strict JSON has no NaN
+    rows, verdict = _rows(runs, num_bytes, ratios), _verdict(runs, num_bytes, ratios)
+    shown = {**data, "rows": rows, "verdict": verdict}
+    write_page(options.html, "compare", "A beside B", f"A: {commands['A']}. B: {commands['B']}.", shown, {})
     if options.json:
-        data = {"commands": commands, "bytes": num_bytes, "runs": runs, "time_ratios": ratios}
-        text = json.dumps(data, default=asdict)
-        return json.dumps(json.loads(text, parse_constant=str), indent=2)  # strict JSON has no NaN
-    return f"A: {commands['A']}\nB: {commands['B']}\n\n{render(_rows(runs, num_bytes, ratios))}"
+        return json.dumps(data, indent=2)
+    text = [f"A: {commands['A']}\nB: {commands['B']}", render(rows), "\n".join(map(paragraph, verdict))]
+    return "\n\n".join(text)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -87,7 +98,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     help = "Regular expression with one group, the number. Default: loss 2.3, loss: 2.3, loss=2.3, {'loss': 2.3}."
     add("--loss", metavar="REGEX", type=_pattern, default=_LOSS, help=help)
     add("--grad-norm", metavar="REGEX", type=_pattern, default=_GRAD_NORM, help="The same of the gradient norm.")
-    add("--json", action="store_true", help="One JSON object: all that was measured, in bytes and seconds.")
+    add_formats(parser, "One JSON object: all that was measured, in bytes and seconds.")
 
 
 @contextmanager
@@ -118,7 +129,7 @@ def _observe(name: str, command: str, options: Namespace) -> dict[str, float]:
         if script is not None:
             Path(folder, "settings.json").write_text(json.dumps({"loss": options.loss, "steps": options.steps}))
             before, after = command[: script.start()], command[script.start() :]
-            _run(name, f"{before}{shlex.quote(observed.__file__)} {after}", options, folder)
+            _run(name, f"{before}{shlex.quote(str(Path(__file__).with_name('observed.py')))} {after}", options, folder)
         found = [path.read_text() for path in Path(folder).glob("*.observed")]
     if len(found) > 1:
         what = "Name one rank in --loss, or start torchrun with --local-ranks-filter 0."
@@ -132,7 +143,7 @@ def _run(name: str, command: str, options: Namespace, folder: str = "") -> Run:
     """Run a command in a shell up to its last loss, and kill all of its processes."""
     run, output, begin_s = Run(), deque[str](maxlen=20), time.perf_counter()
     folder = folder or f"run {time.time_ns()}"  # marks the processes
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", observed.FOLDER: folder}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", FOLDER: folder}
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(command, shell=True, env=environment, **pipes) as process:
         ender = threading.Thread(target=_end, args=(process, folder, options.timeout))
@@ -191,7 +202,7 @@ def _end(process: subprocess.Popen[bytes], folder: str, timeout_s: float) -> Non
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout_s)
     process.kill()
-    mark, is_left = f"{observed.FOLDER}={folder}\0".encode(), True
+    mark, is_left = f"{FOLDER}={folder}\0".encode(), True
     while is_left:
         is_left = process.poll() is None
         for path in Path("/proc").glob("[0-9]*/environ"):
@@ -207,15 +218,56 @@ def _rows(runs: dict[str, list[Run]], num_bytes: dict[str, dict[str, float]], ra
     rows = [_row(f"loss {step}", *pair) for step, pair in enumerate(zip(a.losses, b.losses, strict=True), 1)]
     norms = zip_longest(a.grad_norms, b.grad_norms)
     rows += [_row(f"gradient norm {step}", *pair) for step, pair in enumerate(norms, 1)]
-    losses = [zip(*(run.losses for run in each), strict=True) for each in runs.values()]
-    rows.append(_row("a loss in all runs, largest spread", *(max(max(of) - min(of) for of in each) for each in losses)))
-    for key in {**num_bytes["A"], **num_bytes["B"]}:
-        sizes = [each.get(key, 0) / 2**20 if each else None for each in num_bytes.values()]
+    rows.append(_row("loss, spread between runs", *map(_spread, runs.values())))
+    unit, size = byte_unit(max((value for each in num_bytes.values() for value in each.values()), default=0))
+    sums = [{SUM: _sent(each), **each} if each else {} for each in num_bytes.values()]
+    for key in {**sums[0], **sums[1]}:
+        sizes = [each.get(key, 0) / size if each else None for each in sums]
         if any(sizes):
-            rows.append(_row(f"{key}, MiB", *sizes))
+            rows.append(_row(f"{key}, {unit}", *sizes))
+    times_s = [median(run.step_s() for run in each) for each in runs.values()]
+    return [*rows, _row("time of a step, s", *times_s) | {"B / A": f"{median(ratios):.3f}"}]
+
+
+def _sent(num_bytes: dict[str, float]) -> float:
+    return sum(size for key, size in num_bytes.items() if key.endswith(PER_STEP))
+
+
+def _spread(runs: list[Run]) -> float:
+    """Return the largest difference between runs of one command in the loss of a step."""
+    by_step: list[tuple[float, ...]] = list(zip(*(run.losses for run in runs), strict=True))
+    return max(max(losses) - min(losses) for losses in by_step)
+
+
+def _verdict(runs: dict[str, list[Run]], num_bytes: dict[str, dict[str, float]], ratios: list[float]) -> list[str]:
+    """Return sentences: whether losses and norms are equal, the ratio of bytes, the ratio of times."""
+    a, b = runs["A"][0], runs["B"][0]
+    lines = [_first_difference("Losses", a.losses, b.losses)]
+    if spread := max(map(_spread, runs.values())):
+        lines.append(f"Runs of one command differ by up to {spread:.3g} in a loss.")
+    if a.grad_norms and b.grad_norms:
+        lines.append(_first_difference("Gradient norms", a.grad_norms, b.grad_norms))
+    sent = [_sent(each) for each in num_bytes.values()]
+    if all(sent):
+        texts = ", ".join(f"{name} {size_text(size)}" for name, size in zip("AB", sent, strict=True))
+        lines.append(f"Sent per step: {texts}. B / A is {sent[1] / sent[0]:.3f}.")
     low, middle, high = quantiles(ratios * 2 if len(ratios) == 1 else ratios, method="inclusive")
-    times = {"B / A": f"{middle:.3f} ({low:.3f} to {high:.3f})"}
-    return [*rows, _row("time of a step, median (quartiles)", None, None) | times]
+    pairs = counted(len(ratios), "pair of runs", "pairs of runs")
+    lines.append(f"Time of a step: B / A is {middle:.3f} (quartiles {low:.3f} to {high:.3f}, {pairs}).")
+    return lines
+
+
+def _first_difference(what: str, a: list[float], b: list[float]) -> str:
+    pairs = list(zip(a, b, strict=False))
+    differs = {step: y - x for step, (x, y) in enumerate(pairs, 1) if x != y and not (math.isnan(x) and math.isnan(y))}
+    if not differs:
+        return f"{what}: equal in all {counted(len(pairs), 'step')}, as printed."
+    first = min(differs)
+    largest = max(differs, key=lambda step: abs(differs[step]))
+    return (
+        f"{what}: B - A is first not 0 at step {first} of {len(pairs)} ({differs[first]:+.3g}), and largest at step "
+        f"{largest} ({differs[largest]:+.3g})."
+    )
 
 
 def _row(what: str, a: float | None, b: float | None) -> Row:

@@ -5,19 +5,20 @@ Models are built on the meta device: shapes, classes and names, no weights.
 """
 
 import pkgutil
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+from zeroamp.policies.errors import WrapError, nearest
 
-from zeroamp.policies.errors import WrapError
+if TYPE_CHECKING:
+    from torch import nn
 
 
-def load_model(source: str) -> nn.Module:
+def load_model(source: str) -> "nn.Module":
     """Build the model that `source` names under `torch.device("meta")`. Nothing is downloaded.
 
     Args:
@@ -27,6 +28,9 @@ def load_model(source: str) -> nn.Module:
     Raises:
         WrapError: there is no such model, or building it failed. The text has the class and text of the error.
     """
+    import torch
+    from torch import nn
+
     is_folder = Path(source).is_dir()
     if is_folder and not (Path(source) / "config.json").is_file():
         raise WrapError(
@@ -37,6 +41,10 @@ def load_model(source: str) -> nn.Module:
         with torch.device("meta"):
             model = build()
     except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "transformers":
+            raise WrapError(
+                f"--model {source} is a folder of transformers, which is not installed. Run pip install transformers."
+            ) from error
         raise WrapError(
             f'--model {source}: building it under torch.device("meta") raised {type(error).__name__}: {error}. Tensors '
             "have no values there, so a factory must not read or load any. A model with custom code needs a factory."
@@ -56,6 +64,8 @@ def load_function(source: str, option: str) -> Callable[..., Any]:
         WrapError: there is no such function, or importing it failed.
     """
     module, _, name = source.rpartition(":")
+    if not module or not name:
+        raise WrapError(f"{option} {source} names no function. {_what_to_write(source, option)}")
     file = Path(module) if module.endswith(".py") else None
     for folder in (Path.cwd(), *([] if file is None else [file.resolve().parent])):
         if str(folder) not in sys.path:
@@ -65,15 +75,32 @@ def load_function(source: str, option: str) -> Callable[..., Any]:
         if not callable(function):
             raise TypeError(f"{name} is a {type(function).__name__}, not a function")
     except (Exception, SystemExit) as error:
-        or_folder = "a folder with a transformers config.json (of a hub's: download it), " * (option == "--model")
+        names = vars(sys.modules.get(module if file is None else file.stem, object))
+        hint = nearest(name, (each for each in names if not each.startswith("_")))
+        or_folder = "a folder with a transformers config.json, " * (option == "--model")
         raise WrapError(
             f"{option} {source} must be {or_folder}package.module:function or path/to/file.py:function, but importing "
-            f"it raised {type(error).__name__}: {error}."
+            f"it raised {type(error).__name__}: {error}. {hint}".strip()
         ) from error
     return function
 
 
-def _build(folder: Path) -> nn.Module:
+def _what_to_write(source: str, option: str) -> str:
+    """Return a sentence for a `source` without a function: a file, the name of a model of a hub, or another text."""
+    if source.endswith(".py"):
+        return f"Write {source}:function."
+    if option == "--model" and re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        folder = source.partition("/")[2]
+        return (
+            "If it is a model of the Hugging Face hub, download its config.json and name the folder: "
+            f"hf download {source} config.json --local-dir {folder}"
+        )
+    or_folder = "Name a folder with a transformers config.json, or write " * (option == "--model") or "Write "
+    return f"{or_folder}package.module:function or path/to/file.py:function."
+
+
+def _build(folder: Path) -> "nn.Module":
+    import torch
     import transformers
 
     # trust_remote_code is passed because transformers would ask on the terminal otherwise.

@@ -16,12 +16,11 @@ from typing import Any, TextIO
 
 import torch
 
+from zeroamp.cli.compare import FOLDER, PER_STEP
 from zeroamp.hooks.observers.tracing import OpRecorder
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.dtypes import short_name
 
-FOLDER = "ZEROAMP_COMPARE"
-"""The environment variable with the folder of `settings.json` and of what is recorded."""
 _KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "reduce", "gather")
 
 
@@ -40,7 +39,7 @@ class _Observer(OpRecorder):  # type: ignore[no-untyped-call]
         if kind is not None and func.namespace in ("c10d", "_c10d_functional"):
             sides = [list(tensors_in(value)) for value in (*arguments[0], out)]
             for tensor in max(sides, key=lambda tensors: sum(each.nbytes for each in tensors)):  # the unsharded side
-                self.num_bytes[f"{kind} {short_name(tensor.dtype)} per step"] += tensor.nbytes
+                self.num_bytes[f"{kind} {short_name(tensor.dtype)}{PER_STEP}"] += tensor.nbytes
 
     def on_loss(self) -> None:
         """Handle a loss, before it leaves the process."""

@@ -9,15 +9,18 @@ from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.ledger.rows import ledger_rows
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
+from zeroamp.policies.numbers import counted, size_text
 from zeroamp.policies.policy import Policy, Stage
 from zeroamp.reporting.tables import Row, headed, in_one_unit, paragraph
 
 _NOTE = (
-    "Memory: of one rank at its peak, in a step after the first. init: between two steps. Traffic: bytes that are "
-    "communicated, counted as by zeroamp.traffic(model). fits: with a reserve of "
-    f"{RESERVED_BYTES / 1e9} GB for NCCL and the driver's context, which is not part of the peak. Fragmentation is not "
-    "counted. Every expert of an MoE layer gets equally many tokens. 1 GiB is 1024³ bytes."
+    "Memory: of one rank at its peak, in a step after the first. Traffic: bytes that are communicated, counted as by "
+    f"zeroamp.traffic(model). fits: with a reserve of {RESERVED_BYTES / 1e9} GB for NCCL and the driver's context, "
+    "which is not part of the peak. Fragmentation is not counted. 1 GiB is 1024³ bytes."
 )
+_EXPERTS = " Every expert of an MoE layer gets equally many tokens."
+BETWEEN = "between steps"
+"""The column of the phase "init"."""
 _NOTHING_FITS = (
     "Nothing fits. Plan again with activation checkpointing, with zero_optimization.offload_param, with more ranks, "
     "with shorter sequences, with a smaller batch or with a GPU that has more memory."
@@ -52,6 +55,10 @@ class RunPlan:
     batch: int
     """Samples per micro-batch and rank."""
     seq: int
+    is_batched: bool
+    """Whether the inputs change with the batch. If not, there is no largest one."""
+    has_length: bool
+    """Whether an input has a dimension of `seq`. Images have none."""
     checkpointing: bool
     offload_activations: bool
     gpu: str | float
@@ -64,7 +71,7 @@ class RunPlan:
 
     def __str__(self) -> str:
         """Return tables of the stages and of the peaks by kind, with notes."""
-        stages = in_one_unit([self._stage_row(stage) for stage in self.stages], (*PHASES, "peak"))
+        stages = in_one_unit([self._stage_row(stage) for stage in self.stages], (BETWEEN, *PHASES, "peak"))
         peaks = [_kind_row(stage) for stage in self.stages]
         parts = [
             paragraph(self.title()),
@@ -72,7 +79,7 @@ class RunPlan:
             *(paragraph(f"stage {stage}: not possible: {reason}") for stage, reason in self.refused.items()),
             *([] if any(map(self.fits, self.stages)) else [paragraph(_NOTHING_FITS)]),
             headed("Memory of one rank at the peak", in_one_unit(peaks, peaks[0].keys() - {"stage"})),
-            paragraph(_NOTE),
+            paragraph(f"{_NOTE}{_EXPERTS * self._has_experts}"),
         ]
         return "\n\n".join(parts)
 
@@ -87,10 +94,13 @@ class RunPlan:
         checkpointing = "with" if self.checkpointing else "without"
         on_host = ", activations on the host" * self.offload_activations
         low = f", {text}" if (text := plan.describe_low_share()) else ""
+        num_micro = counted(self.policy.gradient_accumulation_steps, "micro-batch", "micro-batches")
+        samples = f" of {counted(self.batch, 'sample')}" * self.is_batched
+        tokens = f" of {counted(self.seq, 'token')}" * self.has_length
         return (
-            f"zeroamp: {numel:,} parameters, mode {self.policy.mode}, {self.world_size} ranks, "
-            f"{self.policy.gradient_accumulation_steps} x batch {self.batch} x {self.seq} per rank, {checkpointing} "
-            f"activation checkpointing{on_host}, {self._gpu_name} ({self.gpu_bytes / 2**30:.1f} GiB){low}"
+            f"zeroamp: {numel:,} parameters, mode {self.policy.mode}, {counted(self.world_size, 'rank')}, "
+            f"{num_micro}{samples}{tokens} per rank, {checkpointing} activation checkpointing{on_host}, "
+            f"{self._gpu_name} ({size_text(self.gpu_bytes)}){low}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,6 +110,8 @@ class RunPlan:
             "world_size": self.world_size,
             "batch": self.batch,
             "seq": self.seq,
+            "is_batched": self.is_batched,
+            "has_length": self.has_length,
             "checkpointing": self.checkpointing,
             "offload_activations": self.offload_activations,
             "gpu": {"name": self._gpu_name, "memory_bytes": self.gpu_bytes, "reserved_bytes": RESERVED_BYTES},
@@ -112,7 +124,7 @@ class RunPlan:
                     "peak_bytes": stage.memory.peak_bytes(),
                     "host_bytes": stage.memory.host_bytes(),
                     "fits": self.fits(stage),
-                    "largest_batch": stage.largest_batch,
+                    "largest_batch": stage.largest_batch if self.is_batched else None,
                     "traffic": ledger_rows(stage.plan, stage.ranks).traffic,
                 }
                 for stage in self.stages
@@ -125,18 +137,22 @@ class RunPlan:
         return stage.memory.peak_bytes() <= usable_bytes(self.gpu_bytes)
 
     @property
+    def _has_experts(self) -> bool:
+        return any("expert" in param.fqn.lower() for param in self.stages[0].plan.params)
+
+    @property
     def _gpu_name(self) -> str:
         return self.gpu if isinstance(self.gpu, str) else "GPU"
 
     def _stage_row(self, stage: StagePlan) -> Row:
-        shape = [number for number in (stage.ranks.num_replicas, stage.ranks.num_shards) if number is not None]
         return {
             "stage": stage.stage,
-            "mesh": "x".join(map(str, shape)),
-            **{phase: stage.memory.peak_bytes(phase) for phase in PHASES},
+            "shards": stage.ranks.num_shards,
+            "replicas": stage.ranks.num_replicas or 1,
+            **{BETWEEN if phase == "init" else phase: stage.memory.peak_bytes(phase) for phase in PHASES},
             "peak": stage.memory.peak_bytes(),
             "fits": _yes(self.fits(stage)),
-            "largest batch": stage.largest_batch,
+            **({"largest batch": stage.largest_batch} if self.is_batched else {}),
             "traffic": sum(stage.traffic.num_bytes.values()),
         }
 

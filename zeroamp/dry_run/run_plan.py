@@ -1,5 +1,6 @@
 """`plan_run`: predicts memory and traffic of a training run at each ZeRO stage."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,14 +16,17 @@ from zeroamp.dry_run.planned_run import RunPlan, StagePlan
 from zeroamp.dry_run.planned_traffic import plan_traffic
 from zeroamp.dry_run.timeline import Timeline
 from zeroamp.dry_run.traced_micro_batch import MicroBatch, trace_micro_batch
+from zeroamp.hooks.tensors import tensors_in
 from zeroamp.planning.mesh import Ranks, current_device_type, mesh_shape, refuse_partition
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies.accumulation import STAGES
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.errors import ConfigError, WrapError, ZeroAmpError
-from zeroamp.policies.numbers import is_integer
+from zeroamp.policies.numbers import counted, is_integer
 from zeroamp.policies.policy import ConfigLike, Policy, Stage, as_policy
 from zeroamp.training.loss import LossFunction
+
+logger = logging.getLogger("zeroamp")
 
 
 def plan_run(
@@ -93,7 +97,10 @@ def plan_run(
         limit=usable_bytes(gpu_bytes),
     )
     possible, refused = run.possible_stages(policy, stages, world_size)
+    shapes = run.shapes(batch)
     return RunPlan(
+        is_batched=shapes != run.shapes(batch + 1),
+        has_length=any(seq in shape for shape in shapes),
         policy=policy,
         world_size=world_size,
         batch=batch,
@@ -156,6 +163,10 @@ class _Run:
         """Return (args, kwargs) of the forward for `batch` samples."""
         return arguments_for(self.model, batch, self.seq, self.inputs)
 
+    def shapes(self, batch: int) -> list[torch.Size]:
+        """Return the shapes of the tensors of `arguments`."""
+        return [tensor.shape for tensor in tensors_in(self.arguments(batch))]
+
     def plan(self, policy: Policy) -> Plan:
         """Build the plan of one stage."""
         args, kwargs = self.arguments(1) if needs_run(policy) else ((), {})
@@ -188,6 +199,8 @@ class _Run:
         dtypes: tuple[tuple[str, torch.dtype], ...] = tuple((p.fqn, p.group_key.param) for p in plan.params)
         key = (frozenset(dtypes), plan.units, batch, checkpointing)
         if key not in self.traced:
+            samples = counted(batch, "sample")
+            logger.info("planning stage %d: tracing a micro-batch of %s", plan.policy.stage, samples)
             try:
                 self.traced[key] = trace_micro_batch(
                     self.model,

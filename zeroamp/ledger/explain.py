@@ -13,6 +13,7 @@ from zeroamp.ledger.verify_step import verify
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.mesh_axes import ranks_of_axes
 from zeroamp.planning.plan import Plan
+from zeroamp.policies.numbers import counted
 from zeroamp.training.loss import LossFunction
 from zeroamp.wrapping.state import refuse_joined, wrap_state
 
@@ -43,6 +44,12 @@ class Ledger:
     def __repr__(self) -> str:
         """Return mode, stage, units, groups and parameters in one line."""
         return f"Ledger({self.title().removeprefix('zeroamp: ')})"
+
+    def summary(self) -> str:
+        """Return the title, and the bytes of each pair of all-gather and reduction dtype. `str` has all tables."""
+        from zeroamp.reporting.ledger_tables import summary_text
+
+        return summary_text(self)
 
     def per_parameter(self) -> str:
         """Return a table of one row per parameter: class, group, dtypes, bytes and the reason for the dtypes."""
@@ -153,12 +160,12 @@ class Ledger:
 
     def title(self) -> str:
         """Return the sentence above the tables: mode, stage, units, groups and parameters."""
-        policy, units = self.plan.policy, self.plan.units
+        policy, units = self.plan.policy, counted(len(self.plan.units), "FSDP unit")
         numel = sum(group.numel for group in self.plan.all_groups)
         low = f", {text}" if (text := self.plan.describe_low_share()) else ""
         return (
-            f"zeroamp: mode {policy.mode}, ZeRO stage {policy.stage}, {len(units)} units below the root, "
-            f"{len(self.plan.all_groups)} groups, {numel:,} parameters{low}"
+            f"zeroamp: mode {policy.mode}, ZeRO stage {policy.stage}, {units} below the root, "
+            f"{counted(len(self.plan.all_groups), 'parameter group')}, {numel:,} parameters{low}"
         )
 
 

@@ -9,9 +9,8 @@ were not used (see [Note: Zeros for unused parameters]).
 from torch import nn
 
 from zeroamp.module_dtypes.patterns import find_matches, known_names
-from zeroamp.policies.errors import ConfigError
+from zeroamp.policies.errors import ConfigError, nearest
 from zeroamp.policies.policy import Policy
-from zeroamp.policies.schema.keys import nearest
 
 KEY = "zeroamp.optional_units"
 

@@ -9,9 +9,8 @@ from torch import nn
 from zeroamp.module_dtypes.patterns import Matches, find_matches, known_names
 from zeroamp.planning.parameter_uses import modules_around
 from zeroamp.policies.auto_wrap import has_forward
-from zeroamp.policies.errors import ConfigError
+from zeroamp.policies.errors import ConfigError, nearest
 from zeroamp.policies.policy import Policy
-from zeroamp.policies.schema.keys import nearest
 from zeroamp.policies.schema.precision import OverrideBlock
 
 

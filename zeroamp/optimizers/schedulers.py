@@ -80,18 +80,23 @@ def scheduler_from_config(cfg: PolicyLike, optimizer: torch.optim.Optimizer, /, 
         )
     if not isinstance(block.params, Curve):
         raise AssertionError(f"expected the params of a curve, got {block.params!r}")
+    warn_of_long_warmup(block.params)
     _check_fits(block.params, optimizer)
     return CurveLR(optimizer, block.params)
 
 
-def _check_fits(curve: Curve, optimizer: torch.optim.Optimizer) -> None:
-    values = dict(curve)
+def warn_of_long_warmup(params: object) -> None:
+    """Log a warning if the `scheduler.params` have a warm-up that does not end before the run does."""
+    values = dict(params) if isinstance(params, Curve) else {}
     if (total := values.get("total_num_steps")) is not None and values["warmup_num_steps"] >= total:
         logger.warning(
             "scheduler.params.warmup_num_steps is %d, but total_num_steps is %d: the run ends before the learning rate "
             "has reached its maximum. Set fewer warm-up steps.",
             *(values["warmup_num_steps"], total),
         )
+
+
+def _check_fits(curve: Curve, optimizer: torch.optim.Optimizer) -> None:
     num_groups = len(optimizer.param_groups)
     for key, value in curve:
         if isinstance(value, tuple) and len(value) != num_groups:

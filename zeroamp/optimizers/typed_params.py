@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from zeroamp.policies.errors import shown
+from zeroamp.policies.errors import nearest, shown
 from zeroamp.policies.numbers import is_finite
-from zeroamp.policies.schema.keys import REMOVE_IT, Block, Number, nearest, refused
+from zeroamp.policies.schema.keys import REMOVE_IT, Block, Number, refused
 
 LARGEST = 1e15
 """Largest learning rate, ratio or number of steps, so that products and quotients of two of them are finite."""

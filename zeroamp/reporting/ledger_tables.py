@@ -25,7 +25,7 @@ _RANK_NOTE = (
 )
 _UNKNOWN_NOTE = (
     "The number of ranks is not known, so bytes per rank and the all-reduce over replicas of shards are left out. Pass "
-    "Ledger(plan=..., num_shards=...), or --world-size."
+    "--world-size N (in Python: Ledger(plan=..., num_shards=N))."
 )
 
 
@@ -46,13 +46,20 @@ _BYTES = [_HEADERS[key] for key in ("bytes_per_all_gather", *BYTES)]
 def ledger_text(ledger: "Ledger") -> str:
     """Return the summary, one row per module class and dtypes, and one per group; equal neighbours share one."""
     all_rows = ledger_rows(ledger.plan, ledger.ranks)
+    groups = fold(ledger.group_rows())
+    of_one = " (bytes are those of one group of a row)" * any(row["groups"] > 1 for row in groups)
     tables = {
-        "Dtypes between ranks": [_of_dtypes(row) for row in all_rows.summary],
         "Module classes": [cells(row, ("class", "params", "elements", *DTYPE_COLUMNS)) for row in all_rows.classes],
-        "Groups": fold(ledger.group_rows()),
+        f"Groups{of_one}": groups,
     }
     drawn = [headed(heading, _in_units(rows)) for heading, rows in tables.items()]
-    return "\n\n".join([paragraph(ledger.title()), *drawn, paragraph(_notes(ledger))])
+    return "\n\n".join([summary_text(ledger), *drawn, paragraph(_notes(ledger))])
+
+
+def summary_text(ledger: "Ledger") -> str:
+    """Return the title, and one row per pair of all-gather and reduction dtype."""
+    rows = [_of_dtypes(row) for row in ledger_rows(ledger.plan, ledger.ranks).summary]
+    return f"{paragraph(ledger.title())}\n\n{headed('Dtypes between ranks', _in_units(rows))}"
 
 
 def parameter_text(ledger: "Ledger") -> str:

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages of a ledger, a plan or runs: style, scripts, data and plotly are in the one file.
+"""Self-contained HTML pages of a ledger, a plan, runs or a comparison: style, scripts, data and plotly in one file.
 
 A page loads nothing, and its Content-Security-Policy forbids it to load anything. So it opens without a network.
 """
@@ -6,7 +6,10 @@ A page loads nothing, and its Content-Security-Policy forbids it to load anythin
 import html
 import importlib
 import json
+import sys
 from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +17,7 @@ from typing import Any, Literal
 from zeroamp.policies.errors import ConfigError
 from zeroamp.version import __version__
 
-PageKind = Literal["ledger", "plan", "runs"]
+PageKind = Literal["ledger", "plan", "runs", "compare"]
 
 _SOURCES = files("zeroamp.reporting").joinpath("pages")
 _TEMPLATE = """<!DOCTYPE html>
@@ -32,6 +35,7 @@ style-src 'unsafe-inline'; img-src data: blob:; connect-src 'none'">
 <body>
 <header><h1>{title}</h1><p>{subtitle}</p></header>
 <main id="page"></main>
+<footer>{configs}<p>{about}</p></footer>
 <script type="application/json" id="data">{data}</script>
 <script>{plotly}</script>
 <script>
@@ -42,13 +46,29 @@ style-src 'unsafe-inline'; img-src data: blob:; connect-src 'none'">
 """
 
 
-def html_page(kind: PageKind, title: str, subtitle: str, data: Mapping[str, Any]) -> str:
-    """Return the HTML text of a page that shows `data`, which `pages/<kind>.js` draws.
+def write_page(
+    path: Path | None, kind: PageKind, title: str, subtitle: str, data: Mapping[str, Any], configs: Mapping[str, Any]
+) -> None:
+    """Write a page that shows `data`, which `pages/<kind>.js` draws, and ends with the configs. Nothing without a path.
 
-    All texts are plain: the page shows them as text, never as markup. Raises ConfigError without plotly.
+    The path was checked by `check_page`. Raises ConfigError without plotly.
     """
+    if path is not None:
+        path.write_text(_html(kind, title, subtitle, data, configs), encoding="utf-8")
+        sys.stderr.write(f"wrote {path}\n")
+
+
+def _html(kind: PageKind, title: str, subtitle: str, data: Mapping[str, Any], configs: Mapping[str, Any]) -> str:
+    """Return the text of a page. All texts are plain: the page shows them as text, never as markup."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return _TEMPLATE.format(
+        about=f"Written on {now} by zeroamp {__version__}, with torch {metadata.version('torch')}.",
+        configs="".join(
+            f"<details><summary>{html.escape(name)}</summary><pre>{html.escape(json.dumps(config, indent=2))}</pre>"
+            "</details>"
+            for name, config in configs.items()
+        ),
         version=__version__,
         title=html.escape(title),
         subtitle=html.escape(subtitle),
@@ -60,12 +80,14 @@ def html_page(kind: PageKind, title: str, subtitle: str, data: Mapping[str, Any]
     )
 
 
-def check_page(path: Path) -> None:
-    """Check that the file of a page can be written, before computing what it shows.
+def check_page(path: Path | None) -> None:
+    """Check that the file of a page, if one is asked for, can be written, before computing what it shows.
 
     Raises:
         ConfigError: plotly is not installed, the path is a folder, or the file cannot be written.
     """
+    if path is None:
+        return
     _plotly_script()
     if path.is_dir():
         raise ConfigError(f"--html: '{path}' is a folder. Name a file.")

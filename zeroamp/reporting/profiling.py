@@ -88,6 +88,11 @@ class Profile(Callback):
             self._profiler.on_trace_ready = None
         with self._contexts:
             self._profiler.stop()
+        if error_type is None and self._train is None:
+            raise StepError(
+                "Profile recorded nothing, because no TrainStep was made inside it, and it counts the steps of one. "
+                "Make a TrainStep, or profile a loop without one by torch.profiler."
+            )
         if error_type is None and not has_recorded:
             raise StepError(
                 f"Profile recorded nothing: it ended after {num_steps} optimizer steps of a TrainStep, but it records "

@@ -14,7 +14,7 @@ import resource
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -86,7 +86,7 @@ class RunReport(Callback):
         self._file: TextIO | None = None  # the first rank's, until a write fails
         ranks = RankGroup.shared(state.axes.whole, "signals")
         ranks.run(lambda: _check_is_possible(train, state))
-        ranks.on_first(lambda: self._open(Path(path)))
+        ranks.on_first(lambda: self._open(Path(path), train.optimizers))
 
         self._num_tokens: int | None = None  # in the forwards of this step so far, on this rank
         self._traffic: Counter[str] = Counter()
@@ -201,7 +201,7 @@ class RunReport(Callback):
         self.last = late()
         self._write(self.last.to_json())
 
-    def _open(self, path: Path) -> None:
+    def _open(self, path: Path, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8", newline="")
@@ -211,7 +211,7 @@ class RunReport(Callback):
             ) from error
         if self._file.tell():
             self._file.write("\n")  # a crash may have cut the last line
-        self._write(_header(self._state))
+        self._write(_header(self._state, optimizers))
 
     def _write(self, line: dict[str, Any]) -> None:
         """Append a line. Existing lines never change: a resumed run appends a header and its steps."""
@@ -255,7 +255,7 @@ def _check_is_possible(train: "TrainStep", state: WrapState) -> None:
         )
 
 
-def _header(state: WrapState) -> dict[str, Any]:
+def _header(state: WrapState, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     policy, device = state.plan.policy, device_of(state.mesh)
     return {
         "kind": "header",
@@ -264,8 +264,16 @@ def _header(state: WrapState) -> dict[str, Any]:
         "world_size": state.axes.whole.size(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "config": policy.to_config(),
+        "optimizers": {str(index): _settings(optimizer) for index, optimizer in enumerate(optimizers)},
         "plan": {"mode": policy.mode, "stage": policy.stage, "mesh": list(state.mesh.shape)},
     }
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the class and the arguments of an optimizer, those that are numbers or texts."""
+    plain = {name: value for name, value in optimizer.defaults.items() if isinstance(value, bool | int | float | str)}
+    betas = {f"betas.{index}": beta for index, beta in enumerate(optimizer.defaults.get("betas", ()))}
+    return {"type": type(optimizer).__name__} | {name: str(value) for name, value in {**plain, **betas}.items()}
 
 
 def _memory(device: torch.device) -> dict[str, Any]:

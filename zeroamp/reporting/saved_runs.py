@@ -4,19 +4,22 @@ import json
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from zeroamp.policies.errors import CheckpointError
+from zeroamp.policies.numbers import size_text
 from zeroamp.reporting.step_record import PARTS, StepRecord
-from zeroamp.reporting.tables import Row, render
+from zeroamp.reporting.tables import Row, headed, render
 from zeroamp.weights.untrusted_files import open_regular
 
 logger = logging.getLogger("zeroamp")
 
+RATES = ("learning rate, first", "learning rate, largest")
+"""Rows of the table, which also count as settings: a scheduler's rates are not in the config."""
 _MAX_LINE_BYTES = 16 * 1024**2
 
 
@@ -89,8 +92,12 @@ def _is_lost(last: StepRecord, new: StepRecord) -> bool:
 
 
 def table(runs: Sequence[SavedRun]) -> str:
-    """Return a table as text, with a column per run. Medians leave out the first step."""
-    return render(_rows(runs))
+    """Return a table as text, with a column per run, and the settings that differ. Medians leave out the first step."""
+    if len(runs) < 2:
+        return render(_rows(runs))
+    found = _differences(runs)
+    same = "Config, optimizers, learning rates, versions, ranks and devices are the same in all runs."
+    return f"{render(_rows(runs))}\n\n{headed('Settings that differ', found) if found else same}"
 
 
 def _rows(runs: Sequence[SavedRun]) -> list[Row]:
@@ -99,8 +106,32 @@ def _rows(runs: Sequence[SavedRun]) -> list[Row]:
     return [row for row in rows if any(text != "-" for text in list(row.values())[1:])]
 
 
+def _differences(runs: Sequence[SavedRun]) -> list[Row]:
+    """Return a row per setting of the last headers, or learning rate, that is not the same in all runs."""
+    settings = []
+    for run in runs:
+        header = {key: value for key, value in run.headers[-1].items() if key not in ("kind", "started", "plan")}
+        rates = {name: _summary(run)[name] for name in RATES}
+        settings.append({key: _text(value) for key, value in _flat(header).items()} | rates)
+    keys = sorted({key for each in settings for key in each})
+    rows = [{"": key, **dict(zip(_names(runs), (each.get(key) for each in settings), strict=True))} for key in keys]
+    return [row for row in rows if len({*list(row.values())[1:]}) > 1]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return nested dicts as one, whose keys are joined by dots."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+    return found
+
+
 def runs_to_dict(runs: Sequence[SavedRun]) -> dict[str, Any]:
-    """Return a JSON-serializable dict: the rows of the table, and each run's headers and records.
+    """Return a JSON-serializable dict: the rows of the tables, and each run's headers and records.
 
     Keys are stable; new ones may be added. Non-finite numbers are strings.
     """
@@ -112,7 +143,7 @@ def runs_to_dict(runs: Sequence[SavedRun]) -> dict[str, Any]:
         }
         for name, run in zip(_names(runs), runs, strict=True)
     ]
-    return {"summary": _rows(runs), "runs": found}
+    return {"summary": _rows(runs), "differences": _differences(runs), "runs": found}
 
 
 def _summary(run: SavedRun) -> dict[str, str]:
@@ -125,32 +156,42 @@ def _summary(run: SavedRun) -> dict[str, str]:
         step_s = sum(each.step_s for each in steady)
         return f"{sum(getattr(each, f'{part}_s') for each in steady) / step_s:.1%}" if step_s else "-"
 
+    versions = header.get("versions", {})
     return {
+        "started": str(header.get("started", "-")),
+        "zeroamp, torch": ", ".join(str(versions[name]) for name in ("zeroamp", "torch") if name in versions) or "-",
         "ranks, device": f"{header.get('world_size', '?')}, {header.get('device', '?')}",
         "mode, stage": f"{header['plan'].get('mode', '?')}, {header['plan'].get('stage', '?')}",
         "steps (skipped)": f"{len(taken):,} ({len(run.records) - len(taken):,})",
         "tokens": f"{tokens:,}" if (tokens := sum(each.num_tokens or 0 for each in run.records)) else "-",
-        "loss, first": _median(taken[:1], "loss", "{:.4f}"),
-        "loss, last": _median(taken[-1:], "loss", "{:.4f}"),
-        "gradient norm, median": _median(taken, "grad_norm", "{:.4g}"),
-        "tokens/s, median": _median(steady, "tokens_per_s", "{:,.0f}"),
-        "ms per step, median": _median(steady, "step_s", "{:,.1f}", 1e3),
+        "loss, first": _median(taken[:1], "loss", "{:.4f}".format),
+        "loss, last": _median(taken[-1:], "loss", "{:.4f}".format),
+        "gradient norm, median": _median(taken, "grad_norm", "{:.4g}".format),
+        **dict(zip(RATES, _rates(taken), strict=True)),
+        "tokens/s, median": _median(steady, "tokens_per_s", "{:,.0f}".format),
+        "ms per step, median": _median(steady, "step_s", "{:,.1f}".format, 1e3),
         # A dash marks the parts of the step: tables strip leading spaces.
         **{f"- {part.replace('_', ' ')}": share(part) for part in PARTS},
-        "GiB communicated per step": _median(steady, "communicated_bytes", "{:,.3g}", 1 / 1024**3),
-        "peak GiB, active": _median(last, "peak_active_gib", "{:.2f}"),
-        "peak GiB, reserved": _median(last, "peak_reserved_gib", "{:.2f}"),
-        "peak GiB, host process": _median(last, "peak_rss_gib", "{:.2f}"),
-        "allocator flushes": _median(last, "num_alloc_retries", "{:,}"),
+        "communicated per step": _median(steady, "communicated_bytes", size_text),
+        "peak memory, active": _median(last, "peak_active_gib", size_text, 1024**3),
+        "peak memory, reserved": _median(last, "peak_reserved_gib", size_text, 1024**3),
+        "peak memory, host process": _median(last, "peak_rss_gib", size_text, 1024**3),
+        "allocator flushes": _median(last, "num_alloc_retries", "{:,}".format),
         "starts": f"{len(run.headers)}",
     }
 
 
-def _median(records: Sequence[StepRecord], name: str, form: str, factor: float = 1) -> str:
+def _rates(taken: Sequence[StepRecord]) -> tuple[str, str]:
+    """Return the first and the largest learning rate; if there are several param groups, the largest of them."""
+    rates = [max(each.lr) for each in taken if each.lr]
+    return (f"{rates[0]:.4g}", f"{max(rates):.4g}") if rates else ("-", "-")
+
+
+def _median(records: Sequence[StepRecord], name: str, form: Callable[[float], str], factor: float = 1) -> str:
     """Return the median of an attribute of the records that have it, times the factor; of its finite values, if any."""
     known = [value for each in records if (value := getattr(each, name)) is not None]
     values = [value for value in known if math.isfinite(value)] or known
-    return form.format(median(values) * factor) if values else "-"
+    return form(median(values) * factor) if values else "-"
 
 
 def _names(runs: Sequence[SavedRun]) -> list[str]:

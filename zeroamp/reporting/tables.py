@@ -11,7 +11,7 @@ from typing import Any
 from tabulate import tabulate
 
 from zeroamp.policies.errors import printable
-from zeroamp.policies.numbers import decimals_of, float_text
+from zeroamp.policies.numbers import byte_unit, decimals_of, float_text
 
 Row = dict[str, Any]
 Column = tuple[str, ...]
@@ -37,16 +37,14 @@ def paragraph(text: str) -> str:
 def in_one_unit(rows: Sequence[Row], keys: Collection[str]) -> list[Row]:
     """Return the rows with the bytes of some columns in one unit, with which the headers of these columns end.
 
-    The unit is that of the largest number: bytes, KiB, MiB or GiB (1024³ bytes). None stays None.
+    The unit is that of the largest number: B, KiB, MiB or GiB (1024³ bytes). None stays None.
     """
-    largest = max((row[key] or 0 for row in rows for key in keys if key in row), default=0)
-    power = next(power for power in (3, 2, 1, 0) if largest >= 1024**power or power == 0)
-    unit = ("bytes", "KiB", "MiB", "GiB")[power]
+    unit, size = byte_unit(max((row[key] or 0 for row in rows for key in keys if key in row), default=0))
 
     def cell(key: str, value: Any) -> tuple[str, Any]:
         if key not in keys:
             return key, value
-        return f"{key} {unit}", value if value is None or power == 0 else value / 1024**power
+        return f"{key} {unit}", value if value is None or size == 1 else value / size
 
     return [dict(cell(*item) for item in row.items()) for row in rows]
 

@@ -1,7 +1,7 @@
 """Checks the arguments of `TrainStep` and its methods: optimizers, schedulers, parameters, losses, norms."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from inspect import Parameter, signature
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import can_be_sharded, divide_factors, parameter_pairs
-from zeroamp.policies.errors import StepError, describe
+from zeroamp.policies.errors import StepError, describe, repr_on_all_ranks
 from zeroamp.wrapping.state import WrapState, wrap_state
 
 
@@ -31,6 +31,36 @@ class StatefulScheduler(Scheduler, Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+
+
+def checked_optimizers(optimizer: object) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers that `TrainStep` was given, or raise StepError if they are something else."""
+    given = tuple(optimizer) if isinstance(optimizer, Iterable) and not isinstance(optimizer, str) else (optimizer,)
+    for each in given:
+        if isinstance(each, type) or not hasattr(each, "param_groups"):
+            raise StepError(
+                f"TrainStep(optimizer=) must be an optimizer of torch, or several of them, but is {_found(each)}. "
+                "Build one after wrap_model, such as torch.optim.AdamW(model.parameters())."
+            )
+    return given
+
+
+def checked_schedulers(scheduler: object) -> tuple[Scheduler | None, ...]:
+    """Return the schedulers that `TrainStep` was given, () for None, or raise StepError if one has no `step`."""
+    if scheduler is None:
+        return ()
+    given = tuple(scheduler) if isinstance(scheduler, Sequence) and not isinstance(scheduler, str) else (scheduler,)
+    for each in given:
+        if each is not None and (isinstance(each, type) or not callable(getattr(each, "step", None))):
+            raise StepError(
+                f"TrainStep(scheduler=) must be a scheduler with a step(), or several of them, but is {_found(each)}. "
+                "Build one, such as torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)."
+            )
+    return given
+
+
+def _found(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else repr_on_all_ranks(value)
 
 
 def _refuse_schedulers(schedulers: Sequence[Scheduler | None], optimizers: Sequence[torch.optim.Optimizer]) -> None:

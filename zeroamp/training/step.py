@@ -15,7 +15,14 @@ from zeroamp.training.callbacks import Callbacks
 from zeroamp.training.optimizer_checks import checked_on_shards, refuse_unsupported, shard_loaded_state
 from zeroamp.training.optimizer_step import Step
 from zeroamp.training.rank_agreement import description_of
-from zeroamp.training.refused_arguments import Scheduler, checked_max_norm, refuse_different_factors, refuse_unusable
+from zeroamp.training.refused_arguments import (
+    Scheduler,
+    checked_max_norm,
+    checked_optimizers,
+    checked_schedulers,
+    refuse_different_factors,
+    refuse_unusable,
+)
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.run_alike import Description, run_alike
 from zeroamp.wrapping.state import WrapState, autocast_of, refuse_part, wrap_state
@@ -89,9 +96,9 @@ class TrainStep:
             WrapError: the model is not wrapped.
         """
         self.model = model
-        self.optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+        self.optimizers = checked_optimizers(optimizer)
         """All optimizers, in the order in which they step."""
-        schedulers = scheduler if isinstance(scheduler, Sequence) else (scheduler,) * (scheduler is not None)
+        schedulers = checked_schedulers(scheduler)
         self.schedulers = tuple(schedulers) or (None,) * len(self.optimizers)
         """One entry per optimizer: its scheduler, or None."""
         self._on_shards = checked_on_shards(on_shards, len(self.optimizers))

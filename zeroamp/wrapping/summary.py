@@ -1,28 +1,23 @@
-"""Writes the summary and the warnings that `wrap_model` logs: parameters, bytes per rank, units and groups."""
-
-from collections import Counter
+"""Writes the line and the warnings that `wrap_model` logs."""
 
 import torch
 from torch import nn
 
-from zeroamp.planning.group_dtypes import PER_OP, group_dtypes
+from zeroamp.planning.group_dtypes import PER_OP
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.shard_sizes import param_memory
 from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import some_of
-from zeroamp.policies.numbers import gib_text
+from zeroamp.policies.numbers import counted, size_text
 
 UNCAST_FRACTION = 0.1
 """`wrap_model` warns if autocast leaves more than this fraction of the trainable elements in fp32, as 3-D tensors."""
 
 
 def size_summary(plan: Plan, ranks: Ranks, *, name: str, seconds: float) -> str:
-    """Return lines about the parameters, bytes per rank, units and groups of a model.
-
-    Bytes are those of the ledger: shards, gradients at the optimizer step, and the unsharded parameters if all units
-    were unsharded at once. Optimizer state is not counted, because there is no optimizer yet.
+    """Return a line about what `wrap_model` did. `explain` has the dtypes and bytes.
 
     Args:
         plan: of the model.
@@ -30,35 +25,18 @@ def size_summary(plan: Plan, ranks: Ranks, *, name: str, seconds: float) -> str:
         name: of the model's class.
         seconds: the time that `wrap_model` took.
     """
-    policy = plan.policy
     numel = sum(param.numel for param in plan.params)
     trainable = sum(param.numel for param in plan.params if param.is_trainable)
-    memory = [_memory(group, plan, ranks) for group in plan.all_groups]
-    stored, unsharded, gradients = (sum(column) for column in zip(*memory, strict=True)) if memory else (0, 0, 0)
-    largest = max((unsharded_of_group for _, unsharded_of_group, _ in memory), default=0)
-    communicated = [group for group in plan.all_groups if group.kind != "ignored"]
-    sent = {g.name: group_dtypes(g.key, policy, ranks.of(is_expert=g.is_expert)).communication for g in communicated}
-    kinds = Counter((g.kind, short_name(g.key.param), short_name(sent[g.name])) for g in communicated)
-    groups = ", ".join(f"{n} {kind} {param}/{communication}" for (kind, param, communication), n in kinds.items())
+    frozen = f" ({trainable:,} of them trainable)" * (trainable < numel)
+    stored = sum(_stored_bytes(group, plan, ranks) for group in plan.all_groups)
     replicas = f" x {ranks.num_replicas} replicas" if (ranks.num_replicas or 1) > 1 else ""
-    lines = [
-        f"wrapped {name} in {seconds:.2f} s: mode {policy.mode}, ZeRO stage {policy.stage}, "
-        f"{ranks.num_shards} shards{replicas}",
-        f"  parameters: {numel:,}, {trainable:,} of them trainable{_low_share(plan)}",
-        f"  per rank: {gib_text(stored)} of shards, {gib_text(gradients)} of gradients, and {gib_text(unsharded)} if "
-        f"all were unsharded at once (the largest group: {gib_text(largest)}); optimizer state is not counted",
-        f"  units: {len(plan.units) or 'none'} below the root{'' if plan.units else '; see auto_wrap_policy'}",
-        f"  groups, as all-gathered/reduced: {groups}",
-    ]
-    if plan.ignored:
-        numel = sum(group.numel for group in plan.ignored)
-        lines.append(f"  ignored: {sum(len(g.params) for g in plan.ignored)} parameters, {numel:,} elements")
-    return "\n".join(lines)
-
-
-def _low_share(plan: Plan) -> str:
-    text = plan.describe_low_share()
-    return f": {text}" if text else ""
+    low = f", {text}" if (text := plan.describe_low_share()) else ""
+    hint = "" if plan.units else " (see auto_wrap_policy)"
+    return (
+        f"wrapped {name} in {seconds:.2f} s: mode {plan.policy.mode}, ZeRO stage {plan.policy.stage}, "
+        f"{counted(ranks.num_shards or 1, 'shard')}{replicas} of {size_text(stored)}, {numel:,} parameters{frozen}, "
+        f"{counted(len(plan.units), 'FSDP unit')} below the root{hint}{low}"
+    )
 
 
 def describe_master_weights(model: nn.Module, plan: Plan) -> str | None:
@@ -70,8 +48,8 @@ def describe_master_weights(model: nn.Module, plan: Plan) -> str | None:
     numel = sum(parameter.numel() for parameter in low)
     dtypes = " and ".join(sorted({short_name(parameter.dtype) for parameter in low}))
     return (
-        f"{len(low)} trainable parameters stored in {dtypes} ({gib_text(sum(p.nbytes for p in low))}) become fp32 "
-        f"master weights ({gib_text(numel * torch.float32.itemsize)} over all shards)"
+        f"{len(low)} trainable parameters stored in {dtypes} ({size_text(sum(p.nbytes for p in low))}) become fp32 "
+        f"master weights ({size_text(numel * torch.float32.itemsize)} over all shards)"
     )
 
 
@@ -122,12 +100,7 @@ def describe_random_blocks(model: nn.Module, plan: Plan) -> str | None:
     )
 
 
-def _memory(group: GroupPlan, plan: Plan, ranks: Ranks) -> tuple[int, int, int]:
-    """Return the bytes of a group's stored shards, of its unsharded parameters, and of its gradients."""
+def _stored_bytes(group: GroupPlan, plan: Plan, ranks: Ranks) -> int:
+    """Return the bytes of a group's shards on one rank."""
     num_shards = ranks.of(is_expert=group.is_expert).shards(plan.policy) or 1
-    parts = [param_memory(param, plan.policy, num_shards) for param in group.params]
-    return (
-        sum(part.stored for part in parts),
-        sum(part.unsharded for part in parts),
-        sum(part.gradient for part in parts),
-    )
+    return sum(param_memory(param, plan.policy, num_shards).stored for param in group.params)

@@ -39,7 +39,7 @@ from zeroamp.planning.rank_device import choose_device
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.batch_sizes import check_batch_sizes
-from zeroamp.policies.errors import WrapError, describe
+from zeroamp.policies.errors import WrapError, describe, shown
 from zeroamp.policies.extensions import of_class
 from zeroamp.policies.policy import ConfigLike, Policy, as_policy
 from zeroamp.wrapping.attach import attach_hooks
@@ -128,6 +128,7 @@ def wrap_model(
     """
     begin, name = time.perf_counter(), type(model).__name__
     log_once_per_job()
+    _refuse_other_mesh(mesh)
     if mesh is None and not dist.is_initialized():
         _refuse_unusable(model)
         as_policy(policy)  # raises before there is a process group
@@ -309,6 +310,12 @@ def register_forward_method(model: nn.Module, method_name: str) -> None:
             pre_forwards=pre_forwards,
             groups=[typed_group_hooks(holder) for holder in at_root],
         )
+
+
+def _refuse_other_mesh(mesh: object) -> None:
+    if not (mesh is None or isinstance(mesh, DeviceMesh)):
+        what = "Pass one of init_device_mesh, or leave it out."
+        raise WrapError(describe("wrap_model(mesh=)", shown(mesh), "a torch.distributed.DeviceMesh", what))
 
 
 def _refuse_unusable(model: object) -> None:

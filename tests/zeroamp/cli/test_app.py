@@ -59,8 +59,9 @@ def asked(monkeypatch):
 def test_check_prints_the_keys_of_the_config_and_their_defaults_if_asked(cfg):
     policy, hint = zeroamp.policy_from_config(cfg), "--all lists all other keys with their defaults.\n"
     model = "--model also checks the names of modules and classes.\n"
-    assert run("check", cfg) == (0, f"{cfg}\n{policy.report()}\n{hint}{model}", "")
-    assert run("check", cfg, "--all") == (0, f"{cfg}\n{policy.report(defaults=True)}\n{model}", "")
+    first = f"{cfg}: mode autocast, ZeRO stage 3"
+    assert run("check", cfg) == (0, f"{first}\n\n{policy.report()}\n{hint}{model}", "")
+    assert run("check", cfg, "--all") == (0, f"{first}\n\n{policy.report(defaults=True)}\n{model}", "")
     assert run("check", "--all") == (0, f"{zeroamp.policy_from_config({}).report(defaults=True)}\n{model}", "")
 
 
@@ -82,18 +83,49 @@ def test_check_leaves_out_keys_that_an_integration_fills(tmp_path):
     assert "zero_optimization.stage must be" in run("check", path)[2]
 
 
-def test_check_with_a_model_adds_a_line_of_its_units_and_groups(cfg, net, llama):
-    policy = zeroamp.policy_from_config(cfg)
+def test_check_begins_with_mode_stage_units_and_the_share_in_low_precision(cfg, net, llama, tmp_path):
     code, out, err = run("check", cfg, "--model", net)
-    lines = re.fullmatch(
-        rf"{re.escape(str(cfg))} {re.escape(_words(policy.report()))} --all [^/]* {re.escape(net)}: "
-        r"3 units below the root, 4 groups, "
-        r"(\d+\.\d)% of the trainable elements in bf16",
+    found = re.match(
+        rf"{re.escape(str(cfg))} and {re.escape(net)}: mode autocast, ZeRO stage 3, 3 FSDP units below the root, "
+        r"4 parameter groups, (\d+\.\d)% of the trainable elements in bf16 Honoured",
         _words(out),
     )
     assert (code, err) == (0, "")
-    assert 0 < float(lines[1]) < 100
-    assert f"{llama}: 2 units below the root, 4 groups, " in _words(run("check", cfg, "--model", llama)[1])
+    assert 0 < float(found[1]) < 100
+    assert f"{llama}: mode autocast, ZeRO stage 3, 2 FSDP units below" in _words(run("check", cfg, "--model", llama)[1])
+    code, out, err = run("check", cfg, "--model", net.replace("Net", "flat"))
+    assert "0 FSDP units below the root, 1 parameter group" in _words(out)
+    assert err.startswith("Linear has no units below its root: at stage 3 all of its parameters")
+    cfg.write_text('{"zero_optimization": {"stage": 2}}')
+    assert run("check", "--all", "--model", net)[1].startswith(f"{net}: mode fp32 (none of")
+    assert "mode fp32 (none of torch_autocast, bf16 and fp16 is enabled), ZeRO stage 2" in _words(run("check", cfg)[1])
+
+
+def test_check_warns_of_a_warm_up_that_is_longer_than_the_run(tmp_path):
+    path = tmp_path / "zero.json"
+    params = {"warmup_num_steps": 100, "total_num_steps": 10}
+    path.write_text(json.dumps({"scheduler": {"type": "WarmupDecayLR", "params": params}}))
+    assert "warmup_num_steps is 100, but total_num_steps is 10" in run("check", path)[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("zero.json", '{\n  // stage\n  "bf16": {}}', "JSON has no comments. Remove them."),
+        ("zero.json", '{"bf16": {} # on\n}', "JSON has no comments. Remove them."),
+        ("zero.yaml", "bf16:\n  enabled: true\n", "This file is YAML."),
+        ("zero.json", "", "Correct the file."),
+    ],
+)
+def test_a_config_that_is_not_json_says_what_it_has(tmp_path, name, text, words):
+    (tmp_path / name).write_text(text)
+    assert words in run("check", tmp_path / name)[2]
+
+
+def test_a_class_that_is_misspelt_has_a_suggestion(tmp_path, net):
+    block = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["Linaer"]}
+    (tmp_path / "zero.json").write_text(json.dumps({"torch_autocast": block}))
+    assert "Did you mean 'Linear'?" in run("check", tmp_path / "zero.json", "--model", net)[2]
 
 
 def _words(text):
@@ -147,8 +179,8 @@ def test_a_model_that_cannot_be_built_goes_to_stderr(cfg, net):
 
 @pytest.mark.parametrize("command", ["check", "explain"])
 def test_units_by_class(cfg, net, command):
-    assert "3 units" in run(command, cfg, "--model", net, "--auto-wrap", "Sequential")[1]
-    assert "6 units" in run(command, cfg, "--model", net, "--auto-wrap", "LayerNorm", "--auto-wrap", "Linear")[1]
+    assert "3 FSDP units" in run(command, cfg, "--model", net, "--auto-wrap", "Sequential")[1]
+    assert "6 FSDP units" in run(command, cfg, "--model", net, "--auto-wrap", "LayerNorm", "--auto-wrap", "Linear")[1]
     code, out, err = run(command, cfg, "--model", net, "--auto-wrap", "Sequentail")
     assert (code, out) == (1, "")
     assert "Sequentail" in err
@@ -171,7 +203,7 @@ def test_ranks_and_automatic_values_reach_the_config(asked, cfg, net):
     [
         ((), "the following arguments are required: COMMAND"),
         (("explain",), "the following arguments are required: config, --model"),
-        (("chekc", "some.json"), "invalid choice: 'chekc'"),
+        (("chekc", "some.json"), "there is no command 'chekc'. Did you mean 'check'?"),
         (("check", "some.json", "--world_size", "2"), "unrecognized arguments: --world_size 2"),
         (("check", "some.json", "--world", "2"), "unrecognized arguments: --world 2"),
         (("check", "some.json", "--world-size", "0"), "argument --world-size: '0' is not an integer of 1 or more"),

@@ -1,6 +1,7 @@
 """`zeroamp compare`: what it reads from two scripts, what it counts, and that it leaves no process behind."""
 
 import json
+import math
 import os
 import re
 import resource
@@ -17,7 +18,9 @@ import pytest
 
 from tests.processes.cli import run
 from tests.processes.launch import environment
-from zeroamp.cli.compare import _LOSS
+from zeroamp.cli import compare
+from zeroamp.cli.compare import _LOSS, Run
+from zeroamp.reporting.tables import render
 
 PYTHON = shlex.quote(sys.executable)
 TORCHRUN = f"{PYTHON} -m torch.distributed.run --standalone --nproc-per-node 2"
@@ -99,8 +102,64 @@ def test_the_table_has_differences_and_the_quartiles_of_the_ratio():
     assert code == 0, err
     assert re.search(r"^loss 2 +4 +4 +0 +1\.000$", out, re.MULTILINE)
     assert re.search(r"^loss 3 +6 +6\.5 +\+0\.5 +1\.083$", out, re.MULTILINE)
-    assert re.search(r"^a loss in all runs, largest spread +0 +0 ", out, re.MULTILINE)
-    assert re.search(r"^time of a step, .* \d\.\d{3} \(\d\.\d{3} to \d\.\d{3}\)$", out, re.MULTILINE)
+    assert re.search(r"^loss, spread between runs +0 +0 ", out, re.MULTILINE)
+    assert re.search(r"^time of a step, s +0\.0\S+ +0\.0\S+ +\S+ +\d\.\d{3}$", out, re.MULTILINE)
+    losses, times = out.splitlines()[-2:]
+    assert losses == "Losses: B - A is first not 0 at step 3 of 4 (+0.5), and largest at step 3 (+0.5)."
+    assert re.match(r"Time of a step: B / A is \d\.\d{3} \(quartiles \d\.\d{3} to \d\.\d{3}, 1 pair of runs\)\.", times)
+
+
+def runs_of(losses, grad_norms=()):
+    return [Run(losses=losses, grad_norms=list(grad_norms), seconds=[float(index) for index in range(len(losses))])]
+
+
+def test_the_table_fits_80_columns_and_adds_bytes_up(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    sent = {
+        "reduce_scatter fp32 per step": 3.0 * 2**20,
+        "all_gather bf16 per step": 2**20,
+        "peak allocated on CUDA": 9.0,
+    }
+    runs = {name: runs_of([2.4345481 + offset] * 6, [1.5e-7] * 6) for name, offset in (("A", 0), ("B", 1.5e-6))}
+    text = render(compare._rows(runs, {"A": sent, "B": {**sent, "all_gather bf16 per step": 0.0}}, [1.0]))
+    assert "\n\n" not in text  # one table
+    assert max(map(len, text.splitlines())) <= 80
+    assert re.search(r"^sent in all per step, MiB +4 +3 +-1 +0\.750$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("b", "sentence"),
+    [
+        ([1.0, math.nan, 3.0], "Losses: equal in all 3 steps, as printed."),
+        ([1.0, math.nan, 3.5], "Losses: B - A is first not 0 at step 3 of 3 (+0.5), and largest at step 3 (+0.5)."),
+        ([1.5, math.nan, 2.0], "Losses: B - A is first not 0 at step 1 of 3 (+0.5), and largest at step 3 (-1)."),
+        ([1.0, 2.0, 3.0], "Losses: B - A is first not 0 at step 2 of 3 (+nan), and largest at step 2 (+nan)."),
+    ],
+)
+def test_the_verdict_names_the_first_difference(b, sentence):
+    runs = {"A": runs_of([1.0, math.nan, 3.0]), "B": runs_of(b)}
+    assert compare._verdict(runs, {"A": {}, "B": {}}, [1.0])[0] == sentence
+
+
+def test_the_verdict_adds_bytes_up_and_names_the_spread_between_runs():
+    sent = {"all_gather bf16 per step": 2.0**20, "all_reduce fp32 per step": 2.0**20, "peak of resident memory": 5e9}
+    runs = {"A": [*runs_of([1.0, 2.0]), *runs_of([1.0, 2.25])], "B": runs_of([1.0, 2.0])}
+    verdict = compare._verdict(runs, {"A": sent, "B": {"all_gather bf16 per step": 2.0**20}}, [1.0, 1.2])
+    assert verdict[1:] == [
+        "Runs of one command differ by up to 0.25 in a loss.",
+        "Sent per step: A 2.00 MiB, B 1.00 MiB. B / A is 0.500.",
+        "Time of a step: B / A is 1.100 (quartiles 1.050 to 1.150, 2 pairs of runs).",
+    ]
+
+
+def test_the_page_has_what_is_printed():
+    pytest.importorskip("plotly")
+    a, b = steps('"loss =", 2 * step'), steps('"loss =", 2 * step if step != 3 else float("nan")')
+    code, out, err = run("compare", a, b, "--steps", 4, "--rounds", 1, "--html", "pages/page.html")
+    assert code == 0, err
+    data = json.loads(re.search(r'id="data">(.*?)</script>', Path("pages/page.html").read_text(), re.DOTALL)[1])
+    assert data["runs"]["B"][0]["losses"] == [2.0, 4.0, "NaN", 8.0]
+    assert all(sentence in " ".join(out.split()) for sentence in data["verdict"])
 
 
 @pytest.mark.parametrize("text", ["loss 2.5", "Loss: 2.5", "loss=2.5,", "{'loss': '2.5'}", "loss tensor(2.5)"])

@@ -25,6 +25,11 @@ def test_python_m_exits_with_1_for_a_mistake(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_the_help_does_not_load_torch():
+    helped = "from zeroamp.cli.app import parsers; [parser.format_help() for parser in parsers()]"
+    assert completed("-c", f"import sys; {helped}; print('torch' in sys.modules)").stdout == "False\n"
+
+
 NAMES = """
 from torch import nn
 

@@ -1,6 +1,7 @@
 """`--model`: a folder or a factory becomes a module on the meta device, or an error that says why not."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -129,15 +130,30 @@ def test_the_file_itself_runs_with_real_tensors(python_file):
     assert load_model(f"{path}:net").in_features == 5
 
 
-@pytest.mark.parametrize("source", ["organisation/model", "some_file.py", "module:", ":factory", "no/such.py:build"])
-def test_a_source_that_leads_nowhere_says_what_is_possible(source, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("organisation/model", "names no function. .* hf download organisation/model config.json --local-dir model$"),
+        ("some_file.py", r"names no function. Write some_file.py:function\.$"),
+        (
+            "module:",
+            "names no function. Name a folder with a transformers config.json, or write package.module:function",
+        ),
+        (":factory", "names no function. Name a folder"),
+        ("no/such.py:build", "must be a folder with a transformers config.json, package.module:function or"),
+    ],
+)
+def test_a_source_that_leads_nowhere_says_what_is_possible(source, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(zeroamp.WrapError) as raised:
+    with pytest.raises(zeroamp.WrapError, match=f"^--model {re.escape(source)} {words}"):
         load_model(source)
-    assert str(raised.value).startswith(
-        f"--model {source} must be a folder with a transformers config.json (of a hub's"
-    )
+
+
+def test_a_folder_without_transformers_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(zeroamp.WrapError, match=r"which is not installed\. Run pip install transformers\."):
+        load_model(str(folder_of(tmp_path, model_type="llama")))
 
 
 @pytest.mark.parametrize(
@@ -147,6 +163,7 @@ def test_a_source_that_leads_nowhere_says_what_is_possible(source, tmp_path, mon
         ("import no_such_dependency", "ModuleNotFoundError: No module named 'no_such_dependency'"),
         ("raise SystemExit(2)", "SystemExit: 2"),
         ("def make(): pass", "has no attribute 'build'"),
+        ("def built(): pass", "Did you mean 'built'?"),
         ("build = 3", "build is a int, not a function"),
         ("def build(): raise OSError('no weights')", "raised OSError: no weights. "),
         ("def build(width): pass", "raised TypeError: build() missing 1 required positional"),

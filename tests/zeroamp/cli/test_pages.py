@@ -1,10 +1,14 @@
 """The pages of `--html`: whole in one file, with the numbers of `--json`."""
 
+import html
 import json
+import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
+import zeroamp
 from tests.processes.cli import NET, run
 from tests.processes.training import config
 from tests.zeroamp.reporting.records import record, write_run
@@ -102,6 +106,42 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_work(tmp_path):
     (tmp_path / "link.html").symlink_to(tmp_path / "page.html")
     assert run(*command, "--html", tmp_path / "link.html", "--model", "no.such:model")[0] == 1
     assert (tmp_path / "link.html").is_symlink()
+
+
+def _luminance(colour):
+    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _contrast(one, other):
+    low, high = sorted(map(_luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_every_text_has_a_contrast_of_4_5_in_both_themes():
+    pages = Path(zeroamp.__path__[0], "reporting", "pages")
+    light, dark = re.findall(r":root \{(.*?)\}", (pages / "page.css").read_text(), re.DOTALL)
+    themes = [dict(re.findall(r"--(\w+): (#\w{6})", theme)) for theme in (light, dark)]
+    for theme in themes:
+        assert theme.keys() == {"ink", "soft", "line", "grid", "back", "paper", "accent", "good", "yes", "no"}
+        for text in ("ink", "soft", "accent", "yes", "no"):
+            assert min(_contrast(theme[text], theme[below]) for below in ("paper", "back")) >= 4.5, text
+    chips = re.findall(r"#\w{6}", re.search(r"const DTYPES = .*", (pages / "common.js").read_text())[0])
+    assert len(chips) == 6
+    assert min(_contrast(chip, "#ffffff") for chip in chips) >= 4.5
+
+
+def test_a_page_ends_with_its_config_and_versions_and_its_title_has_no_folder(pages):
+    for command, (path, printed) in pages.items():
+        text = path.read_text()
+        footer = text[text.index("<footer>") : text.index("</footer>")]
+        assert re.search(rf"Written on \d{{4}}-\d\d-\d\d .* by zeroamp {zeroamp.__version__}, with torch \d", footer)
+        title = re.search("<title>(.*)</title>", text)[1]
+        assert str(path.parent) not in title
+        if command != "report":
+            assert json.dumps(printed["config"], indent=2) in html.unescape(footer)
+            assert title.endswith("net_of_pages.py:Net")
 
 
 def test_without_plotly_the_message_says_what_to_install(tmp_path, monkeypatch):

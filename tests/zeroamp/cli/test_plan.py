@@ -1,11 +1,13 @@
 """The command `zeroamp plan`."""
 
+import io
 import json
 
 import pytest
 
 from tests.processes.cli import NET, run
 from tests.processes.training import config
+from zeroamp.cli.app import ERASE_LINE, main
 from zeroamp.dry_run.gpu_memory import RESERVED_BYTES
 
 
@@ -21,8 +23,34 @@ def test_it_prints_tables(arguments, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")  # so that no header is wrapped
     code, out, err = run(*arguments, "--batch", 4, "--seq", 3, "--offload-activations")
     assert (code, err) == (0, "")
-    assert "mode autocast, 8 ranks, 1 x batch 4 x 3 per rank" in out
+    assert "mode autocast, 8 ranks, 1 micro-batch of 4 samples of 3 tokens per rank" in out
+    assert "between steps" in out
     assert {"peak", "fits", "traffic", "(host)"} <= set(out.split())
+
+
+def test_it_speaks_of_batch_and_length_only_where_the_inputs_have_them(arguments, python_file, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    image = python_file("image.py", "import torch\ndef batch(batch, seq): return torch.ones(batch, 8)")
+    out = run(*arguments, "--inputs", f"{image}:batch", "--batch", 4)[1]
+    assert "1 micro-batch of 4 samples per rank, " in out
+    same = python_file("same.py", "import torch\ndef batch(batch, seq): return torch.ones(3, 8)")
+    out = run(*arguments, "--inputs", f"{same}:batch")[1]
+    assert "1 micro-batch per rank, " in out
+    assert "largest" not in out
+    data = json.loads(run(*arguments, "--inputs", f"{same}:batch", "--json")[1])
+    assert (data["is_batched"], data["has_length"], data["stages"][0]["largest_batch"]) == (False, False, None)
+
+
+def test_it_shows_progress_on_a_terminal(arguments, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    main([*map(str, arguments)])
+    shown = terminal.getvalue()
+    assert "planning stage 0: tracing a micro-batch of 1 sample\r" in shown
+    assert shown.endswith(ERASE_LINE)
 
 
 def test_options_reach_the_plan(arguments):
@@ -60,7 +88,7 @@ def test_a_loss_is_computed_from_the_output(arguments, python_file):
     ("more", "words"),
     [
         (("--gpu", "h1000"), "or the memory of another GPU in GB (10^9 bytes), but is 'h1000'."),
-        (("--model", "some/model"), "(of a hub's: download it)"),
+        (("--model", "some/model"), "hf download some/model config.json --local-dir model"),
         (("--inputs", "no.such:function"), "but importing it raised ModuleNotFoundError"),
         (("--inputs", "json:nothing"), "no attribute 'nothing'"),
     ],

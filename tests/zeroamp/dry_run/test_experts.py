@@ -21,6 +21,7 @@ def test_a_mixture_of_experts_of_transformers_is_planned():
     model, _, _ = mixtral()
     run = zeroamp.plan_run(model, policy(config(3)), world_size=2, batch=1, seq=16, stages=(3,))
     assert run.to_dict()["stages"][0]["peak_bytes"] > 0
+    assert "Every expert of an MoE layer gets equally many tokens." in " ".join(str(run).split())
 
 
 def _warning(model, **options):

@@ -74,8 +74,8 @@ def test_json_has_every_number_in_bytes(run):
 def test_text_says_what_is_planned_and_what_is_not(monkeypatch, run):
     """Text says what is planned and not counted in one unit and in the width of the terminal."""
     text = " ".join(str(plan({"threshold": None}, stages=(3,), gpu=FITS)).split())
-    assert "mode autocast, 8 ranks, 1 x batch 2 x 12 per rank, without activation checkpointing" in text
-    assert "Every expert of an MoE layer gets equally many tokens" in text
+    assert "mode autocast, 8 ranks, 1 micro-batch of 2 samples of 12 tokens per rank, without activation" in text
+    assert "expert" not in text
     assert "Fragmentation is not counted" in text
     assert "activations KiB" in text
     assert "1e-" not in text

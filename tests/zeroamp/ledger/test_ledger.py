@@ -21,11 +21,11 @@ def ledger(cls=lambda: Llama(tied=True), ranks=None, wrap=None, **options):
 
 def _of_wrapped():
     book = zeroamp.explain(wrapped("llama_tied", config(3)))
-    return str(book), book.per_parameter(), book.group_rows(), book.parameter_rows()
+    return str(book), book.summary(), book.per_parameter(), book.group_rows(), book.parameter_rows()
 
 
 def test_one_row_per_group_and_one_per_parameter(ranks2):
-    text, long_text, groups, parameters = ranks2.run(_of_wrapped)[0]
+    text, summary, long_text, groups, parameters = ranks2.run(_of_wrapped)[0]
     assert [row["group"] for row in groups] == ["root", "blocks.0", "blocks.1", "blocks.2", "model-wide:fp32"]
     assert groups[1] == {
         "group": "blocks.0",
@@ -49,12 +49,15 @@ def test_one_row_per_group_and_one_per_parameter(ranks2):
     assert embed["why"] == "not safe: owned by Embedding (embed), tied with head.weight"
     assert sum(row["elements"] for row in parameters) == sum(row["elements"] for row in groups)
     words = " ".join(text.split())
-    assert words.startswith("zeroamp: mode autocast, ZeRO stage 3, 3 units below the root, 5 groups, 33,600 parameters")
+    assert words.startswith("zeroamp: mode autocast, ZeRO stage 3, 3 FSDP units below the root, 5 parameter groups, ")
     assert "10,272" in text
     (row,) = [line.split() for line in text.splitlines() if line.startswith("bf16  ")]
     assert row == ["bf16", "bf16", "15", "30,816", "60.19", "120.38", "60.19"]  # stage 3 all-gathers twice
-    headings = ["Dtypes between ranks", "Module classes", "Groups"]
+    of_one = "Groups (bytes are those of one group of a row)"
+    headings = ["Dtypes between ranks", "Module classes", of_one]
     assert [line for line in text.splitlines() if line in headings] == headings
+    assert text.startswith(f"{summary}\n\nModule classes")
+    assert len(summary.splitlines()) <= 12
     assert "blocks.0 … blocks.2" in text  # three equal rows are one
     assert "embed.weight" not in text
     assert "blocks.1" not in text

@@ -15,7 +15,7 @@ from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, same_bits, wrapped
 from tests.zeroamp.reporting.runs import NAME, take_steps, train_step
 from zeroamp.hooks._torch.fsdp import communication_methods
-from zeroamp.policies.numbers import gib_text
+from zeroamp.policies.numbers import size_text
 from zeroamp.reporting.run_report import RunReport, count_tokens
 from zeroamp.training.step import step_of
 
@@ -81,6 +81,8 @@ def test_the_file_has_what_step_returned_and_what_the_counters_counted(ranks2, t
     assert header["kind"] == "header"
     assert header["world_size"] == 2
     assert header["plan"]["stage"] == 3
+    assert header["optimizers"]["0"]["type"] == "AdamW"
+    assert float(header["optimizers"]["0"]["betas.1"]) == 0.999
     assert header["versions"]["torch"] == torch.__version__
     policies = [zeroamp.policy_from_config(cfg, world_size=2) for cfg in (header["config"], CFG)]
     assert policies[0] == policies[1]
@@ -184,12 +186,11 @@ def test_wrap_model_logs_its_size_on_the_first_rank(ranks2):
     (lines, numel), (others, _) = ranks2.run(_summaries)
     (text,) = lines
     assert others == []
-    assert f"parameters: {numel:,}, {numel:,} of them trainable" in text
     assert text.startswith("wrapped Llama in ")
-    assert "mode autocast, ZeRO stage 3, 2 shards" in text
-    assert "units: 3 below the root" in text
-    assert text.endswith("groups, as all-gathered/reduced: 4 unit bf16/bf16, 1 model-wide fp32/fp32")
-    assert f"per rank: {gib_text(numel * 4 // 2)} of shards" in text
+    shards = f"2 shards of {size_text(numel * 4 // 2)}"
+    assert f"mode autocast, ZeRO stage 3, {shards}, {numel:,} parameters, 3 FSDP units below the root, " in text
+    assert text.endswith("% of the trainable elements in bf16")
+    assert "\n" not in text
 
 
 def _pending(path):

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 
 import pytest
 
@@ -132,8 +133,26 @@ def test_runs_are_side_by_side(runs):
     assert shown["tokens/s, median"] == ["250", "-"]  # of the second and third step
     assert shown["ms per step, median"] == ["1,000.0", "1,000.0"]
     assert shown["- forward"] == ["20.0%", "20.0%"]
-    assert shown["peak GiB, active"] == ["-", "1.50"]
+    assert shown["peak memory, active"] == ["-", "1.50 GiB"]
     assert "allocator flushes" not in shown  # known of none
+
+
+def test_two_runs_show_the_settings_that_differ(tmp_path):
+    same = {"versions": {"zeroamp": "0.3.0", "torch": "2.13.0"}, "config": {"bf16": {"enabled": True}}}
+    one = write_run(tmp_path / "one.jsonl", [record(1)], optimizers={"0": {"type": "AdamW", "lr": "0.1"}}, **same)
+    rated = [record(1, lr=(0.1,)), record(2, lr=(0.01, 0.02))]
+    two = write_run(tmp_path / "two.jsonl", rated, optimizers={"0": {"type": "AdamW", "lr": "0.2"}}, **same)
+    found = json.loads(report(one, two, "--json")[1])["differences"]
+    assert found == [{"": "optimizers.0.lr", "one": "0.1", "two": "0.2"}]
+    text = report(one, two)[1]
+    assert "Settings that differ" in text
+    assert re.search(r"^learning rate, first +0\.1 +0\.1$", text, re.MULTILINE)
+    slower = write_run(tmp_path / "slower.jsonl", [record(1, lr=(0.05,))], **same)
+    old = write_run(tmp_path / "old.jsonl", [record(1)], **same)
+    rows = json.loads(report(old, slower, "--json")[1])["differences"]
+    assert [row["slower"] for row in rows] == ["0.05", "0.05"]
+    assert "are the same in all runs" in report(old, old)[1]
+    assert "differ" not in report(old)[1]
 
 
 def test_runs_have_their_own_names_and_parts_of_the_step_are_marked(tmp_path):

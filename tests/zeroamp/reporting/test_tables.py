@@ -2,7 +2,7 @@
 
 import pytest
 
-from zeroamp.policies.numbers import gib_text
+from zeroamp.policies.numbers import counted, size_text
 from zeroamp.reporting.tables import headed, in_one_unit, paragraph, render, terminal_width
 
 
@@ -20,9 +20,14 @@ def test_numbers_have_commas_and_the_decimals_of_their_column():
 def test_units():
     rows = [{"name": "a", "peak": 3 * 2**20}, {"name": "b", "peak": None}]
     assert in_one_unit(rows, ["peak", "absent"]) == [{"name": "a", "peak MiB": 3.0}, {"name": "b", "peak MiB": None}]
-    assert in_one_unit([{"peak": 0}], ["peak"]) == [{"peak bytes": 0}]
-    texts = ["0 GiB", "0.000977 GiB", "1.00 GiB", "4,096.00 GiB"]
-    assert [gib_text(size) for size in (0, 2**20, 2**30, 2**42)] == texts
+    assert in_one_unit([{"peak": 0}], ["peak"]) == [{"peak B": 0}]
+    texts = ["0 B", "1,023 B", "1.00 KiB", "1.50 MiB", "4,096.00 GiB"]
+    assert [size_text(size) for size in (0, 1023, 2**10, 3 * 2**19, 2**42)] == texts
+
+
+def test_a_number_has_the_noun_in_its_number():
+    assert [counted(number, "rank") for number in (0, 1, 2048)] == ["0 ranks", "1 rank", "2,048 ranks"]
+    assert counted(2, "micro-batch", "micro-batches") == "2 micro-batches"
 
 
 @pytest.mark.parametrize(("columns", "width"), [("72", 72), ("3", 40), (None, 100), ("", 100)])

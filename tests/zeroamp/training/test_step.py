@@ -120,6 +120,9 @@ UNUSABLE = {
     "foreign optimizer": ((_of_another_model,), r"Build the optimizer from model.parameters\(\) after wrap_model"),
     "no optimizer": ((lambda _: [],), "no optimizer"),
     "a parameter in two optimizers": ((_two(2, 1),), "one optimizer"),
+    "no optimizer at all": ((lambda _: None,), r"optimizer=\) must be an optimizer of torch, .*but is None"),
+    "the class of an optimizer": ((lambda _: torch.optim.AdamW,), "but is the class AdamW. Build one"),
+    "the name of a scheduler": ((_two(2, 2), lambda _: "cosine"), r"scheduler=\) must be .* but is 'cosine'. Build"),
     "too few schedulers": ((_two(2, 2), _scheduler_of_one), r"scheduler=\) .*None"),
 }
 """Name -> what makes the optimizer and the scheduler, and the text of the error."""

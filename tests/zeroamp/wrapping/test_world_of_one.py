@@ -58,3 +58,8 @@ def test_one_of_several_processes_without_a_rank_is_an_error(monkeypatch, name):
     with pytest.raises(zeroamp.WrapError, match=rf"^{found}.*Start the script with torchrun"):
         zeroamp.wrap_model(torch.nn.Linear(4, 8), policy)
     assert not torch.distributed.is_initialized()
+
+
+def test_a_mesh_that_is_none_is_refused():
+    with pytest.raises(zeroamp.WrapError, match=r"mesh=\) must be a torch.distributed.DeviceMesh, but is 2\. Pass one"):
+        zeroamp.wrap_model(torch.nn.Linear(1, 1), config(3), mesh=2)

@@ -4,7 +4,7 @@
 
 const COLOURS = ["#2386c9", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8c959f", "#8f8f00", "#9a6ee8"];
 const theme = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-const DTYPES = { bf16: "#0969da", fp16: "#8250df", fp32: "#bc4c00", fp64: "#82071e", "per op": "#57606a" };
+const DTYPES = { bf16: "#0969da", fp16: "#8250df", fp32: "#bc4c00", fp64: "#82071e", "per op": "#57606a" }, OTHER = "#57606a";
 const IS_NARROW = window.innerWidth < 600;
 const CHART = { displaylogo: false, responsive: true, displayModeBar: !IS_NARROW, modeBarButtonsToRemove: ["lasso2d", "select2d"] };
 
@@ -49,18 +49,24 @@ const FORMS = {
 function unitOf(numbers) {
   const largest = Math.max(...numbers, 0);
   const power = [3, 2, 1].find((power) => largest >= 1024 ** power) ?? 0;
-  return { name: ["bytes", "KiB", "MiB", "GiB"][power], size: 1024 ** power };
+  return { name: ["B", "KiB", "MiB", "GiB"][power], size: 1024 ** power };
+}
+// The column of bytes `key`, in the unit of its largest number in any of the rows.
+function bytes(rows, key, label, more = {}) {
+  const unit = unitOf(rows.map((row) => row[key] ?? 0)), scaled = `${key} scaled`;
+  for (const row of rows) row[scaled] = row[key] === null ? null : row[key] / unit.size;
+  return { key: scaled, label: `${label}, ${unit.name}`, kind: "float", ...more };
 }
 const shown = (value, kind) =>
   value === null || value === undefined ? "–" : kind in FORMS && typeof value === "number" ? FORMS[kind](value) : String(value);
 
 function dtypeChip(name) {
   const chip = element("span", { className: "chip", textContent: name ?? "–" });
-  chip.style.background = DTYPES[name] ?? "#8c959f";
+  chip.style.background = DTYPES[name] ?? OTHER;
   return chip;
 }
 
-// columns: {key, label, kind: text | name | fits (yes and no are coloured) | dtype | int | float | gib | percent, hint}
+// columns: {key, label, below: key of a smaller text, kind: text | name | fits (yes and no are coloured) | dtype | int | float | gib | percent, hint}
 // options: {search: [keys], filters: [keys], toggles: [[label, row -> bool]], isBest: row -> bool, limit, isCompact: narrow columns}
 function table(rows, columns, options = {}) {
   const state = { sort: null, down: false, limit: options.limit ?? 300, choices: {}, toggles: [] };
@@ -68,8 +74,8 @@ function table(rows, columns, options = {}) {
   const count = element("span", { className: "count" });
   const more = element("button", { textContent: "Show all", hidden: true, onclick: () => { state.limit = Infinity; draw(); } });
   const words = element("input", { type: "search", placeholder: "Search, words in any order", ariaLabel: "Search" });
-  words.addEventListener("input", () => { remember(); draw(); });
-  const isNumber = (column) => ["int", "float", "gib", "percent"].includes(column.kind);
+  words.addEventListener("input", draw);
+  const isNumber = (column) => ["int", "float", "gib", "percent", "number"].includes(column.kind);
   const heads = columns.map((column) => element("th", { className: isNumber(column) ? "number" : "", title: column.hint ?? "" },
     element("button", { textContent: column.label, type: "button", onclick: () => sortBy(column) })));
 
@@ -82,10 +88,6 @@ function table(rows, columns, options = {}) {
       head.firstChild.textContent = columns[index].label + (isSorted ? (state.down ? " ▾" : " ▴") : "");
     });
     draw();
-  }
-  function remember() {
-    const hash = words.value ? `#q=${encodeURIComponent(words.value)}` : " ";
-    try { history.replaceState(null, "", hash === " " ? location.pathname : hash); } catch { /* a file page may not */ }
   }
   function chosen() {
     const sought = words.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -107,6 +109,7 @@ function table(rows, columns, options = {}) {
     if (column.kind === "dtype" && value !== null && value !== undefined) made.append(dtypeChip(value));
     else if (column.kind === "name") made.append(...shown(value).split(/(?<=\.)/).flatMap((part) => [part, element("wbr")]));  // wraps after dots
     else made.append(shown(value, column.kind));
+    if (column.below && row[column.below]) made.append(element("small", { textContent: row[column.below] }));
     return made;
   }
   function draw() {
@@ -116,10 +119,17 @@ function table(rows, columns, options = {}) {
     count.textContent = `${found.length.toLocaleString("en-US")} of ${rows.length.toLocaleString("en-US")}` +
       (visible.length < found.length ? `, the first ${visible.length} shown` : "");
     more.hidden = visible.length === found.length;
+    requestAnimationFrame(mark);
   }
+  // Says that there are more columns on the right, which a scroll bar may not show before it is used.
+  const mark = () => { hint.hidden = scroll.scrollLeft + scroll.clientWidth > scroll.scrollWidth - 4; };
+  const hint = element("div", { className: "more", textContent: "more columns \u2192", hidden: true });
+  const scroll = element("div", { className: "scroll", tabIndex: 0, onscroll: mark },
+    element("table", { className: options.isCompact ? "compact" : "" }, element("thead", {}, element("tr", {}, ...heads)), body));
+  addEventListener("resize", mark);
   const selects = (options.filters ?? []).map((key) => {
     const values = [...new Set(rows.map((row) => String(row[key])))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
-    const label = columns.find((column) => column.key === key).label;
+    const label = columns.find((column) => column.key === key)?.label ?? key;
     const all = element("option", { value: "", textContent: `${label}: all` });
     return element("select", { ariaLabel: `Filter by ${label}`, name: key, onchange: (event) => { state.choices[key] = event.target.value; draw(); } },
       all, ...values.map((value) => element("option", { value, textContent: value === "null" ? "–" : value })));
@@ -131,8 +141,7 @@ function table(rows, columns, options = {}) {
   const has_controls = options.search || options.filters || options.toggles;
   const made = element("section", {},
     has_controls ? element("div", { className: "controls" }, options.search ? words : null, ...selects, ...toggles, count, more) : null,
-    element("div", { className: "scroll" }, element("table", { className: options.isCompact ? "compact" : "" }, element("thead", {}, element("tr", {}, ...heads)), body)));
-  if (options.search) words.value = decodeURIComponent((location.hash.match(/^#q=(.*)$/) ?? ["", ""])[1]);
+    hint, scroll);
   draw();
   return made;
 }
@@ -147,6 +156,13 @@ function chart(parent, traces, layout, height = 340, shape = "") {
   Plotly.newPlot(made, traces, { ...usual, ...layout, ...colours() }, CHART);
   return made;
 }
+// A chart that is alone in the last row gets all of it.
+function fillLastRow(parent) {
+  const last = parent.lastElementChild;
+  if (parent.children.length % 2 === 0 || last === null) return;
+  last.classList.add("wide");
+  Plotly.Plots.resize(last);
+}
 // The colours of charts, from page.css. A system that changes between light and dark draws the charts again.
 const colours = () => ({ font: { family: "system-ui, sans-serif", size: 12, color: theme("ink") }, paper_bgcolor: theme("paper"), plot_bgcolor: theme("paper"),
   hoverlabel: { bgcolor: theme("back"), font: { color: theme("ink") } } });
@@ -158,7 +174,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
 });
 const LEGEND = { orientation: "h", y: IS_NARROW ? -0.12 : -0.3, yanchor: "top", font: { size: IS_NARROW ? 10 : 11 } };
 const below = (title, more = {}) => axis(IS_NARROW ? "" : title, more);
-const axis = (title, more = {}) => ({ title: { text: title }, gridcolor: theme("grid"), zerolinecolor: theme("line"), automargin: true, ...more });
+const axis = (title, more = {}) => ({ title: { text: title }, gridcolor: theme("grid"), zerolinecolor: theme("line"), automargin: true, exponentformat: "none", separatethousands: true, ...more });
 const titled = (text) => ({ text, font: { size: 14 }, x: 0.02, xanchor: "left" });
 
 const DATA = JSON.parse(document.getElementById("data").textContent);

@@ -12,16 +12,21 @@ tiles([
   ["parameters", FORMS.int(rows.length)],
   ["elements", FORMS.int(elements)],
   ["of the trainable elements in low precision", FORMS.percent(DATA.low_share)],
-  ["GiB all-gathered per step and rank", shown(sum("all_gathered_bytes_per_step"), "gib")],
-  ["GiB reduced per step and rank", shown(sum("reduced_bytes_per_step"), "gib")],
+  ["all-gathered per step and rank", size(sum("all_gathered_bytes_per_step"))],
+  ["reduced per step and rank", size(sum("reduced_bytes_per_step"))],
 ]);
+
+function size(number) {
+  const unit = unitOf([number ?? 0]);
+  return number === null ? "–" : `${decimals(number / unit.size)} ${unit.name}`;
+}
 
 function sum(key) {
   return rows.some((row) => row[key] === null) ? null : rows.reduce((total, row) => total + row[key], 0);
 }
 
 heading("Units");
-note("Each box is an FSDP unit, with its parameters inside; its area is its number of elements. Click a unit to enter it.");
+note("Each box is an FSDP unit, with its parameters inside; its area is its number of elements. Boxes are in the order of the model. Click a unit to enter it.");
 const choice = element("select", { ariaLabel: "Dtype that colours the units", onchange: draw },
   ...COLUMNS.map(([key, label]) => element("option", { value: key, textContent: `coloured by ${label}` })));
 const legend = element("div", { className: "legend" });
@@ -40,7 +45,7 @@ function draw() {
     node.ids.push(id); node.labels.push(label); node.parents.push(parent); node.values.push(value);
     node.colours.push(colour); node.hover.push(hover);
   };
-  const colour = (dtype) => DTYPES[dtype] ?? "#8c959f";
+  const colour = (dtype) => DTYPES[dtype] ?? OTHER;
   put("model", "model", "", elements, theme("back"), `${FORMS.int(elements)} elements`);
   for (const [unit, members] of units) {
     const total = members.reduce((part, row) => part + row.elements, 0), shares = share(members, key);
@@ -54,10 +59,10 @@ function draw() {
     }
   }
   Plotly.react(picture, [{ type: "treemap", ids: node.ids, labels: node.labels.map(text), parents: node.parents, values: node.values,
-    branchvalues: "total", sort: false, maxdepth: rows.length > 1500 ? 2 : 3, tiling: { packing: "squarify" }, pathbar: { thickness: 22 },
+    branchvalues: "total", sort: false, maxdepth: rows.length > 1500 ? 2 : 3, tiling: { packing: "binary" }, pathbar: { thickness: 22 },
     marker: { colors: node.colours, line: { width: 1, color: theme("paper") }, pad: { t: 18, l: 2, r: 2, b: 2 } },
     customdata: node.hover, hovertemplate: "%{customdata}<extra></extra>", textinfo: "label" }],
-    { margin: { l: 4, r: 4, t: 4, b: 4 }, ...colours() }, CHART);
+    { margin: { l: 4, r: 4, t: 4, b: 4 }, uniformtext: { minsize: 10, mode: "hide" }, ...colours() }, { ...CHART, displayModeBar: false });
   legend.replaceChildren(...share(rows, key).map(([dtype, part]) =>
     element("span", {}, dtypeChip(dtype), ` ${FORMS.int(part)} elements, ${FORMS.percent(part / elements)}`)));
 }
@@ -74,20 +79,18 @@ heading("Dtypes between ranks");
 add(table(DATA.summary, [
   { key: "param", label: "all-gathered in", kind: "dtype" }, { key: "communication", label: "reduced in", kind: "dtype" },
   { key: "params", label: "parameters", kind: "int" }, { key: "elements", label: "elements", kind: "int" },
-  { key: "bytes_per_all_gather", label: "GiB per all-gather", kind: "gib" },
-  { key: "all_gathered_bytes_per_step", label: "GiB all-gathered per step", kind: "gib" },
-  { key: "reduced_bytes_per_step", label: "GiB reduced per step", kind: "gib" }]));
+  bytes(DATA.summary, "bytes_per_all_gather", "per all-gather"),
+  bytes(DATA.summary, "all_gathered_bytes_per_step", "all-gathered per step"),
+  bytes(DATA.summary, "reduced_bytes_per_step", "reduced per step")]));
 
-const BYTES = [
-  { key: "all_gathered_bytes_per_step", label: "gathered GiB", kind: "gib", hint: "GiB all-gathered per step and rank" },
-  { key: "reduced_bytes_per_step", label: "reduced GiB", kind: "gib", hint: "GiB reduced per step and rank" },
-  { key: "stored_bytes_per_rank", label: "shards GiB", kind: "gib", hint: "GiB of shards per rank" },
-  { key: "unsharded_bytes_per_rank", label: "unsharded GiB", kind: "gib", hint: "GiB unsharded per rank" },
-  { key: "gradient_bytes_per_rank", label: "gradients GiB", kind: "gib", hint: "GiB of gradients per rank" }];
+const BYTES = [["all_gathered_bytes_per_step", "all-gathered", "All-gathered per step and rank"],
+  ["reduced_bytes_per_step", "reduced", "Reduced per step and rank"], ["stored_bytes_per_rank", "shards", "Shards per rank"],
+  ["unsharded_bytes_per_rank", "unsharded", "Unsharded per rank"], ["gradient_bytes_per_rank", "gradients", "Gradients per rank"]];
+const bytesOf = (all) => BYTES.map(([key, label, hint]) => bytes(all, key, label, { hint }));
 const DTYPE_COLUMNS = COLUMNS.map(([key, hint]) => ({ key, label: key, kind: "dtype", hint }));
 
 // Equal layers share a row, as in the terminal: names that differ in one number only, in the order of the model.
-const SHARED = [...COLUMNS.map(([key]) => key), "class", "why", ...BYTES.map(({ key }) => key), "elements"];
+const SHARED = [...COLUMNS.map(([key]) => key), "class", "why", ...BYTES.map(([key]) => key), "elements"];
 function folded(all, name) {
   const found = new Map();
   for (const row of all) {
@@ -109,7 +112,7 @@ function range(first, last) {
 // A table with a choice between folded rows and all rows.
 function foldable(title, text, all, name, columns, options) {
   heading(title);
-  if (text) note(text);
+  note(text);
   const few = folded(all, name), place = element("div");
   const count = { key: "count", label: "rows", kind: "int", hint: "How many equal rows this row stands for" };
   const show = (isFolded) => place.replaceChildren(table(isFolded ? few : all,
@@ -121,11 +124,12 @@ function foldable(title, text, all, name, columns, options) {
 }
 
 const NOT_BF16 = [["not bf16", (row) => row.param !== "bf16" || row.communication !== "bf16"]];
-foldable("Parameters", "Bytes are of one rank and one parameter: communicated per optimizer step, and in memory.", rows, "parameter",
-  [{ key: "parameter", label: "parameter", kind: "name" }, { key: "elements", label: "elements", kind: "int" }, ...DTYPE_COLUMNS,
-    { key: "why", label: "why", kind: "text" }, { key: "class", label: "class" }, ...BYTES, { key: "group", label: "group", kind: "name" }],
+const OF_ONE = "Bytes are those of one rank: communicated per optimizer step, and in memory. Where a row stands for several equal ones, they are those of one.";
+foldable("Parameters", OF_ONE, rows, "parameter",
+  [{ key: "parameter", label: "parameter, and why it has these dtypes", kind: "name", below: "why" }, { key: "elements", label: "elements", kind: "int" },
+    ...DTYPE_COLUMNS, ...bytesOf(rows)],
   { isCompact: true, search: ["parameter", "aliases", "class", "unit", "group", "why"], filters: ["param", "communication", "class"], toggles: NOT_BF16 });
 
-foldable("Groups", "", DATA.groups, "group", [{ key: "group", label: "group", kind: "name" }, { key: "kind", label: "kind" },
-  { key: "params", label: "parameters", kind: "int" }, { key: "elements", label: "elements", kind: "int" }, ...DTYPE_COLUMNS, ...BYTES],
+foldable("Groups", OF_ONE, DATA.groups, "group", [{ key: "group", label: "group", kind: "name" }, { key: "kind", label: "kind" },
+  { key: "params", label: "parameters", kind: "int" }, { key: "elements", label: "elements", kind: "int" }, ...DTYPE_COLUMNS, ...bytesOf(DATA.groups)],
   { isCompact: true, filters: ["kind"] });

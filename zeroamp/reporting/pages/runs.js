@@ -4,13 +4,15 @@
 const number = (value) => (typeof value === "string" ? Number(value.replace("inf", "Infinity")) : value ?? null);
 const communicated = (record) => Object.values(record.traffic_bytes).reduce((sum, value) => sum + value, 0);
 const UNIT = unitOf(DATA.runs.flatMap((run) => run.records.map(communicated)));
+const MEMORY = unitOf(DATA.runs.flatMap((run) => run.records.map((r) => 2 ** 30 * Math.max(r.peak_rss_gib, r.peak_active_gib ?? 0))));
+const memory = (gib) => (gib === null || gib === undefined ? null : (gib * 2 ** 30) / MEMORY.size);
 const PANELS = [
   ["loss", "loss", (r) => (r.skipped ? null : number(r.loss))],
   ["gradient norm before clipping", "norm", (r) => (r.skipped ? null : number(r.grad_norm))],
   ["tokens/s", "tokens/s", (r) => r.tokens_per_s],
   ["time of a step", "ms", (r) => 1e3 * r.step_s],
-  ["peak active memory on the device", "GiB", (r) => r.peak_active_gib],
-  ["peak memory of the process", "GiB", (r) => r.peak_rss_gib],
+  ["peak active memory on the device", MEMORY.name, (r) => memory(r.peak_active_gib)],
+  ["peak memory of the process", MEMORY.name, (r) => memory(r.peak_rss_gib)],
   ["communicated per step", UNIT.name, (r) => communicated(r) / UNIT.size],
   ["learning rate of the first group", "lr", (r) => r.lr[0] ?? null],
   ["loss scale", "scale", (r) => (r.loss_scale === 1 ? null : r.loss_scale)],
@@ -31,37 +33,21 @@ function smoothed(values, weight) {
 
 function traces(data, value, weight = 0) {
   return data.runs.map((run, index) => ({ type: "scatter", mode: run.records.length > 1 ? "lines" : "markers", name: text(run.name),
-    x: run.records.map((record) => record.step), y: smoothed(run.records.map(value), weight), line: { width: 1.6, color: COLOURS[index % COLOURS.length] },
+    x: run.records.map((record) => record.step), y: smoothed(run.records.map(value), weight), line: { width: 1.6 + Math.max(0, 2.4 - 1.6 * index) * (data.runs.length > 1), color: COLOURS[index % COLOURS.length] },
     marker: { color: COLOURS[index % COLOURS.length] }, connectgaps: false }));
 }
 
-// The keys of the last headers' configs and of the headers themselves whose values are not the same in all runs.
-function differences(data) {
-  const flat = (value, path, into) => {
-    if (value !== null && typeof value === "object" && !Array.isArray(value)) for (const [key, each] of Object.entries(value)) flat(each, path ? `${path}.${key}` : key, into);
-    else into[path] = JSON.stringify(value);
-    return into;
-  };
-  const configs = data.runs.map((run) => {
-    const { kind, started, format, plan, ...header } = run.headers.at(-1);
-    return flat(header, "", {});
-  });
-  const keys = [...new Set(configs.flatMap(Object.keys))].filter((key) => new Set(configs.map((config) => config[key])).size > 1);
-  return keys.sort().map((key) => ({ key, ...Object.fromEntries(data.runs.map((run, index) => [`run ${index}`, configs[index][key] ?? null])) }));
-}
-
-tiles(DATA.runs.map((run) => [`${run.name}: steps`, FORMS.int(run.records.filter((record) => !record.skipped).length)]));
-heading("Side by side");
+tiles(DATA.runs.map((run) => [DATA.runs.length > 1 ? `steps of ${run.name}` : "steps", FORMS.int(run.records.filter((record) => !record.skipped).length)]));
+heading(DATA.runs.length > 1 ? "Side by side" : "Summary");
 add(table(DATA.summary, Object.keys(DATA.summary[0] ?? {}).map((key) => ({ key, label: key, kind: key === "" ? "text" : "" }))));
 if (DATA.runs.length > 1) {
-  heading("Differences of the configs");
-  const found = differences(DATA);
-  if (found.length) add(table(found, [{ key: "key", label: "key", kind: "name" }, ...DATA.runs.map((run, index) => ({ key: `run ${index}`, label: run.name }))]));
-  else note("None: configs, versions, ranks and devices are equal.");
+  heading("Settings that differ");
+  if (DATA.differences.length) add(table(DATA.differences, Object.keys(DATA.differences[0]).map((key) => ({ key, label: key, kind: key === "" ? "name" : "" }))));
+  else note("None: config, optimizers, learning rates, versions, ranks and devices are the same in all runs.");
 }
 
 heading("Over the steps");
-note("Drag to zoom; all panels follow. Double-click to zoom out. A click on a run's name hides it.");
+note(`Drag to zoom; all panels follow. Double-click to zoom out.${DATA.runs.length > 1 ? " A click on a run's name hides it." : ""}`);
 const smoothing = element("input", { type: "range", min: "0", max: "0.99", step: "0.01", value: "0", ariaLabel: "Smoothing" });
 const log = element("input", { type: "checkbox" });
 smoothing.addEventListener("input", () => {
@@ -75,19 +61,25 @@ const panels = charts();
 for (const [title, unit, value] of PANELS) {
   const lines = traces(DATA, value);
   if (lines.some((line) => line.y.some((y) => y !== null && y !== undefined))) {
-    const made = chart(panels, lines, { title: titled(title), xaxis: below("optimizer step"), yaxis: axis(unit, unit === "GiB" ? { rangemode: "tozero" } : {}),
-      showlegend: true, legend: LEGEND });
+    const values = new Set(lines.flatMap((line) => line.y.filter((y) => y !== null && y !== undefined)));
+    const fromZero = values.size === 1 || unit === MEMORY.name || unit === UNIT.name ? { rangemode: "tozero" } : {};
+    const made = chart(panels, lines, { title: titled(title), xaxis: below("optimizer step"), yaxis: axis(unit, fromZero),
+      showlegend: lines.length > 1, legend: LEGEND });
     made.on("plotly_relayout", (change) => follow(made, change));
     drawn.push({ made, value });
   }
 }
 
+fillLastRow(panels);
+
 heading("Where the time goes");
 const names = DATA.runs.map((run) => text(run.name));
-const mean = (run, part) => run.records.reduce((sum, record) => sum + seconds(record, part), 0) / Math.max(1, run.records.length);
+const steady = (run) => (run.records.length > 1 ? run.records.slice(1) : run.records);
+const mean = (run, part) => steady(run).reduce((sum, record) => sum + seconds(record, part), 0) / Math.max(1, steady(run).length);
 chart(charts(), PARTS.map((part, index) => ({ type: "bar", orientation: "h", name: part.replace("_", " "), y: names,
   x: DATA.runs.map((run) => 1e3 * mean(run, part)), marker: { color: COLOURS[index] } })),
-  { barmode: "stack", title: titled("Mean of all steps, ms"), xaxis: below("ms per step"), legend: { ...LEGEND, y: -0.4 }, hovermode: "closest" }, 190 + 50 * names.length, "wide");
+  { barmode: "stack", title: titled("Mean of the steps after the first, ms"), xaxis: axis(""), yaxis: axis("", { autorange: "reversed" }),
+    legend: { ...LEGEND, y: -0.25, traceorder: "normal" }, hovermode: "closest" }, 190 + 50 * names.length, "wide");
 
 function seconds(record, part) {
   if (part !== "other") return record[`${part}_s`];

@@ -1,0 +1,47 @@
+"""Evaluation of the fine-tuning example: the held-out loss, and the answer to a question."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from _data import IGNORED_LABEL, SYSTEM_PROMPT, evaluation_batches
+from transformers import PreTrainedTokenizerBase
+
+MAX_ANSWER_TOKENS = 32
+
+
+@torch.no_grad()
+def held_out_loss(model: torch.nn.Module, rows: torch.Tensor, micro_batch_size: int, device: torch.device) -> float:
+    """Mean loss per predicted token over all `rows` and all ranks, in nats; the same number on every rank."""
+    model.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, number of predicted tokens
+    for input_ids, labels in evaluation_batches(
+        rows, micro_batch_size=micro_batch_size, rank=dist.get_rank(), world_size=dist.get_world_size()
+    ):
+        input_ids, labels = input_ids.to(device), labels.to(device)
+        # transformers divides the summed loss by num_items_in_batch. Its default, a mean per batch, would weigh tokens
+        # by their batch.
+        totals[0] += model(input_ids=input_ids, labels=labels, num_items_in_batch=1, use_cache=False).loss
+        totals[1] += (labels[:, 1:] != IGNORED_LABEL).sum()
+    dist.all_reduce(totals)
+    model.train()
+    return (totals[0] / totals[1]).item()
+
+
+@torch.no_grad()
+def answer(
+    model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, question: str | None, device: torch.device
+) -> list[str]:
+    """The model's most likely answer, as a list of one; [] without a question. All ranks generate the same tokens."""
+    if question is None:
+        return []
+    messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    ).to(device)
+    model.eval()
+    tokens = model.generate(
+        **prompt, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False, pad_token_id=tokenizer.eos_token_id
+    )
+    model.train()
+    return [tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()]

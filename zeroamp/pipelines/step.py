@@ -128,9 +128,9 @@ class PipelineStep(TrainStep):
             schedule's loss function is not from `wrap_loss`.
 
         Raises:
-            StepError: no backward ran since the last call, the schedule has not reduced the gradients, the ranks have
-                different settings, or, in float16, the schedule's loss function is not from `wrap_loss`. Also as
-                `TrainStep.step`.
+            StepError: no backward ran since the last call, the schedule has not reduced the gradients, or the ranks
+                have different settings. In float16 and without an axis "pp", also if the schedule's loss function is
+                not from `wrap_loss`. Also as `TrainStep.step`.
             PeerError: the backend ended a collective, because it timed out or another rank's process ended.
             CheckpointError: a background save failed. The optimizer step was taken.
         """
@@ -261,7 +261,7 @@ class _PartsArithmetic(StepArithmetic):
     def __init__(self, state: WrapState, gradients: Gradients, states: Sequence[WrapState]) -> None:
         super().__init__(state, gradients)
         self._parts = [(each, Gradients(each)) for each in states]
-        self._is_scaled = state.plan.policy.low_dtype == torch.float16
+        self._needs_loss = state.plan.policy.low_dtype == torch.float16 or state.axes.stages is None
 
     def local(self, losses: Sequence[LossSum]) -> torch.Tensor:
         """Return this rank's mean loss, whether it has one, and its part of the squares: 1-D fp64 of 3 elements."""
@@ -276,12 +276,13 @@ class _PartsArithmetic(StepArithmetic):
         """Return the mean loss and the sum of squared gradients, 0-D fp64 each, from the sums over ranks of `local`.
 
         Raises:
-            StepError: in float16, no rank has a loss, so that the gradients are not scaled.
+            StepError: no rank has a loss. In float16 the gradients are then not scaled. In a mesh without a pipeline
+                axis, the loss is on ranks over which nothing is summed.
         """
         del losses
-        if self._is_scaled and float(summed[1]) == 0:
+        if self._needs_loss and float(summed[1]) == 0:
             raise StepError(
-                "PipelineStep.step found no loss of wrap_loss on any rank, so the losses were not scaled for float16. "
-                "Pass loss_fn=train.wrap_loss(loss_fn) to the schedule."
+                "PipelineStep.step found no loss of wrap_loss on any rank. Pass loss_fn=train.wrap_loss(loss_fn) to "
+                'the schedule: it scales losses in float16. Name the axis of the stages "pp" in the mesh.'
             )
         return summed[0] / summed[1], summed[2]

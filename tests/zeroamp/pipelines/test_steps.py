@@ -9,6 +9,7 @@ import torch
 import zeroamp
 from tests.models import pipelines as models
 from tests.processes import pipelines
+from tests.processes.parallel_training import mesh_of
 from tests.zeroamp.pipelines.comparison import BOUND, DATA, LR, STEPS, check, config, expected
 
 SCALE = 2.0**10
@@ -159,3 +160,18 @@ def _dtypes_of_loss():
 
 def test_a_wrapped_loss_is_computed_under_autocast(ranks2):
     assert ranks2.run(_dtypes_of_loss) == [([torch.bfloat16], torch.float32)] * 2
+
+
+def _unnamed_axis():
+    mesh = mesh_of(stages=2, dp=1)
+    index = mesh["stages"].get_local_rank()
+    part = zeroamp.wrap_model(models.part(index, 2), {"bf16": {"enabled": True}}, mesh["dp"])
+    train = zeroamp.PipelineStep(part, torch.optim.SGD(part.parameters()))
+    if index == 1:
+        train.wrap_loss(models.loss_of)
+    part(torch.zeros(1, 5, dtype=torch.int64) if index == 0 else torch.ones(1, 5, models.WIDTH)).sum().backward()
+    return _text(train.step)
+
+
+def test_stages_on_an_axis_of_another_name_raise(ranks2):
+    assert all('Name the axis of the stages "pp"' in text for text in ranks2.run(_unnamed_axis))

@@ -44,4 +44,6 @@ def answer(
         **prompt, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False, pad_token_id=tokenizer.eos_token_id
     )
     model.train()
-    return [tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()]
+    new = tokens[0, prompt["input_ids"].shape[1] :]
+    is_cut = len(new) == MAX_ANSWER_TOKENS and new[-1] != tokenizer.eos_token_id
+    return [tokenizer.decode(new, skip_special_tokens=True).strip() + " …" * is_cut]

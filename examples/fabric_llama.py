@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     )
     zeroamp.wrap_model(model, policy)  # in place of fabric.setup
     train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=args.lr))
-    fabric.print(zeroamp.explain(model))
+    fabric.print(zeroamp.explain(model).summary())
     rows = (torch.arange(64)[:, None] + torch.arange(32)) % 16  # [sequences, tokens]: counting
     loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(rows, batch_size=4))
     losses: list[float] = []

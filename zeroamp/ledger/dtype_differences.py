@@ -15,6 +15,7 @@ from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import describe
+from zeroamp.policies.numbers import counted
 
 REPLICAS = "replicas"
 """The boundary of the all-reduce of shards over replicas (HSDP), which has no column in the ledger."""
@@ -99,7 +100,8 @@ class Verification:
         seen = "every dtype is the expected one"
         if not any(boundaries.get("optimizer") for boundaries in self.observed.values()):
             seen += "; optimizer state was not observed (pass optimizer=)"
-        return f"{total} parameters, {self.num_micro_batches} micro-batches: {seen}"
+        micro_batches = counted(self.num_micro_batches, "micro-batch", "micro-batches")
+        return f"{counted(total, 'parameter')}, {micro_batches}: {seen}"
 
     def traffic_result(self) -> str:
         """Return whether the collectives were the planned ones, in words."""

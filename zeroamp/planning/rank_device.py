@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from zeroamp.policies.errors import WrapError
+from zeroamp.policies.numbers import counted
 
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 
@@ -34,7 +35,7 @@ def choose_device(device_type: str) -> None:
         index = dist.get_rank() % num_devices if dist.is_initialized() and num_devices else 0
     if index >= num_devices:
         raise WrapError(
-            f"{name} is {index}, but this process sees {num_devices} device(s) of type {device_type}. Start at most "
-            "one rank per device, or call torch.accelerator.set_device_index before wrap_model."
+            f"{name} is {index}, but this process sees {counted(num_devices, 'device')} of type {device_type}. "
+            "Start at most one rank per device, or call torch.accelerator.set_device_index before wrap_model."
         )
     torch.accelerator.set_device_index(index)

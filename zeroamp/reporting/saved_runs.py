@@ -29,6 +29,8 @@ class SavedRun:
 
     name: str
     """The file's name without its suffix."""
+    folder: str = ""
+    """The name of the file's folder."""
     headers: list[dict[str, Any]] = field(default_factory=list)
     """One per start of the run: the first start, and each resume."""
     records: list[StepRecord] = field(default_factory=list)
@@ -42,7 +44,7 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
         CheckpointError: the file cannot be read, or `RunReport` did not write it.
     """
     path = Path(path)
-    run = SavedRun(name=path.stem)
+    run = SavedRun(name=path.stem, folder=path.absolute().parent.name)
     try:
         with open_regular(path) as file:
             lines = enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), start=1)
@@ -195,8 +197,10 @@ def _median(records: Sequence[StepRecord], name: str, form: Callable[[float], st
 
 
 def _names(runs: Sequence[SavedRun]) -> list[str]:
-    """Return the names of the runs, with a number where several have the same name."""
+    """Return the names of the runs; with their folders if some are the same, and with a number where those are too."""
     names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [f"{run.folder}/{run.name}" for run in runs]
     return [
         f"{name} ({names[:index].count(name) + 1})" if names.count(name) > 1 else name
         for index, name in enumerate(names)

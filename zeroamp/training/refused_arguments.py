@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import can_be_sharded, divide_factors, parameter_pairs
 from zeroamp.policies.errors import StepError, describe, repr_on_all_ranks
+from zeroamp.policies.numbers import counted
 from zeroamp.wrapping.state import WrapState, wrap_state
 
 
@@ -66,7 +67,7 @@ def _found(value: object) -> str:
 def _refuse_schedulers(schedulers: Sequence[Scheduler | None], optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise StepError unless there is one entry per optimizer. Refuse ReduceLROnPlateau, whose step needs a metric."""
     if len(schedulers) != len(optimizers):
-        found = f"{len(schedulers)} scheduler(s) for {len(optimizers)} optimizer(s)"
+        found = f"{counted(len(schedulers), 'scheduler')} for {counted(len(optimizers), 'optimizer')}"
         raise StepError(
             f"TrainStep(scheduler=) was given {found}. Pass one per optimizer, and None for an optimizer without one."
         )

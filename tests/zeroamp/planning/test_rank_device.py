@@ -49,7 +49,7 @@ def test_the_local_rank_is_the_index(monkeypatch, environment, options, expected
 
 
 def test_a_local_rank_without_a_device_is_an_error():
-    with pytest.raises(zeroamp.WrapError, match=r"LOCAL_RANK is 4, but this process sees 4 device\(s\) of type cuda"):
+    with pytest.raises(zeroamp.WrapError, match=r"LOCAL_RANK is 4, but this process sees 4 devices of type cuda"):
         _choices({"LOCAL_RANK": "4"}, num_devices=4)
 
 

@@ -155,7 +155,15 @@ def test_two_runs_show_the_settings_that_differ(tmp_path):
     assert "differ" not in report(old)[1]
 
 
-def test_runs_have_their_own_names_and_parts_of_the_step_are_marked(tmp_path):
+def test_files_of_one_name_are_named_with_their_folders(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    paths = [write_run(tmp_path / name / "run.jsonl", [record(1)]) for name in ("a", "b")]
+    assert [run["name"] for run in json.loads(report(*paths, "--json")[1])["runs"]] == ["a/run", "b/run"]
+
+
+def test_runs_have_their_own_names_and_parts_of_the_step_are_marked(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # the name of the folder is long
     path = write_run(tmp_path / "x_nan ms per step.jsonl", [record(1)])
     code, stdout, _ = report(path, path)
     assert code == 0

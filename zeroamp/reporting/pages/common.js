@@ -42,7 +42,6 @@ function decimals(value, digits = 3) {
 const FORMS = {
   int: (value) => value.toLocaleString("en-US"),
   float: (value) => (Number.isFinite(value) ? decimals(value) : String(value)),
-  gib: (value) => decimals(value / 2 ** 30),
   percent: (value) => `${(100 * value).toFixed(1)}%`,
 };
 // Bytes in one unit for a whole column or chart: that of the largest number.
@@ -50,6 +49,10 @@ function unitOf(numbers) {
   const largest = Math.max(...numbers, 0);
   const power = [3, 2, 1].find((power) => largest >= 1024 ** power) ?? 0;
   return { name: ["B", "KiB", "MiB", "GiB"][power], size: 1024 ** power };
+}
+function size(number) {
+  const unit = unitOf([number ?? 0]);
+  return number === null ? "–" : `${decimals(number / unit.size)} ${unit.name}`;
 }
 // The column of bytes `key`, in the unit of its largest number in any of the rows.
 function bytes(rows, key, label, more = {}) {
@@ -66,7 +69,7 @@ function dtypeChip(name) {
   return chip;
 }
 
-// columns: {key, label, below: key of a smaller text, kind: text | name | fits (yes and no are coloured) | dtype | int | float | gib | percent, hint}
+// columns: {key, label, below: key of a smaller text, kind: text | name | fits (yes and no are coloured) | dtype | int | float | percent | number, hint}
 // options: {search: [keys], filters: [keys], toggles: [[label, row -> bool]], isBest: row -> bool, limit, isCompact: narrow columns}
 function table(rows, columns, options = {}) {
   const state = { sort: null, down: false, limit: options.limit ?? 300, choices: {}, toggles: [] };
@@ -75,7 +78,7 @@ function table(rows, columns, options = {}) {
   const more = element("button", { textContent: "Show all", hidden: true, onclick: () => { state.limit = Infinity; draw(); } });
   const words = element("input", { type: "search", placeholder: "Search, words in any order", ariaLabel: "Search" });
   words.addEventListener("input", draw);
-  const isNumber = (column) => ["int", "float", "gib", "percent", "number"].includes(column.kind);
+  const isNumber = (column) => ["int", "float", "percent", "number"].includes(column.kind);
   const heads = columns.map((column) => element("th", { className: isNumber(column) ? "number" : "", title: column.hint ?? "" },
     element("button", { textContent: column.label, type: "button", onclick: () => sortBy(column) })));
 
@@ -152,7 +155,7 @@ function chart(parent, traces, layout, height = 340, shape = "") {
   const made = element("div", { className: `chart ${shape}` });
   made.style.height = `${height}px`;
   parent.append(made);
-  const usual = { margin: { l: 62, r: 16, t: 42, b: 46 }, hovermode: "x unified", xaxis: { automargin: true }, yaxis: { automargin: true } };
+  const usual = { margin: { l: 62, r: 16, t: 42, b: 60 }, hovermode: "x unified", xaxis: { automargin: true }, yaxis: { automargin: true } };
   Plotly.newPlot(made, traces, { ...usual, ...layout, ...colours() }, CHART);
   return made;
 }

@@ -16,11 +16,6 @@ tiles([
   ["reduced per step and rank", size(sum("reduced_bytes_per_step"))],
 ]);
 
-function size(number) {
-  const unit = unitOf([number ?? 0]);
-  return number === null ? "–" : `${decimals(number / unit.size)} ${unit.name}`;
-}
-
 function sum(key) {
   return rows.some((row) => row[key] === null) ? null : rows.reduce((total, row) => total + row[key], 0);
 }

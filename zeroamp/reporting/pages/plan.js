@@ -1,7 +1,7 @@
 "use strict";
 // A plan: `zeroamp plan --json`, and the memory over a step.
 
-const plan = DATA.plan, GIB = 2 ** 30;
+const plan = DATA.plan;
 // Of the kinds of memory, in their order.
 const MEMORY = ["#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#D55E00", "#F0E442", "#999999", "#8250df"];
 const yes = (is) => (is ? "yes" : "no");
@@ -15,7 +15,7 @@ const stages = plan.stages.map((stage) => ({
 tiles([
   ["ranks", FORMS.int(plan.world_size)], ...(plan.is_batched ? [["samples per rank and micro-batch", FORMS.int(plan.batch)]] : []), ...(plan.has_length ? [["tokens per sample", FORMS.int(plan.seq)]] : []),
   ["activation checkpointing", plan.checkpointing ? "on" : "off"],
-  ["GPU", `${plan.gpu.name}, ${decimals(plan.gpu.memory_bytes / GIB)} GiB`],
+  ["GPU", `${plan.gpu.name}, ${size(plan.gpu.memory_bytes)}`],
   ["of the trainable elements in low precision", FORMS.percent(plan.low_share)],
 ]);
 add(table(stages, [{ key: "stage", label: "stage", kind: "int" }, { key: "num_shards", label: "shards", kind: "int" },

@@ -86,7 +86,7 @@ API = {
     "Config": ("policies",),
     "Wrapping": ("discovery", "planning", "wrapping"),
     "The step": ("training", "optimizers", "reproducible", "pipelines"),
-    "The ledger": ("ledger",),
+    "The ledger": ("ledger", "measured_precision"),
     "Before a run": ("dry_run",),
     "Reports and traces": ("reporting",),
     "Memory between the steps": ("host_memory",),

@@ -15,6 +15,8 @@ from zeroamp.ledger.dtype_differences import Verification as Verification
 from zeroamp.ledger.explain import Ledger as Ledger
 from zeroamp.ledger.explain import explain as explain
 from zeroamp.ledger.explain import traffic as traffic
+from zeroamp.measured_precision.result import Sensitivity as Sensitivity
+from zeroamp.measured_precision.sensitivity import sensitivity as sensitivity
 from zeroamp.optimizers.bf16_states import Bf16StatesAdamW as Bf16StatesAdamW
 from zeroamp.optimizers.from_config import optimizer_from_config as optimizer_from_config
 from zeroamp.optimizers.schedulers import scheduler_from_config as scheduler_from_config

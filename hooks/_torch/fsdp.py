@@ -4,6 +4,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0; `tests/hooks/_torch/test_private_nam
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -140,6 +141,30 @@ def set_accumulation_dtype(unit: FSDPModule, dtype: torch.dtype) -> bool:
             parameter.reduce_dtype = None if dtype == computed else dtype  # FSDP2 has None for "the computed dtype"
             group._reduce_dtype = parameter.reduce_dtype
     return True
+
+
+@contextmanager
+def all_gathering_as_stored(root: nn.Module) -> Iterator[None]:
+    """All-gather all groups in the dtypes in which their parameters are stored, until the context ends.
+
+    Their raw gradients have these dtypes too. Call after a first forward, and enter and leave the context while all
+    groups are sharded. FSDP2 makes other unsharded parameters inside; its own have no memory while they are sharded.
+    """
+    names = ("param_dtype", "reduce_dtype", "all_gather_outputs", "_unsharded_param")
+    before: list[tuple[Any, dict[str, Any]]] = []
+    for group in (group for unit in units_of(root) for group in groups_of(unit._get_fsdp_state())):
+        before.append((group, {"_reduce_dtype": group._reduce_dtype}))
+        group._reduce_dtype = torch.float32
+        for parameter in group.fsdp_params:
+            before.append((parameter, {name: vars(parameter)[name] for name in names if name in vars(parameter)}))
+            parameter.param_dtype, parameter.reduce_dtype = None, torch.float32
+            parameter.all_gather_outputs = []
+            vars(parameter).pop("_unsharded_param", None)
+    try:
+        yield
+    finally:
+        for owner, values in before:
+            vars(owner).update(values)
 
 
 def divide_factor(unit: FSDPModule) -> float | None:

@@ -16,6 +16,7 @@ REASONS = {
     "_fsdp_param_group": "the group of a module, up to torch 2.11",
     "_fsdp_param_groups": "the groups of a module, from torch 2.12 on",
     "_reduce_dtype": "the dtype of unsharded sums can only be set before the first forward by public names",
+    "_unsharded_param": "a run in other dtypes needs another unsharded parameter, which FSDP2 makes if it has none",
     "_to_sharded": "`reshard` retains a group in whose forward an exception was raised",
     "_partial_reduce_output": "sums that await their replicas; an abandoned optimizer step must discard them",
     "_register_post_backward_hook": "a unit that runs several times is reduced once: no public switch",

@@ -63,7 +63,7 @@ def _places(module):
     yield state, "_root_post_backward_final_callback"
     yield group, "_reduce_dtype _to_sharded _partial_reduce_output _register_post_backward_hook _training_state"
     yield group, "_post_forward_indices"
-    yield lambda: group().fsdp_params[0], "_init_extensions _sharded_local_tensor _sharded_param_data"
+    yield lambda: group().fsdp_params[0], "_init_extensions _sharded_local_tensor _sharded_param_data _unsharded_param"
     yield lambda: module.weight, "_local_tensor"
     yield lambda: dist.group.WORLD, "_get_backend"
     yield lambda: dist.group.WORLD._get_backend(torch.device("cpu")).options, "_timeout"

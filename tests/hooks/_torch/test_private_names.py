@@ -25,7 +25,7 @@ OF_PRIVATE_CLASSES = {
     *("pre_forward", "post_forward", "reduce_grads", "all_reduce_grads", "unshard_async_op"),
     *("post_forward_mesh_info", "shard_mesh_dim", "shard_mesh_size", "fsdp_placement"),
     *("sharded_size", "contiguous_sharded_stride", "reset_sharded_param", "padded_sharded_param_size"),
-    "gradient_divide_factor",
+    *("gradient_divide_factor", "all_gather_outputs"),
 }
 """Names of FSDP2's private classes that begin with none."""
 
@@ -46,6 +46,7 @@ def _missing_of_fsdp():
     of_group = (*methods, "reduce_grads", "all_reduce_grads", "unshard_async_op", "post_forward_mesh_info")
     of_parameters = ("sharded_param", "unsharded_param", "unsharded_accumulated_grad")
     of_parameters += ("fsdp_placement", "sharded_size", "contiguous_sharded_stride")
+    of_parameters += ("param_dtype", "reduce_dtype", "all_gather_outputs")
     of_mesh = ("shard_process_group", "shard_mesh_dim", "shard_mesh_size")
     places = ((group, of_group), (group.fsdp_params[0], of_parameters), (group.mesh_info, of_mesh))
     lacking = [name for owner, names in places for name in names if not hasattr(owner, name)]

@@ -1,0 +1,109 @@
+"""Divides the modules of a wrapped model into groups: by class and role, by depth, or by patterns of the config."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from zeroamp.hooks.typed_groups import Holder
+from zeroamp.module_dtypes.patterns import find_matches, known_names
+from zeroamp.planning.parameter_uses import modules_around
+from zeroamp.planning.plan import Plan
+from zeroamp.policies.auto_wrap import has_forward
+from zeroamp.policies.errors import ConfigError, nearest
+
+BY_ROLE, BY_DEPTH = "class and role", "depth"
+REST = "between the modules"
+"""The group of the modules that no other group has: of residuals, softmax and the like. A pattern cannot name it,
+because it stands for a module with all modules inside."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleGroup:
+    """Modules that run in one precision."""
+
+    name: str
+    modules: tuple[str, ...]
+    """FQNs, also of modules inside of others."""
+    patterns: Sequence[str] = ()
+    """What the config can name to keep exactly these modules in fp32. Empty if it cannot."""
+
+
+def find_groups(model: nn.Module, plan: Plan, asked: str | Sequence[str]) -> list[ModuleGroup]:
+    """Return the groups: `BY_ROLE`, `BY_DEPTH`, or one per pattern, of which the first that matches a module applies.
+
+    Raises:
+        ConfigError: `asked` is something else, or a pattern matches nothing that an earlier one does not match.
+    """
+    named: Mapping[str, Sequence[str]]
+    if asked == BY_ROLE:
+        roles = dict.fromkeys(_role(fqn, module) for fqn, module in _layers(model, ""))
+        named = {role: [role] for role in sorted(roles, key=lambda role: role == "Linear")}  # it matches more: last
+    elif asked == BY_DEPTH:
+        named = _thirds(model, plan)
+    elif isinstance(asked, list | tuple) and asked and all(isinstance(each, str) for each in asked):
+        named = {pattern: [pattern] for pattern in asked}
+    else:
+        raise ConfigError(
+            f"sensitivity(groups=) must be {BY_ROLE!r}, {BY_DEPTH!r} or a list of patterns, but is {asked!r}. "
+            "Patterns are those of data_types.keep_in_fp32_modules."
+        )
+    run = [fqn for fqn, module in model.named_modules() if has_forward(module) and not isinstance(module, Holder)]
+    groups, left = [], dict.fromkeys(run)
+    for name, patterns in named.items():
+        found = {fqn for pattern in patterns for fqn in find_matches(model, pattern).modules} - {""}
+        covered = [fqn for fqn in run if found & {*modules_around(fqn), fqn}]
+        own = [fqn for fqn in covered if fqn in left]
+        if not own:
+            raise ConfigError(
+                f"sensitivity(groups=): {name!r} matches no module of {_class_name(model)} below the root that no "
+                f"earlier pattern matches. {nearest(name, known_names(model))} Print model.named_modules() to see "
+                "names and classes."
+            )
+        groups.append(ModuleGroup(name=name, modules=tuple(own), patterns=patterns if own == covered else ()))
+        left = {fqn: None for fqn in left if fqn not in own}
+    return [*groups, ModuleGroup(name=REST, modules=tuple(left))] if left else groups
+
+
+def _role(fqn: str, module: nn.Module) -> str:
+    """Return a pattern for modules like this one: its class, or the last parts of the name of a Linear."""
+    *_, around, name = "", *fqn.split(".")
+    if _class_name(module) != "Linear" or name.isdecimal():
+        return _class_name(module)
+    return f"{around}.{name}" if around and not around.isdecimal() else name
+
+
+def _class_name(module: nn.Module) -> str:
+    """Return the name of a module's own class, not of the one that FSDP2 makes."""
+    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+
+
+def _layers(module: nn.Module, fqn: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that compute with parameters of their own, but not those inside of them, nor the root.
+
+    A module that owns vectors only, beside modules with parameters, is not one. Its inner modules are looked at.
+    """
+    inner = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
+    dims = [parameter.dim() for parameter in module.parameters(recurse=False)]
+    if fqn and dims and (not inner or max(dims) > 1):
+        yield fqn, module
+        return
+    for name, child in inner:
+        yield from _layers(child, f"{fqn}.{name}".lstrip("."))
+
+
+def _thirds(model: nn.Module, plan: Plan) -> dict[str, list[str]]:
+    """Return the FQNs of the outermost units, without embeddings and heads, in three parts in their order."""
+    units = {fqn for fqn in plan.units if fqn not in plan.own_units}
+    blocks = [fqn for fqn, _ in model.named_modules() if fqn in units and not units & set(modules_around(fqn))]
+    if not blocks:
+        raise ConfigError(
+            f"sensitivity(groups={BY_DEPTH!r}): {_class_name(model)} has no units below its root. Name its blocks with "
+            "auto_wrap_policy, or pass a list of patterns."
+        )
+    thirds: dict[str, list[str]] = {}
+    for index, fqn in enumerate(blocks):
+        third = ("first", "middle", "last")[3 * index // len(blocks)]
+        thirds.setdefault(f"{third} third of the blocks", []).append(fqn)
+    return thirds

@@ -1,0 +1,302 @@
+"""`zeroamp.sensitivity`: measures which modules of a wrapped model can be computed in low precision."""
+
+import logging
+import math
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroamp.hooks._torch.fsdp import set_accumulation_dtype, units_of
+from zeroamp.hooks.tensors import map_tensors, tensors_in
+from zeroamp.ledger.observed_step import is_sharded
+from zeroamp.measured_precision.groups import BY_ROLE, ModuleGroup, find_groups
+from zeroamp.measured_precision.result import Sensitivity
+from zeroamp.measured_precision.runs import LOSS, Gradient, LossOf, Runs, Squares, ratio
+from zeroamp.measured_precision.switch import PrecisionSwitch
+from zeroamp.planning.groups import ParamPlan
+from zeroamp.planning.mesh import device_of, is_first_rank
+from zeroamp.planning.parameter_uses import modules_around
+from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.errors import ConfigError, StepError, WrapError
+from zeroamp.wrapping.run_alike import Description, run_alike
+from zeroamp.wrapping.state import WrapState, refuse_part, wrap_state
+
+logger = logging.getLogger("zeroamp")
+
+
+def sensitivity(
+    model: nn.Module,
+    batches: Sequence[Any],
+    loss_of: LossOf | None = None,
+    *,
+    groups: str | Sequence[str] = BY_ROLE,
+    budget: float | None = None,
+) -> Sensitivity:
+    """Measure what low precision of each group of modules costs, and which modules to keep in fp32.
+
+    Call it on all ranks, between two optimizer steps. It runs 2 x groups + 5 forwards and backwards of all batches, and
+    a few more if it recommends several groups. It takes no optimizer step: parameters, gradients, buffers, random
+    states and counters are afterwards what they were, also if it raises. Meanwhile parameters are all-gathered in fp32,
+    and each rank holds its shards of up to three fp32 gradients.
+
+    Args:
+        model: a wrapped model in mode `torch_autocast`, on any number of ranks.
+        batches: a list of this rank's batches: at least two, or one with two samples or more.
+        loss_of: returns the loss of (model, batch). Default: the model is called with the batch, a tensor, a tuple of
+            arguments or a mapping of keyword arguments, and returns the loss, or an output with `.loss`.
+        groups: "class and role"; "depth", which are thirds of the blocks; or a list of patterns, as those of
+            `keep_in_fp32_modules`. The first one that matches a module applies.
+        budget: the largest change of the gradient, relative to its norm, that you accept. None: the noise.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or the config does not use `torch_autocast`.
+        StepError: there is an unfinished optimizer step, batches are missing or differ in shape between ranks, the loss
+            in fp32 is not finite, or the run in fp32 does not fit into memory.
+        WrapError: the model is not wrapped, is asleep, or has a tensor, expert or pipeline axis.
+
+    Examples:
+        >>> policy = zeroamp.policy_from_config({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
+        >>> model = zeroamp.wrap_model(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), policy)
+        >>> found = zeroamp.sensitivity(model, [torch.ones(4, 8)], lambda model, batch: model(batch)[:, 0].sum())
+        >>> [row["group"] for row in found.rows]
+        ['Linear', 'LayerNorm', 'between the modules']
+    """
+    state = wrap_state(model)
+    found = run_alike(
+        partial(_checked, state, batches, groups, budget),
+        what="sensitivity",
+        remedy="Pass as many batches of the same shapes, and the same groups and budget, on all ranks.",
+        error_type=StepError,
+        group=state.world,
+        device=device_of(state.mesh),
+    )
+    with _put_aside(state), torch.inference_mode(False), torch.enable_grad():
+        return _Measurement(state, model, batches, loss_of, found).result(budget)
+
+
+def _checked(
+    state: WrapState, batches: Sequence[Any], groups: str | Sequence[str], budget: float | None
+) -> tuple[list[ModuleGroup], Description]:
+    """Return the groups, and what must be equal on all ranks. Raises as `sensitivity` does."""
+    policy, current = state.plan.policy, state.step
+    if policy.mode != "autocast" or any(param.has_own_gather_dtype for param in state.plan.params):
+        found = f"{policy.mode} precision" if policy.mode != "autocast" else "zeroamp.param_gather_dtype"
+        raise ConfigError(
+            f"sensitivity measures what torch.autocast costs, but the config sets {found}. Wrap the model with "
+            '"torch_autocast": {"enabled": true, "dtype": "bfloat16"} alone for the measurement.'
+        )
+    refuse_part(state, "sensitivity", "Measure the whole model.")
+    if not state.axes.is_plain:
+        raise WrapError("sensitivity is not supported with tensor or expert parallelism. Measure with data ranks only.")
+    current.refuse_after_failure("sensitivity")
+    current.refuse_unfinished("sensitivity")
+    named, ignored = state.root.named_parameters(), state.plan.ignored_fqns
+    pending = next((f"{fqn} is unsharded" for fqn, each in named if fqn not in ignored and not is_sharded(each)), None)
+    if current.shard_accumulator is not None and current.shard_accumulator.sums:
+        pending = "gradients are accumulated"
+    if pending is not None:
+        raise StepError(
+            f"sensitivity must be called between two optimizer steps, but {pending}. Call it before the first forward "
+            "of a step."
+        )
+    if not isinstance(batches, list) or not batches:
+        found = "an empty list" if isinstance(batches, list) else f"a {type(batches).__name__}"
+        raise StepError(f"sensitivity(batches=) must be a list of batches, but is {found}. Pass [batch].")
+    _halves(batches)
+    if budget is not None and not (isinstance(budget, int | float) and 0 < budget < math.inf):
+        raise ConfigError(f"sensitivity(budget=) must be a positive number, but is {budget!r}. 0.01 accepts 1 %.")
+    shapes = {f"the shapes of batch {i}": str([tuple(t.shape) for t in tensors_in(b)]) for i, b in enumerate(batches)}
+    return find_groups(state.root, state.plan, groups), {**shapes, "groups": str(groups), "budget": str(budget)}
+
+
+def _halves(batches: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return two halves of the batches, or of the samples of the only one."""
+    middle = len(batches) // 2
+    if middle:
+        return batches[:middle], batches[middle:]
+    num = next((len(tensor) for tensor in tensors_in(batches[0]) if tensor.dim()), 0)
+    if num < 2:
+        raise StepError(
+            "sensitivity needs two halves of the batches, whose difference is the noise, but got one batch of "
+            f"{num} sample(s). Pass two batches, or one with more samples in dimension 0 of its tensors."
+        )
+
+    def half(rows: slice) -> list[Any]:
+        return [map_tensors(lambda each: each[rows] if each.dim() and len(each) == num else each, batches[0])]
+
+    return half(slice(0, num // 2)), half(slice(num // 2, num))
+
+
+@contextmanager
+def _put_aside(state: WrapState) -> Iterator[None]:
+    """Let no parameter have a gradient. At the end restore the gradients, and the dtype in which FSDP2 sums them."""
+    before = [(parameter, parameter.grad) for parameter in state.root.parameters()]
+    accumulates_in = state.step.accumulates_in
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+        if state.step.accumulates_in != accumulates_in:
+            state.step.accumulates_in = accumulates_in
+            for unit in units_of(state.root):
+                set_accumulation_dtype(unit, accumulates_in)
+
+
+class _Measurement:
+    """The runs of one call of `sensitivity`, and what follows from them."""
+
+    def __init__(
+        self,
+        state: WrapState,
+        model: nn.Module,
+        batches: Sequence[Any],
+        loss_of: LossOf | None,
+        groups: Sequence[ModuleGroup],
+    ) -> None:
+        self._state, self._batches, self._groups = state, batches, groups
+        self._dtype = state.plan.policy.param_dtype
+        self._of = {fqn: group.name for group in groups for fqn in group.modules}
+        of = {module: self._of[fqn] for fqn, module in state.root.named_modules() if fqn in self._of}
+        self._switch = PrecisionSwitch(of, state.mesh.device_type, self._dtype)
+        self._runs = Runs(state, model, loss_of, self._switch)
+        self._begin, self._num_done, self._num_planned = time.perf_counter(), 0, 2 * len(groups) + 5
+        self._log(f"{self._num_planned} runs of {len(batches)} batch(es), and a few more to recommend several groups")
+
+    def result(self, budget: float | None) -> Sensitivity:
+        """Run everything. The config's own run is the first one: FSDP2 sets its dtypes up in it."""
+        as_configured = self._run(self._batches)
+        with self._runs.in_fp32():
+            self._run_in_fp32()
+            first, second = (self._run(half) for half in _halves(self._batches))
+            noise = ratio(self._runs.squares(first, second), self._whole) / 2
+            config_change = ratio(self._runs.squares(as_configured, self._fp32), self._whole)
+            del first, second, as_configured
+            low_change = self._change_with([])
+            rows = [self._row(group) for group in self._groups]
+            others = {row["group"]: row["gradient_change_of_others"] for row in rows}
+            limit = noise if budget is None else budget
+            chosen, change = self._choose(low_change, others, limit)
+        names = ", ".join(group.name for group in chosen) or "no group"
+        aim = f"{change:.2g}, and {'the noise' if budget is None else 'the budget'} is {limit:.2g}."
+        advice = f"Compute in fp32: {names}. In a run with this the gradient changes by {aim}"
+        if not chosen:
+            advice = f"Nothing is needed: the gradient changes by {aim}"
+        if change > limit:
+            advice = f"Nothing helps: with {names} in fp32 the gradient still changes by {aim}"
+            chosen = []
+        return Sensitivity(
+            rows=tuple(sorted(rows, key=lambda row: -float(row["gradient_change"]))),
+            low=short_name(self._dtype),
+            noise=noise,
+            config_change=config_change,
+            low_change=low_change,
+            recommended=self._block(chosen),
+            recommended_change=change if chosen else None,
+            advice=advice,
+        )
+
+    def _log(self, text: str) -> None:
+        if is_first_rank(self._state.axes.whole):
+            logger.info("sensitivity: %s", text)
+
+    def _run(self, batches: Sequence[Any], low: Collection[str] = ()) -> Gradient:
+        gradient = self._runs.gradient(batches, low)
+        self._num_done += 1
+        self._num_planned = max(self._num_planned, self._num_done)
+        left = (time.perf_counter() - self._begin) / self._num_done * (self._num_planned - self._num_done)
+        self._log(f"run {self._num_done} of {self._num_planned}, {left:.0f} s left")
+        return gradient
+
+    def _run_in_fp32(self) -> None:
+        """Run the reference, and refuse a loss that is not finite."""
+        try:
+            with self._switch:
+                self._fp32 = self._run(self._batches)
+        except torch.OutOfMemoryError as error:
+            raise StepError(
+                f"sensitivity: the run in fp32 does not fit into memory: {error} Pass several smaller batches, "
+                "checkpoint activations, or wrap the model at stage 3 or over more ranks."
+            ) from error
+        self._whole = self._runs.squares(self._fp32)
+        if not math.isfinite(self._whole[LOSS]):
+            raise StepError(
+                "sensitivity: the loss in fp32 is not finite, so nothing can be compared with it. Its cause is in the "
+                "batches or the weights, and not in low precision."
+            )
+        self._lost = self._runs.lost_in(self._dtype, self._fp32)
+
+    def _with_low(self, low: Collection[str]) -> Squares:
+        return self._runs.squares(self._run(self._batches, low), self._fp32)
+
+    def _change_with(self, in_fp32: Collection[ModuleGroup]) -> float:
+        """Return the change of the gradient with all groups but these in low precision."""
+        return ratio(self._with_low([group.name for group in self._groups if group not in in_fp32]), self._whole)
+
+    def _row(self, group: ModuleGroup) -> dict[str, Any]:
+        params, alone = self._params(group), self._with_low([group.name])
+        own = [param.fqn for param in params if param.fqn in self._whole]
+        low_numel = sum(param.numel for param in params if param.dtypes.param == self._dtype)
+        row: dict[str, Any] = {
+            "group": group.name,
+            "modules": list(group.modules),
+            "loss_change": abs(alone[LOSS] / self._whole[LOSS]) if self._whole[LOSS] else math.inf,
+            "gradient_change": ratio(alone, self._whole),
+            "own_gradient_change": ratio(alone, self._whole, own),
+            "gradient_change_of_others": self._change_with([group]),
+            "bytes_saved": low_numel * (torch.float32.itemsize - self._dtype.itemsize),
+            "flops_saved": 3 * self._switch.flops[group.name],  # a backward has about twice those of its forward
+        }
+        if self._dtype == torch.float16:
+            numel, overflow, underflow = (sum(self._lost[fqn][index] for fqn in own) for index in range(3))
+            row |= {"overflow": overflow / max(numel, 1), "underflow": underflow / max(numel, 1)}
+        return row
+
+    def _params(self, group: ModuleGroup) -> list[ParamPlan]:
+        """Return the parameters that modules of the group own, also those that other groups own too."""
+
+        def name_of(owner: str) -> str | None:  # a container that does not run belongs to the module around it
+            around = reversed(["", *modules_around(owner), owner])
+            return next((self._of[fqn] for fqn in around if fqn in self._of), None)
+
+        return [param for param in self._state.plan.params if group.name in map(name_of, param.owner_fqns)]
+
+    def _choose(self, low_change: float, others: dict[str, float], limit: float) -> tuple[list[ModuleGroup], float]:
+        """Return groups to keep in fp32, with few elements, and the change of the gradient in a run with them in fp32.
+
+        One group, if it is enough. Else groups are added, that with the largest gain per element first, until the
+        change is within the limit. Those that turn out not to be needed are left out again, the largest first.
+        """
+        usable = [group for group in self._groups if group.patterns and others[group.name] < low_change]
+        numel = {group.name: sum(param.numel for param in self._params(group)) for group in usable}
+        if low_change <= limit:
+            return [], low_change
+        if enough := [group for group in usable if others[group.name] <= limit]:
+            best = min(enough, key=lambda group: (numel[group.name], others[group.name]))
+            return [best], others[best.name]
+        gains = {name: (low_change**2 - others[name] ** 2) / max(1, numel[name]) for name in numel}
+        chosen, change = list[ModuleGroup](), low_change
+        for group in sorted(usable, key=lambda group: -gains[group.name]):
+            if change > limit:
+                chosen.append(group)
+                change = self._change_with(chosen)
+        for group in sorted(chosen, key=lambda group: -numel[group.name]):
+            fewer = [each for each in chosen if each is not group]
+            if change <= limit and (of_fewer := self._change_with(fewer)) <= limit:
+                chosen, change = fewer, of_fewer
+        return chosen, change
+
+    def _block(self, chosen: Sequence[ModuleGroup]) -> dict[str, Any]:
+        """Return the config's overrides with one more, in front, for the chosen groups."""
+        if not chosen:
+            return {}
+        before = self._state.plan.policy.to_config().get("zeroamp", {}).get("overrides", [])
+        patterns = [pattern for group in chosen for pattern in group.patterns]
+        return {"zeroamp": {"overrides": [{"modules": patterns, "compute": "fp32"}, *before]}}

@@ -1,4 +1,4 @@
-"""The command line: `zeroamp check`, `explain`, `plan`, `report`, `profile` and `compare`.
+"""The command line: `zeroamp check`, `explain`, `plan`, `report`, `profile`, `compare` and `sensitivity`.
 
 Data goes to stdout, all else to stderr. Exit codes: 0, 1 for a mistake in config or model, 2 for a mistake in the
 arguments. What imports torch is imported inside of the commands: `--help` takes a tenth of the time.
@@ -21,6 +21,8 @@ import zeroamp
 from zeroamp.cli import arguments
 from zeroamp.cli.compare import add_arguments, compare
 from zeroamp.cli.model_source import load_function, load_model
+from zeroamp.cli.sensitivity import add_arguments as add_sensitivity_arguments
+from zeroamp.cli.sensitivity import sensitivity
 from zeroamp.dry_run.gpu_memory import GPUS_GB
 from zeroamp.policies.errors import ConfigError, StepError, ZeroAmpError, nearest, printable, some_of
 from zeroamp.policies.numbers import counted
@@ -302,7 +304,10 @@ def parsers() -> list[ArgumentParser]:
 
     of_compare = arguments.add_command(commands, compare)
     add_arguments(of_compare)
-    return [root, of_check, of_explain, of_plan, of_report, of_profile, of_compare]
+
+    of_sensitivity = arguments.add_command(commands, sensitivity)
+    add_sensitivity_arguments(of_sensitivity)
+    return [root, of_check, of_explain, of_plan, of_report, of_profile, of_compare, of_sensitivity]
 
 
 def _policy(options: Namespace, num_ranks: int | None, config: dict[str, Any] | None = None) -> "Policy":

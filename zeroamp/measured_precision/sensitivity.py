@@ -181,9 +181,8 @@ class _Measurement:
             del first, second, as_configured
             low_change = self._change_with([])
             rows = [self._row(group) for group in self._groups]
-            others = {row["group"]: row["gradient_change_of_others"] for row in rows}
             limit = noise if budget is None else budget
-            chosen, change = self._choose(low_change, others, limit)
+            chosen, change = self._choose(rows, low_change, limit)
         names = ", ".join(group.name for group in chosen) or "no group"
         aim = f"{change:.2g}, and {'the noise' if budget is None else 'the budget'} is {limit:.2g}."
         advice = f"Compute in fp32: {names}. In a run with this the gradient changes by {aim}"
@@ -268,22 +267,24 @@ class _Measurement:
 
         return [param for param in self._state.plan.params if group.name in map(name_of, param.owner_fqns)]
 
-    def _choose(self, low_change: float, others: dict[str, float], limit: float) -> tuple[list[ModuleGroup], float]:
+    def _choose(
+        self, rows: Sequence[dict[str, Any]], low_change: float, limit: float
+    ) -> tuple[list[ModuleGroup], float]:
         """Return groups to keep in fp32, with few elements, and the change of the gradient in a run with them in fp32.
 
-        One group, if it is enough. Else groups are added, that with the largest gain per element first, until the
-        change is within the limit. Those that turn out not to be needed are left out again, the largest first.
+        One group, if it is enough. Else groups are added, those first that change most per element, until the change is
+        within the limit. Those that turn out not to be needed are left out again, the largest first.
         """
-        usable = [group for group in self._groups if group.patterns and others[group.name] < low_change]
-        numel = {group.name: sum(param.numel for param in self._params(group)) for group in usable}
         if low_change <= limit:
             return [], low_change
+        alone, others = ({row["group"]: row[f"gradient_change{of}"] for row in rows} for of in ("", "_of_others"))
+        usable = [group for group in self._groups if group.patterns and alone[group.name] > 0]
+        numel = {group.name: sum(param.numel for param in self._params(group)) for group in usable}
         if enough := [group for group in usable if others[group.name] <= limit]:
             best = min(enough, key=lambda group: (numel[group.name], others[group.name]))
             return [best], others[best.name]
-        gains = {name: (low_change**2 - others[name] ** 2) / max(1, numel[name]) for name in numel}
         chosen, change = list[ModuleGroup](), low_change
-        for group in sorted(usable, key=lambda group: -gains[group.name]):
+        for group in sorted(usable, key=lambda group: -(alone[group.name] ** 2) / max(1, numel[group.name])):
             if change > limit:
                 chosen.append(group)
                 change = self._change_with(chosen)

@@ -1,5 +1,6 @@
 """Divides the modules of a wrapped model into groups: by class and role, by depth, or by patterns of the config."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,8 +39,9 @@ def find_groups(model: nn.Module, plan: Plan, asked: str | Sequence[str]) -> lis
     """
     named: Mapping[str, Sequence[str]]
     if asked == BY_ROLE:
-        roles = dict.fromkeys(_role(fqn, module) for fqn, module in _layers(model, ""))
-        named = {role: [role] for role in sorted(roles, key=lambda role: role == "Linear")}  # it matches more: last
+        sizes = Counter(_role(fqn, module) for fqn, module in _layers(model, ""))
+        del sizes["Linear"]  # it would match all of them
+        named = {role: [role] for role, _ in sizes.most_common()} | {"Linear": ["Linear"]}
     elif asked == BY_DEPTH:
         named = _thirds(model, plan)
     elif isinstance(asked, list | tuple) and asked and all(isinstance(each, str) for each in asked):
@@ -55,6 +57,8 @@ def find_groups(model: nn.Module, plan: Plan, asked: str | Sequence[str]) -> lis
         found = {fqn for pattern in patterns for fqn in find_matches(model, pattern).modules} - {""}
         covered = [fqn for fqn in run if found & {*modules_around(fqn), fqn}]
         own = [fqn for fqn in covered if fqn in left]
+        if not own and asked == BY_ROLE:
+            continue
         if not own:
             raise ConfigError(
                 f"sensitivity(groups=): {name!r} matches no module of {_class_name(model)} below the root that no "

@@ -21,7 +21,7 @@ from zeroamp.measured_precision.switch import PrecisionSwitch
 from zeroamp.planning.groups import ParamPlan
 from zeroamp.planning.mesh import device_of, is_first_rank
 from zeroamp.planning.parameter_uses import modules_around
-from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import ConfigError, StepError, WrapError
 from zeroamp.wrapping.run_alike import Description, run_alike
 from zeroamp.wrapping.state import WrapState, refuse_part, wrap_state
@@ -89,6 +89,11 @@ def _checked(
         raise ConfigError(
             f"sensitivity measures what torch.autocast costs, but the config sets {found}. Wrap the model with "
             '"torch_autocast": {"enabled": true, "dtype": "bfloat16"} alone for the measurement.'
+        )
+    if low := [param.fqn for param in state.plan.params if param.dtypes.stored in LOW_DTYPES]:
+        raise ConfigError(
+            f"sensitivity cannot run {low[0]} in fp32, because it is frozen and stored in a low precision. Call "
+            ".float() on the model before wrap_model for the measurement."
         )
     refuse_part(state, "sensitivity", "Measure the whole model.")
     if not state.axes.is_plain:

@@ -285,6 +285,10 @@ def _refusal(case):
     arguments = {"batches": [batch], "groups": "class and role"}
     if case != "not wrapped":
         model = _wrapped(switchable.SixModules, options)
+    if case == "low weights":
+        model = switchable.build(switchable.SixModules)
+        model.up.requires_grad_(False).bfloat16()
+        model = zeroamp.wrap_model(model, config(2), auto_wrap_policy={"Linear"})
     if case == "open step":
         zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0)).backward(model(batch))
     elif case == "after a forward":
@@ -317,6 +321,7 @@ REFUSED = {
     "other shapes": ("StepError", "the shapes of batch 0 is [(4, 8)] on rank 0, but [(5, 8)] on rank 1"),
     "fp32": ("ConfigError", "the config sets fp32 precision. Wrap the model with"),
     "bf16": ("ConfigError", "the config sets bf16 precision. Wrap the model with"),
+    "low weights": ("ConfigError", "cannot run up.weight in fp32, because it is frozen and stored in a low precision"),
     "no match": (
         "ConfigError",
         "'nrm' matches no module of SixModules below the root that no earlier pattern matches. Did you mean 'norm'?",

@@ -1,5 +1,6 @@
 """`zeroamp sensitivity`: runs `zeroamp.sensitivity` on a saved model of transformers, in one process."""
 
+import os
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ def sensitivity(options: Namespace) -> str:
     zeroamp sensitivity zero.json --model FOLDER --text corpus.txt
     Runs in one process, on its GPU if it has one. Training jobs of several ranks call zeroamp.sensitivity.
     """
+    if (num_ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ConfigError(
+            f"zeroamp sensitivity runs in one process, but torchrun started {num_ranks}. Leave torchrun out, or call "
+            "zeroamp.sensitivity(model, batches) on all ranks of the job."
+        )
     policy = zeroamp.policy_from_config(options.config, world_size=1, **dict(options.auto))
     batch = _rows(options) if options.batch is None else _tensors(options.batch)
     model = zeroamp.wrap_model(load_model(str(options.model)), policy)

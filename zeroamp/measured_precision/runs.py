@@ -50,7 +50,6 @@ class Runs:
     @contextmanager
     def in_fp32(self) -> Iterator[None]:
         """All-gather and reduce in fp32, and let the switch decide how groups compute. Call after a first run."""
-        accumulates_in = self._state.step.accumulates_in
         reductions = [each.reduction for each in self._state.gradients if each.reduction is not None]
         before = [(each.communication_dtype, each.reduce_dtype) for each in reductions]
         for reduction in reductions:
@@ -59,7 +58,6 @@ class Runs:
             with all_gathering_as_stored(self._state.root), self._switch.attached():
                 yield
         finally:
-            self._state.step.accumulates_in = accumulates_in
             for reduction, dtypes in zip(reductions, before, strict=True):
                 reduction.communication_dtype, reduction.reduce_dtype = dtypes
 

@@ -55,6 +55,13 @@ def test_a_text_is_cut_into_samples(saved):
     assert "Nothing helps" in out.replace("\n", " ")
 
 
+def test_several_processes_are_an_error(saved, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, err = measure(saved, "--batch", saved / "batch.safetensors")
+    assert (code, out) == (1, "")
+    assert "runs in one process, but torchrun started 2" in err
+
+
 def test_a_short_text_and_a_wrong_file_are_errors(saved):
     code, out, err = measure(saved, "--text", saved / "text.txt", "--seq", 64)
     assert (code, out) == (1, "")

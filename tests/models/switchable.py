@@ -21,11 +21,21 @@ class SixModules(nn.Module):
         self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
         self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
         self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.scale = 1.0
 
     def forward(self, tokens):
-        x = self.embed(tokens)
+        x = self.embed(tokens) * self.scale
         x = x + self.down(F.gelu(self.up(self.query(self.norm(x)))))
         return F.cross_entropy(self.lm_head(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class WithScale(SixModules):
+    """The same with a 0-D parameter."""
+
+    def __init__(self):
+        super().__init__()
+        del self.scale
+        self.scale = nn.Parameter(torch.tensor(1.5))
 
 
 class Difference(nn.Linear):

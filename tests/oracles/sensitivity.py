@@ -36,7 +36,7 @@ def _loss(model, tokens, low, dtype):
         return out if BETWEEN in low else out.float()
 
     with torch.autocast("cpu", dtype=dtype, enabled=BETWEEN in low):
-        x = layer("embed", tokens)
+        x = layer("embed", tokens) * model.scale
         x = x + layer("down", F.gelu(layer("up", layer("query", layer("norm", x)))))
         return F.cross_entropy(layer("lm_head", x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -58,7 +58,7 @@ def change(found, reference, names=None):
     """The norm of the difference over the norm, of the parameters of some modules or of all."""
     names = [name for name in reference.gradient if names is None or name.split(".")[0] in names]
     own = sum(float((found.gradient[n].double() - reference.gradient[n].double()).square().sum()) for n in names)
-    return math.sqrt(own / sum(float(reference.gradient[n].double().square().sum()) for n in names)) if names else 0.0
+    return math.sqrt(own / sum(float(reference.gradient[n].double().square().sum()) for n in names)) if own else 0.0
 
 
 def measure(model, of_ranks, dtype=torch.bfloat16, scale=1.0):
@@ -67,7 +67,7 @@ def measure(model, of_ranks, dtype=torch.bfloat16, scale=1.0):
     rows = {}
     for group in GROUPS:
         alone = run(model, of_ranks, {group}, dtype, scale)
-        own = [module for module, name in MODULES.items() if name == group]
+        own = [module for module, name in (MODULES | {"scale": BETWEEN}).items() if name == group]
         rows[group] = (
             abs(alone.loss - exact.loss) / exact.loss,
             change(alone, exact),

@@ -17,6 +17,7 @@ from zeroamp.wrapping.state import wrap_state
 
 FP16 = {"dtype": "float16", "fp16": {"initial_scale_power": 10}}
 CASES = [{"stage": 0}, {"stage": 2}, {"stage": 3}, {"stage": 3, **FP16}]
+ORACLES = [(options, switchable.SixModules) for options in CASES]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,18 +55,18 @@ def _measured(cls, options, batch, arguments, more):
 
 def measure(ranks, cls, options, *, more=None, **arguments):
     """Measure on each rank; the ranks found the same."""
-    batch = switchable.tokens if cls is switchable.SixModules else switchable.vectors
+    batch = switchable.tokens if issubclass(cls, switchable.SixModules) else switchable.vectors
     first, *others = ranks.run(_measured, cls, options, batch, arguments, more or {})
     assert all(each == first for each in others)
     return first
 
 
-@pytest.mark.parametrize("options", CASES, ids=str)
-def test_every_number_is_that_of_plain_torch(ranks2, options):
+@pytest.mark.parametrize(("options", "cls"), [*ORACLES, (CASES[2], switchable.WithScale)], ids=str)
+def test_every_number_is_that_of_plain_torch(ranks2, options, cls):
     """Every change, the noise and the change of the whole are those of one process, at each stage."""
-    found = measure(ranks2, switchable.SixModules, options)
+    found = measure(ranks2, cls, options)
     dtype, scale = (torch.float16, 2.0**10) if "fp16" in options else (torch.bfloat16, 1.0)
-    model, of_ranks = switchable.build(switchable.SixModules), [switchable.tokens(rank) for rank in range(2)]
+    model, of_ranks = switchable.build(cls), [switchable.tokens(rank) for rank in range(2)]
     rows, noise, low = oracle.measure(model, of_ranks, dtype, scale)
     keys = ("loss_change", "gradient_change", "own_gradient_change", "gradient_change_of_others")
     assert {name: tuple(row[key] for key in keys) for name, row in found.rows.items()} == {
@@ -187,7 +188,8 @@ def _steps(options, calls):
             report = train.step()
         reports.append((report.loss, report.grad_norm))
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    return reports, full_parameters(model), buffers, (torch.rand(1), random.random(), float(np.random.random())), left
+    numbers = (torch.rand(1), random.random(), float(np.random.random()))
+    return reports, full_parameters(model), buffers, numbers, dict(wrap_state(model).traffic.num_bytes), left
 
 
 def _state(model):

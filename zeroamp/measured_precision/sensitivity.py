@@ -180,10 +180,11 @@ class _Measurement:
         as_configured = self._run(self._batches)
         with self._runs.in_fp32():
             self._run_in_fp32()
+            config_change = ratio(self._runs.squares(as_configured, self._fp32), self._whole)
+            del as_configured
             first, second = (self._run(half) for half in _halves(self._batches))
             noise = ratio(self._runs.squares(first, second), self._whole) / 2
-            config_change = ratio(self._runs.squares(as_configured, self._fp32), self._whole)
-            del first, second, as_configured
+            del first, second
             low_change = self._change_with([])
             rows = [self._row(group) for group in self._groups]
             limit = noise if budget is None else budget

@@ -16,6 +16,7 @@ from tests.processes.training import config, full_parameters
 from zeroamp.wrapping.state import wrap_state
 
 FP16 = {"dtype": "float16", "fp16": {"initial_scale_power": 10}}
+REPLICAS = {"zeroamp": {"dp_replicate_size": 2}}
 CASES = [{"stage": 0}, {"stage": 2}, {"stage": 3}, {"stage": 3, **FP16}]
 ORACLES = [(options, switchable.SixModules) for options in CASES]
 
@@ -61,7 +62,7 @@ def measure(ranks, cls, options, *, more=None, **arguments):
     return first
 
 
-@pytest.mark.parametrize(("options", "cls"), [*ORACLES, (CASES[2], switchable.WithScale)], ids=str)
+@pytest.mark.parametrize(("options", "cls"), [*ORACLES, ({"stage": 3, **REPLICAS}, switchable.WithScale)], ids=str)
 def test_every_number_is_that_of_plain_torch(ranks2, options, cls):
     """Every change, the noise and the change of the whole are those of one process, at each stage."""
     found = measure(ranks2, cls, options)

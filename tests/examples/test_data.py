@@ -75,7 +75,7 @@ def test_only_answers_have_labels_where_the_prompt_is_masked(tokenizer, tmp_path
     assert tokenizer.decode(labels[has_label]) == "Aa<|im_end|>\nBb<|im_end|>\nt<|im_end|>"
 
 
-def test_a_loss_is_divided_by_the_predicted_tokens_of_a_mean_micro_batch():
+def test_a_loss_is_divided_by_the_tokens_of_a_mean_micro_batch():
     """All ranks and micro-batches of an optimizer step have the same divisor."""
     rows = torch.arange(2 * 8 * 5).view(8, 2, 5)
     for row in range(8):

@@ -97,10 +97,8 @@ def plan_run(
         limit=usable_bytes(gpu_bytes),
     )
     possible, refused = run.possible_stages(policy, stages, world_size)
-    shapes = run.shapes(batch)
     return RunPlan(
-        is_batched=shapes != run.shapes(batch + 1),
-        has_length=any(seq in shape for shape in shapes),
+        **run.sizes_of_inputs(batch),
         policy=policy,
         world_size=world_size,
         batch=batch,
@@ -162,6 +160,14 @@ class _Run:
     def arguments(self, batch: int) -> Arguments:
         """Return (args, kwargs) of the forward for `batch` samples."""
         return arguments_for(self.model, batch, self.seq, self.inputs)
+
+    def sizes_of_inputs(self, batch: int) -> dict[str, bool]:
+        """Return whether the inputs have a batch and a length: `is_batched` and `has_length` of `RunPlan`."""
+        shapes = self.shapes(batch)
+        return {
+            "is_batched": shapes != self.shapes(batch + 1),
+            "has_length": any(self.seq in shape for shape in shapes),
+        }
 
     def shapes(self, batch: int) -> list[torch.Size]:
         """Return the shapes of the tensors of `arguments`."""

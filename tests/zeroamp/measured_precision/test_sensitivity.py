@@ -259,7 +259,7 @@ LEAVES = [({"stage": 0}, _measure), ({"stage": 2, "accumulation": 2}, _measure),
           ({"stage": 2}, _raise_in_the_backward), ({"stage": 3}, _raise_in_the_backward)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "calls"), LEAVES, ids=str)
+@pytest.mark.parametrize(("options", "calls"), LEAVES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_nothing_is_left_behind(ranks2, options, calls):
     """Three steps have the same bits with a call before each, also with one that raises."""
     assert ranks2.run(_compared, options, calls) == [([], True)] * 2

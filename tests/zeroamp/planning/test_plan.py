@@ -174,4 +174,4 @@ def test_a_parameter_of_exactly_the_threshold_is_not_small():
 
 def test_the_summary_of_a_model_without_repeated_blocks_names_what_makes_units():
     text = size_summary(plan(nn.Linear(2, 2)), Ranks(num_shards=2), name="Linear", seconds=0.0)
-    assert "units: none below the root; see auto_wrap_policy" in text
+    assert "0 FSDP units below the root (see auto_wrap_policy)" in text

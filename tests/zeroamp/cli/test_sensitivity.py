@@ -35,8 +35,9 @@ def measure(saved, *arguments):
     return run("sensitivity", saved / "zero.json", "--model", saved / "llama", *arguments)
 
 
-def test_a_batch_of_a_saved_model_is_measured(saved):
-    """The table is on stdout, with at most 100 columns; the progress on stderr; all numbers in the file."""
+def test_a_batch_of_a_saved_model_is_measured(saved, monkeypatch):
+    """The table is on stdout, in a terminal of 100 columns; the progress on stderr; all numbers in the file."""
+    monkeypatch.setenv("COLUMNS", "100")
     file = saved / "found.json"
     code, out, err = measure(saved, "--batch", saved / "batch.safetensors", "--json", file)
     assert code == 0

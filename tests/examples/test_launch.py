@@ -223,7 +223,7 @@ def test_slurms_script_trains_on_two_nodes_to_the_end(calls):
     done = run(command, calls, **SLURM, RANKS_PER_HOST=1, timeout_s=380)
     output = "".join((calls / f"node{node}.log").read_text() for node in (0, 1))
     assert done.returncode == 0, done.stderr + output
-    assert "2 rank(s) on cpu" in output
+    assert "ranks: 2, on cpu" in output
     record = json.loads(Path(calls / "out" / "losses.json").read_text())
     assert record["batch_sizes"]["ranks"] == 2
     assert len(record["losses"]) == 2

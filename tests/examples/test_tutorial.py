@@ -79,6 +79,7 @@ def test_the_page_is_short():
 @pytest.mark.slow
 @pytest.mark.timeout(4 * TIMEOUT_S)
 def test_a_reader_gets_from_data_to_an_answer_through_a_kill(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")  # `plan` prints its table in one piece
     answer = _write_model_and_data(tmp_path)
     download, plan, train, resume, report = _blocks("bash")
     assert download.startswith("hf download")

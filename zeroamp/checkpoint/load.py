@@ -218,16 +218,12 @@ class _Load:
     def _prepare(self, extra_rank: int | None) -> None:
         reshard(self.state.root.modules())
         self.values, self.layouts = read_values(self.path / VALUES), self.manifest.tensors
-        is_joined = self.state.axes.is_joined
-        parts = sorted(name for name, _ in self.state.root.named_parameters()) if is_joined else None
-        if self.manifest.world_size == self.ranks.num_ranks:
-            self.own = read_values(self.path / rank_file(self.ranks.rank))
-            self.is_same_size = self.own.get("parts") == parts
-        if not self.is_same_size:
-            self.own = read_values(self.path / rank_file(0))
-        if is_joined:
-            from zeroamp.pipelines.checkpoint import own_share
+        if not self.state.axes.is_joined:
+            self._read_own(parts=None)
+        else:
+            from zeroamp.pipelines.checkpoint import own_share, parts_of
 
+            self._read_own(parts_of(self.state.root))
             shared = self.own, self.values, self.layouts, self._is_elsewhere
             self.own, self.values, self.layouts = own_share(*shared)
         if extra_rank is not None and not 0 <= extra_rank < self.manifest.world_size:
@@ -246,6 +242,14 @@ class _Load:
                 self.tensors |= optimizer_targets(description, self.tensors, self.layouts)
         if unread := [name for name in self.tensors if name not in self.layouts and not self._is_own(name)]:
             raise CheckpointError(f"{self.path} has no values of {some_of(unread, 5)}. Load another checkpoint.")
+
+    def _read_own(self, parts: list[str] | None) -> None:
+        """Read this rank's values, or those of the first rank if other ranks have saved, or with other `parts`."""
+        if self.manifest.world_size == self.ranks.num_ranks:
+            self.own = read_values(self.path / rank_file(self.ranks.rank))
+            self.is_same_size = self.own.get("parts") == parts
+        if not self.is_same_size:
+            self.own = read_values(self.path / rank_file(0))
 
     def load_counts(self) -> None:
         """Load step counts and loss scale. Raise StepError if the config has another kind of loss scale."""

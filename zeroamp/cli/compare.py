@@ -79,12 +79,12 @@ def compare(options: Namespace) -> str:
     ratios = [b.step_s() / a.step_s() for a, b in zip(runs["A"], runs["B"], strict=True)]
     measured = {"commands": commands, "bytes": num_bytes, "runs": runs, "time_ratios": ratios}
     data = json.loads(json.dumps(measured, default=asdict), parse_constant=str)  # strict JSON has no NaN
-    rows, verdict = _rows(runs, num_bytes, ratios), _verdict(runs, num_bytes, ratios)
-    shown = {**data, "rows": rows, "verdict": verdict}
+    rows, conclusions = _rows(runs, num_bytes, ratios), _conclusions(runs, num_bytes, ratios)
+    shown = {**data, "rows": rows, "conclusions": conclusions}
     write_page(options.html, "compare", "A beside B", f"A: {commands['A']}. B: {commands['B']}.", shown, {})
     if options.json:
         return json.dumps(data, indent=2)
-    text = [f"A: {commands['A']}\nB: {commands['B']}", render(rows), "\n".join(map(paragraph, verdict))]
+    text = [f"A: {commands['A']}\nB: {commands['B']}", render(rows), "\n".join(map(paragraph, conclusions))]
     return "\n\n".join(text)
 
 
@@ -239,7 +239,7 @@ def _spread(runs: list[Run]) -> float:
     return max(max(losses) - min(losses) for losses in by_step)
 
 
-def _verdict(runs: dict[str, list[Run]], num_bytes: dict[str, dict[str, float]], ratios: list[float]) -> list[str]:
+def _conclusions(runs: dict[str, list[Run]], num_bytes: dict[str, dict[str, float]], ratios: list[float]) -> list[str]:
     """Return sentences: whether losses and norms are equal, the ratio of bytes, the ratio of times."""
     a, b = runs["A"][0], runs["B"][0]
     lines = [_first_difference("Losses", a.losses, b.losses)]

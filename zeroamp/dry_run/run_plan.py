@@ -72,8 +72,7 @@ def plan_run(
         WrapError: the model cannot be wrapped.
 
     Examples:
-        >>> with torch.device("meta"):
-        ...     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1)).to("meta")
         >>> policy = zeroamp.policy_from_config({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}})
         >>> plan = zeroamp.plan_run(
         ...     model, policy, world_size=8, inputs=lambda batch, seq: torch.empty(batch, seq, 64), loss_fn=torch.sum

@@ -1,7 +1,6 @@
 """`Sensitivity`: what `sensitivity` measured, as rows, as a table and as JSON."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -70,12 +69,5 @@ class Sensitivity:
 
     def to_json(self) -> str:
         """Return all values as JSON. A number that is not finite is null."""
-        return json.dumps(_finite(asdict(self)), indent=2, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        values = json.loads(json.dumps(asdict(self)), parse_constant=lambda _name: None)  # strict JSON has no NaN
+        return json.dumps(values, indent=2, allow_nan=False)

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import all_gathering_as_stored, end_failed_backward
+from zeroamp.hooks.collectives.collective_calls import issue
+from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.ledger.observed_step import call, leaves_no_trace
 from zeroamp.measured_precision.switch import PrecisionSwitch
 from zeroamp.planning.mesh import device_of, local_part, shard_size
@@ -126,5 +128,7 @@ class Runs:
         return 1 if isinstance(self._parameters[name], DTensor) else shard_size(self._state.mesh)
 
     def _sum(self, numbers: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(numbers, group=self._state.world)
+        group = self._state.world
+        issued = IssuedCollective("all_reduce", numbers, "sensitivity", group)
+        issue(lambda: dist.all_reduce(numbers, group=group), issued, ())
         return numbers

@@ -57,6 +57,7 @@ def sensitivity(
         ConfigError: a pattern matches nothing, or the config does not use `torch_autocast`.
         StepError: there is an unfinished optimizer step, batches are missing or differ in shape between ranks, the loss
             in fp32 is not finite, or the run in fp32 does not fit into memory.
+        PeerError: the backend ended a collective, because it timed out or another rank's process ended.
         WrapError: the model is not wrapped, is asleep, or has a tensor, expert or pipeline axis.
 
     Examples:

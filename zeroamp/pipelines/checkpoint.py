@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from zeroamp.planning.mesh import is_first_rank
 from zeroamp.policies.errors import CheckpointError, some_of
@@ -22,6 +23,11 @@ Content = dict[str, Any]
 
 _OF_PARTS = ("tensors", "extra_states")
 """Keys of a rank's values: name -> value."""
+
+
+def parts_of(root: nn.Module) -> list[str]:
+    """Return what a rank's file says of its parts: a load by a rank with other ones does not read that file."""
+    return sorted(name for name, _ in root.named_parameters())
 
 
 def collect_all(
@@ -40,7 +46,7 @@ def collect_all(
     def snapshot() -> bytes:
         own.append(collect())
         content, values = own[0]
-        content["parts"] = sorted(name for name, _ in state.root.named_parameters())
+        content["parts"] = parts_of(state.root)
         sent = {key: content[key] for key in (*_OF_PARTS, "optimizers")}
         # As bytes, which another rank reads to its CPU. The ranks of one stage have the same.
         return to_bytes({"of_rank": sent, "of_all": values}) if is_first_rank(state.mesh) else b""

@@ -1,5 +1,6 @@
 """Joins the parts of a pipeline that one rank has, for its optimizer steps and checkpoints."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,8 +27,8 @@ class Parts(nn.Module):
         """
         super().__init__()
         self.parts = nn.ModuleList(parts)
-        names = [name for part in parts for name in part.state_dict()]
-        if twice := next((name for name in names if names.count(name) > 1), ""):
+        counts = Counter(name for part in parts for name in part.state_dict())
+        if twice := next((name for name, number in counts.items() if number > 1), ""):
             raise StepError(
                 f"Two parts of this rank have a {twice}, so they cannot be told apart in a checkpoint. Pass each part "
                 "once, and keep the names that parameters have in the whole model: do not number layers anew."

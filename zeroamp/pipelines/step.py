@@ -166,10 +166,11 @@ class _PartsStep(Step):
 
     def __init__(self, state: WrapState) -> None:
         super().__init__(state)
-        self._states = [wrap_state(part) for part in cast(Parts, state.root).parts]
-        for each in self._states:
+        states = [wrap_state(part) for part in cast(Parts, state.root).parts]
+        self._parts = [(each, Gradients(each)) for each in states]
+        for each in states:
             each.step.is_scheduled = True
-        self.arithmetic = _PartsArithmetic(state, self.gradients, self._states)
+        self.arithmetic = _PartsArithmetic(state, self.gradients, self._parts)
         axes = replace(state.axes, tensor=None)  # a part need not have parameters of the tensor axis
         world = state.world if state.axes.stages is None else process_group(state.axes.whole)
         self._all_ranks = replace(state, axes=axes, world=world, gradients=(), issued=IssuedInStep())
@@ -187,7 +188,7 @@ class _PartsStep(Step):
         Before its first micro-batch, a schedule runs a backward of uninitialised values, which finds shapes. Only
         before the others it sets the flag.
         """
-        if not any("set_requires_gradient_sync" in state.set_by_caller for state in self._states):
+        if not any("set_requires_gradient_sync" in state.set_by_caller for state, _ in self._parts):
             return
         self.current.add_loss(loss, is_divided=False, retains_each=False)
         self.current.num_micro_batches += 1
@@ -201,40 +202,39 @@ class _PartsStep(Step):
         current = self.current
         if current.phase is not StepPhase.IDLE:
             return
-        for state in self._states:
+        for state, _ in self._parts:
             refuse_unreduced(state, call)
         self.gradients.refuse_low_shards()
         for optimizer in self.optimizers:
             compare_and_discard(optimizer)
-        for state in self._states:
-            trainable = [each for each in state.root.parameters() if each.requires_grad]
-            if trainable and all(each.grad is None for each in trainable):
+        for _, gradients in self._parts:
+            if not gradients.present() and any(each.requires_grad for each in gradients.parameters):
                 raise StepError(
                     f"{call} found no gradient on any parameter of a part. Call it after schedule.step(). A zero "
                     "bubble schedule of torch computes none for a part whose inputs need no gradient, as after a "
                     "frozen one: use another schedule there."
                 )
         end_backward(self.state.gradients)
-        self.state.root.training = self._states[0].root.training
+        self.state.root.training = self._parts[0][0].root.training
         current.owner, current.phase, current.is_stepped = self, StepPhase.COMPLETE, False
         current.gradient_scale = self.scaler.scale
 
     def reduce(self, max_norm: float = 0.0) -> Reduced:
         """Run the step's all-reduce, as `Step.reduce`. Until the step ends, the parts run no backward."""
         reduced = super().reduce(max_norm)
-        for state in self._states:
+        for state, _ in self._parts:
             state.step.phase, state.step.owner = StepPhase.REDUCED, self
         return reduced
 
     def end(self) -> None:
         """End the optimizer step: discard its gradients."""
         super().end()
-        for state in self._states:
+        for state, _ in self._parts:
             state.step.reset()
 
     def abandon(self) -> None:
         """Discard all gradients of the parts, at any point."""
-        for state in self._states:
+        for state, _ in self._parts:
             state.root_forward.reset()
         discard_unsharded_gradients(self.units)
         release_groups(self._groups)
@@ -243,7 +243,7 @@ class _PartsStep(Step):
     def recover(self) -> None:
         """Make steps possible after a failed one, whose parameters and state were loaded again."""
         self.current.failure, self.current.phase = None, StepPhase.OPEN
-        for state in self._states:
+        for state, _ in self._parts:
             end_failed_backward(state.root)  # type: ignore[arg-type]
         self.discard()
 
@@ -258,9 +258,9 @@ class _PartsAllReduce(StepAllReduce):
 class _PartsArithmetic(StepArithmetic):
     """Sums the squares of all parts, and averages the losses of the ranks that have the last stage."""
 
-    def __init__(self, state: WrapState, gradients: Gradients, states: Sequence[WrapState]) -> None:
+    def __init__(self, state: WrapState, gradients: Gradients, parts: Sequence[tuple[WrapState, Gradients]]) -> None:
         super().__init__(state, gradients)
-        self._parts = [(each, Gradients(each)) for each in states]
+        self._parts = parts
         self._needs_loss = state.plan.policy.low_dtype == torch.float16 or state.axes.stages is None
 
     def local(self, losses: Sequence[LossSum]) -> torch.Tensor:

@@ -137,16 +137,16 @@ def test_the_table_fits_80_columns_and_adds_bytes_up(monkeypatch):
         ([1.0, 2.0, 3.0], "Losses: B - A is first not 0 at step 2 of 3 (+nan), and largest at step 2 (+nan)."),
     ],
 )
-def test_the_verdict_names_the_first_difference(b, sentence):
+def test_the_conclusions_name_the_first_difference(b, sentence):
     runs = {"A": runs_of([1.0, math.nan, 3.0]), "B": runs_of(b)}
-    assert compare._verdict(runs, {"A": {}, "B": {}}, [1.0])[0] == sentence
+    assert compare._conclusions(runs, {"A": {}, "B": {}}, [1.0])[0] == sentence
 
 
-def test_the_verdict_adds_bytes_up_and_names_the_spread_between_runs():
+def test_the_conclusions_add_bytes_up_and_name_the_spread_between_runs():
     sent = {"all_gather bf16 per step": 2.0**20, "all_reduce fp32 per step": 2.0**20, "peak of resident memory": 5e9}
     runs = {"A": [*runs_of([1.0, 2.0]), *runs_of([1.0, 2.25])], "B": runs_of([1.0, 2.0])}
-    verdict = compare._verdict(runs, {"A": sent, "B": {"all_gather bf16 per step": 2.0**20}}, [1.0, 1.2])
-    assert verdict[1:] == [
+    conclusions = compare._conclusions(runs, {"A": sent, "B": {"all_gather bf16 per step": 2.0**20}}, [1.0, 1.2])
+    assert conclusions[1:] == [
         "Runs of one command differ by up to 0.25 in a loss.",
         "Sent per step: A 2.00 MiB, B 1.00 MiB. B / A is 0.500.",
         "Time of a step: B / A is 1.100 (quartiles 1.050 to 1.150, 2 pairs of runs).",
@@ -160,7 +160,7 @@ def test_the_page_has_what_is_printed():
     assert code == 0, err
     data = json.loads(re.search(r'id="data">(.*?)</script>', Path("pages/page.html").read_text(), re.DOTALL)[1])
     assert data["runs"]["B"][0]["losses"] == [2.0, 4.0, "NaN", 8.0]
-    assert all(sentence in " ".join(out.split()) for sentence in data["verdict"])
+    assert all(sentence in " ".join(out.split()) for sentence in data["conclusions"])
 
 
 @pytest.mark.parametrize("text", ["loss 2.5", "Loss: 2.5", "loss=2.5,", "{'loss': '2.5'}", "loss tensor(2.5)"])

@@ -13,7 +13,7 @@ from tests.models import pipelines as models
 from tests.processes.parallel_training import data_rank, mesh_of
 
 MICRO_BATCHES = 8
-"""Of all data ranks in a step."""
+"""Of all data ranks in a step. On another number of them the same gradients are added in another order: 1e-6."""
 CONFIG = {
     "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
     "zero_optimization": {"stage": 3},
@@ -107,7 +107,7 @@ def test_it_resumes_on_other_axes(ranks4, unbroken, axes, interleaves, stage, er
     (*_, third, fourth), folder = unbroken
     found = ranks4.run(_train, axes, 2, 2, folder, loads=True, interleaves=interleaves, stage=stage)
     for rank, (seen, blocks) in enumerate(found):
-        assert seen == [pytest.approx(each, rel=error) for each in (third, fourth)]
+        assert seen == [pytest.approx(each, rel=error, abs=0) for each in (third, fourth)]
         data_rank_of_save = rank % 2 if error == 0 else 0  # with other parts, buffers are those of the first ranks
         for block, state in blocks.items():
             assert state == (block + 100 * (1 + data_rank_of_save), 7 + block)

@@ -11,6 +11,7 @@ from tests.models import pipelines as models
 from tests.processes import pipelines
 from tests.processes.parallel_training import mesh_of
 from tests.zeroamp.pipelines.comparison import BOUND, DATA, LR, STEPS, check, config, expected
+from zeroamp.training.step import step_of
 
 SCALE = 2.0**10
 
@@ -20,7 +21,10 @@ SCALE = 2.0**10
     [("1F1B", 2, "bf16"), ("ZBVZeroBubble", 3, "bf16"), ("Interleaved1F1B", 0, "autocast"), ("1F1B", 3, "fp16")],
 )
 def test_steps_train_as_one_process(ranks4, name, stage, mode):
-    """In float16 the schedule's losses are scaled, by a power of two. Reports have the mean of the unscaled ones."""
+    """In float16 the schedule's losses are scaled, by a power of two. Reports have the mean of the unscaled ones.
+
+    A rank adds its losses in fp32, the expected mean is in fp64: 1e-6.
+    """
     cfg, scale = config(stage, mode, gradient_clipping=1.0), SCALE if mode == "fp16" else 1.0
     found = ranks4.run(pipelines.train_by_steps, name, cfg, DATA, STEPS, lr=LR)
     wanted = expected(name, mode, loss_scale=scale)
@@ -135,7 +139,7 @@ def _behind_frozen_part():
     axes, name = {"pp": 2, "dp": 1}, "InterleavedZeroBubble"
     mesh, parts, schedule = pipelines.start(name, config(2, "bf16"), axes, edit=edit, loss_fn=loss_fn)
     pipelines.run_step(schedule, name, parts, mesh, 0)
-    return "" if 0 in parts else _text(made[0]._step.begin, "PipelineStep.step")
+    return "" if 0 in parts else _text(step_of(made[0]).begin, "PipelineStep.step")
 
 
 def test_gradients_that_a_zero_bubble_schedule_loses_raise(ranks2):

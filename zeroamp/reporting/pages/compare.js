@@ -4,8 +4,8 @@
 const number = (value) => (typeof value === "string" ? Number(value.replace("inf", "Infinity")) : value ?? null);
 const first = (name, key) => DATA.runs[name][0][key].map(number);
 
-const verdict = element("ul", {}, ...DATA.verdict.map((sentence) => element("li", { textContent: sentence })));
-add(verdict);
+const conclusions = element("ul", {}, ...DATA.conclusions.map((sentence) => element("li", { textContent: sentence })));
+add(conclusions);
 heading("Over the steps");
 note("Of the first timed run of each command.");
 const panels = charts();

@@ -4,13 +4,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import nn
 
 from zeroamp.hooks._torch.dtensor import root_of
 from zeroamp.hooks.collectives.collective_calls import IssuedInStep
-from zeroamp.hooks.root_forward import RootForward
+from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective, Traffic, notify
+from zeroamp.hooks.root_forward import ContextPlace, ForwardContext, RootForward
 from zeroamp.policies.errors import StepError
 from zeroamp.wrapping.state import WrapState, show_state, wrap_state
 from zeroamp.wrapping.step_state import StepState
@@ -55,11 +57,43 @@ class Parts(nn.Module):
         return super().load_state_dict({keys[name]: value for name, value in state_dict.items()}, strict, assign)
 
 
+class _Forwards(RootForward):
+    """The forwards of all parts: a context manager that is added here runs around each of them."""
+
+    def __init__(self, states: Sequence[WrapState]) -> None:
+        super().__init__()
+        self._of_parts = [state.root_forward for state in states]
+
+    def add(self, place: ContextPlace, context: ForwardContext) -> None:
+        for each in self._of_parts:
+            each.add(place, context)
+
+    def remove(self, place: ContextPlace, context: ForwardContext) -> None:
+        for each in self._of_parts:
+            each.remove(place, context)
+
+    def reset(self) -> None:
+        for each in self._of_parts:
+            each.reset()
+
+
+class _ToAllParts:
+    """Listens to the collectives of one part, and passes them to those who listen to all parts of the rank."""
+
+    def __init__(self, part: WrapState, listeners: list[CollectiveListener]) -> None:
+        self._part, self._listeners = part, listeners
+
+    def on_collective(self, issued: IssuedCollective) -> None:
+        """Pass a collective on, unless it is of a step that `Ledger.verify` runs."""
+        if not self._part.step.is_observed:
+            notify(self._listeners, issued)
+
+
 def join(parts: Sequence[nn.Module]) -> Parts:
     """Return the wrapped parts of this rank as one model, with a `WrapState` of its own for optimizer steps.
 
     Raises:
-        StepError: there is no part, or the parts are not wrapped over the same ranks.
+        StepError: there is no part, or the parts are not wrapped over the same ranks with the same policy.
         WrapError: a part is not wrapped.
     """
     states = [wrap_state(part) for part in parts]
@@ -68,17 +102,27 @@ def join(parts: Sequence[nn.Module]) -> Parts:
     first, root = states[0], Parts(parts)
     if any(state.axes.whole != first.axes.whole for state in states):
         raise StepError("PipelineStep got parts that are wrapped over different ranks. Pass the same mesh for all.")
+    if any(state.plan.policy != first.plan.policy for state in states):
+        raise StepError("PipelineStep got parts that are wrapped with different policies. Pass the same one for all.")
     whole = first.axes.whole if first.axes.stages is None else root_of(first.axes.stages)
+    units = [(f"{number}.{fqn}", unit) for number, state in enumerate(states) for fqn, unit in state.units.items()]
+    traffic = Traffic()
+    listeners: list[CollectiveListener] = [traffic]
+    for state in states:
+        state.listeners.append(to_all := _ToAllParts(state, listeners))
+        finalize(root, state.listeners.remove, to_all)
     joined: WrapState = replace(
         first,
         root=root,
         plan=replace(first.plan, ignored=tuple(group for state in states for group in state.plan.ignored)),
         axes=replace(first.axes, whole=whole, is_joined=True),
-        units={f"{index}.{fqn}": unit for index, state in enumerate(states) for fqn, unit in state.units.items()},
+        units={name.rstrip("."): unit for name, unit in units},
         gradients=[group for state in states for group in state.gradients],
         issued=IssuedInStep(),
         step=StepState(),
-        root_forward=RootForward(),
+        root_forward=_Forwards(states),
+        traffic=traffic,
+        listeners=listeners,
         set_by_caller={},
         callbacks=[],
     )

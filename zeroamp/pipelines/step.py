@@ -35,6 +35,7 @@ from zeroamp.wrapping.optimizer_hooks import compare_and_discard
 from zeroamp.wrapping.run_alike import run_alike
 from zeroamp.wrapping.state import WrapState, wrap_state
 from zeroamp.wrapping.step_state import LossSum, Reduced, StepPhase
+from zeroamp.wrapping.unused_parameters import log_without_gradient
 
 LossFunction = Callable[..., torch.Tensor]
 """As the schedules of torch take it: called with an output of the last stage and its target."""
@@ -168,6 +169,7 @@ class _PartsStep(Step):
         super().__init__(state)
         states = [wrap_state(part) for part in cast(Parts, state.root).parts]
         self._parts = [(each, Gradients(each)) for each in states]
+        self._has_logged = False  # parameters without a gradient
         for each in states:
             each.step.is_scheduled = True
         self.arithmetic = _PartsArithmetic(state, self.gradients, self._parts)
@@ -207,8 +209,11 @@ class _PartsStep(Step):
         self.gradients.refuse_low_shards()
         for optimizer in self.optimizers:
             compare_and_discard(optimizer)
-        for _, gradients in self._parts:
-            if not gradients.present() and any(each.requires_grad for each in gradients.parameters):
+        for state, gradients in self._parts:
+            num_present = len(gradients.present())
+            if num_present < len(gradients.parameters) and not self._has_logged:
+                self._has_logged = log_without_gradient(state, gradients.parameters)
+            if num_present == 0 and any(each.requires_grad for each in gradients.parameters):
                 raise StepError(
                     f"{call} found no gradient on any parameter of a part. Call it after schedule.step(). A zero "
                     "bubble schedule of torch computes none for a part whose inputs need no gradient, as after a "
@@ -234,8 +239,7 @@ class _PartsStep(Step):
 
     def abandon(self) -> None:
         """Discard all gradients of the parts, at any point."""
-        for state, _ in self._parts:
-            state.root_forward.reset()
+        self.state.root_forward.reset()
         discard_unsharded_gradients(self.units)
         release_groups(self._groups)
         self.end()

@@ -72,7 +72,7 @@ class RunReport(Callback):
             train: the step to watch.
             path: the file, usually `.jsonl`. Its folder is created.
             tokens_per_step: tokens of one optimizer step over all ranks. None: the tokens in the inputs of the first
-                rank's forwards (`count_tokens`), times the number of ranks.
+                rank's forwards (`count_tokens`), times the number of ranks; of a `PipelineStep` they are not known.
 
         Raises:
             StepError: on all ranks, an optimizer step of `train` has begun, or another RunReport is open on the model.
@@ -155,7 +155,9 @@ class RunReport(Callback):
     def _around_forward(self, call: ForwardCall) -> AbstractContextManager[None] | None:
         if self._state.step.is_observed or not call.is_outermost or not torch.is_grad_enabled():
             return None
-        if (num_tokens := count_tokens(call.args, call.kwargs)) is not None:
+        # Before its first micro-batch, a pipeline schedule runs a forward that finds shapes.
+        is_counted = not self._state.axes.is_joined
+        if is_counted and (num_tokens := count_tokens(call.args, call.kwargs)) is not None:
             self._num_tokens = (self._num_tokens or 0) + num_tokens
         return self._clock.inside("forward")
 

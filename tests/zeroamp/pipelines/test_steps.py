@@ -59,6 +59,9 @@ def _mistake(name):
         return _text(held[0](of_stage).sum().backward)
     if name == "a part twice":
         return _text(zeroamp.PipelineStep, held * 2, optimizer)
+    if name == "other policies":
+        held.append(zeroamp.wrap_model(torch.nn.Linear(2, 2), config(2, mode), mesh["dp"]))
+        return _text(zeroamp.PipelineStep, held, optimizer)
     if name == "one stage's optimizer":
         other = torch.nn.Linear(2, 2) if 0 in parts else held[0]
         return _text(zeroamp.PipelineStep, held, torch.optim.SGD(other.parameters(), lr=LR))
@@ -83,7 +86,7 @@ def _calls_with_all_parts():
     _, parts, _ = pipelines.start("Interleaved1F1B", config(2, "bf16"), DATA)
     held = list(parts.values())
     model = zeroamp.PipelineStep(held, torch.optim.SGD([p for part in held for p in part.parameters()])).model
-    calls = (zeroamp.explain, zeroamp.traffic, zeroamp.iter_weights, zeroamp.unwrap_model, zeroamp.sleep)
+    calls = (zeroamp.explain, zeroamp.iter_weights, zeroamp.unwrap_model, zeroamp.sleep)
     files = (zeroamp.load_hf, zeroamp.export_hf)
     texts = {call.__name__: _text(lambda call=call: list(call(model))) for call in calls}
     return texts | {call.__name__: _text(call, model, "no folder") for call in files}
@@ -105,6 +108,7 @@ def _text(call, *args):
     [
         ("no PipelineStep", "gradient_clipping 1.0, which a schedule ignores. Build train = zeroamp.PipelineStep"),
         ("a part twice", "Two parts of this rank have a "),
+        ("other policies", "parts that are wrapped with different policies"),
         ("one stage's optimizer", "is not one of the wrapped model's"),
         (
             "step without backward",

@@ -8,14 +8,24 @@ from torch import nn
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.ledger.dtype_differences import Verification
 from zeroamp.ledger.observed_optimizer import Optimizers
-from zeroamp.ledger.rows import BYTES, DTYPE_COLUMNS, PER_STEP, SHARD_DIM, SHARD_DIMS, LedgerRows, cells, ledger_rows
+from zeroamp.ledger.rows import (
+    BYTES,
+    DTYPE_COLUMNS,
+    PART,
+    PER_STEP,
+    SHARD_DIM,
+    SHARD_DIMS,
+    LedgerRows,
+    cells,
+    ledger_rows,
+)
 from zeroamp.ledger.verify_step import verify
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.mesh_axes import ranks_of_axes
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.numbers import counted
 from zeroamp.training.loss import LossFunction
-from zeroamp.wrapping.state import refuse_joined, wrap_state
+from zeroamp.wrapping.state import wrap_state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,10 +76,11 @@ class Ledger:
         sharded over another dimension than 0, each dict also has the sharded dimensions.
         """
         columns = ("kind", "params", "elements", *DTYPE_COLUMNS, *self._byte_columns)
-        rows = self._rows()
+        rows = self.rows()
         return [
             {
                 "group": row["group"],
+                **({PART: row[PART]} if rows.is_of_parts else {}),
                 **({SHARD_DIMS: ", ".join(map(str, row[SHARD_DIMS])) or "-"} if rows.has_other_dims else {}),
                 **cells(row, columns),
             }
@@ -81,9 +92,10 @@ class Ledger:
 
         If any parameter is sharded over another dimension than 0, each dict also has the sharded dimension.
         """
-        rows = self._rows()
-        dim = (SHARD_DIM,) if rows.has_other_dims else ()
-        columns = ("parameter", "unit", "group", "class", "elements", *dim, *DTYPE_COLUMNS, *self._byte_columns, "why")
+        rows = self.rows()
+        part, dim = (PART,) * rows.is_of_parts, (SHARD_DIM,) * rows.has_other_dims
+        first = ("parameter", *part, "unit", "group", "class", "elements", *dim)
+        columns = (*first, *DTYPE_COLUMNS, *self._byte_columns, "why")
         return [cells(row, columns) for row in rows.parameters]
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,7 +107,7 @@ class Ledger:
         row each. "traffic" is what `zeroamp.traffic` counts in one optimizer step. "low_share" is the part of the
         trainable elements that is all-gathered in the mode's low precision.
         """
-        rows = self._rows()
+        rows = self.rows()
         return {
             "config": self.plan.policy.to_config(),
             "units": list(self.plan.units),
@@ -141,7 +153,8 @@ class Ledger:
         """
         return verify(self.plan, model, batch, loss_fn, optimizer)
 
-    def _rows(self) -> LedgerRows:
+    def rows(self) -> LedgerRows:
+        """Return all rows of the tables, with None where a value is not known."""
         return ledger_rows(self.plan, self.ranks)
 
     @property
@@ -170,7 +183,13 @@ class Ledger:
 
 
 def explain(model: nn.Module) -> Ledger:
-    """Return the dtype ledger of a model that `wrap_model` returned.
+    """Return the dtype ledger of a model that `wrap_model` returned, or of all parts of a pipeline.
+
+    Args:
+        model: a wrapped model, or one part of a pipeline. For `PipelineStep.model`, all ranks must call `explain`, and
+            each gets the ledger of the whole model. Rows of groups and parameters then name the part: "1" is the part
+            of the ranks 1 of the axis "pp", and "1.0" the first one of several. Without this axis, the ledger has the
+            parts of the first rank.
 
     Raises:
         WrapError: the model is not wrapped.
@@ -186,7 +205,10 @@ def explain(model: nn.Module) -> Ledger:
         True
     """
     state = wrap_state(model)
-    refuse_joined(state, "explain")
+    if state.axes.is_joined:
+        from zeroamp.pipelines.ledger import explain as explain_parts
+
+        return explain_parts(state)
     return Ledger(plan=state.plan, **asdict(ranks_of_axes(state.axes)))
 
 

@@ -26,6 +26,8 @@ SHARD_DIMS = "shard_dims"
 """Key of group rows: the dimensions that are sharded, each once; [] where they are not known, or nothing is sharded."""
 SHARD_DIM = "shard_dim"
 """Key of parameter rows: the dimension that is sharded, or None."""
+PART = "part"
+"""Key of the rows of a pipeline: the rank on the axis "pp" that has the part, then its number if there are several."""
 
 Row = dict[str, Any]
 Costs = dict[str, dict[str, int | None]]
@@ -51,6 +53,11 @@ class LedgerRows:
     def has_other_dims(self) -> bool:
         """Whether any parameter is sharded over another dimension than 0."""
         return any(row[SHARD_DIM] for row in self.parameters)
+
+    @property
+    def is_of_parts(self) -> bool:
+        """Whether the rows of groups and parameters name the part of a pipeline."""
+        return any(PART in row for row in self.groups)
 
 
 def ledger_rows(plan: Plan, ranks: Ranks) -> LedgerRows:

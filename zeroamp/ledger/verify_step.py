@@ -17,7 +17,7 @@ from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.errors import PrecisionError, StepError, WrapError, describe
 from zeroamp.training.loss import LossFunction, loss_of
 from zeroamp.wrapping.run_alike import Description, run_alike
-from zeroamp.wrapping.state import WrapState, wrap_state
+from zeroamp.wrapping.state import WrapState, refuse_joined, wrap_state
 
 _NUM_DIFFERENCES = 8
 """How many differences an error lists at most."""
@@ -28,6 +28,7 @@ def verify(
 ) -> Verification:
     """See `Ledger.verify`."""
     state = wrap_state(model)
+    refuse_joined(state, "Ledger.verify")
     if not state.axes.is_plain:
         raise WrapError(
             "Ledger.verify is not supported with tensor or expert parallelism. zeroamp.traffic(model) has what was "

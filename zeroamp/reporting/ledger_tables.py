@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zeroamp.ledger.dtype_differences import REPLICAS, Verification
-from zeroamp.ledger.rows import BYTES, DTYPE_COLUMNS, PER_RANK, PER_STEP, SHARD_DIM, SHARD_DIMS, cells, ledger_rows
+from zeroamp.ledger.rows import BYTES, DTYPE_COLUMNS, PER_RANK, PER_STEP, SHARD_DIM, SHARD_DIMS, cells
 from zeroamp.planning.group_dtypes import PER_OP
 from zeroamp.policies.errors import some_of
 from zeroamp.reporting.tables import Row, fold, headed, in_one_unit, paragraph, render
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 _STEP_NOTE = (
     "Per step: bytes of the unsharded tensors that one optimizer step moves on each rank, {padding}, as "
     "zeroamp.traffic(model) counts them."
+)
+_PARTS_NOTE = (
+    "A part's bytes per step are those of one micro-batch. At stage 3, a schedule all-gathers a part again for further "
+    "micro-batches."
 )
 _RANK_NOTE = (
     "Per rank: the stored shard, the unsharded parameters while they exist, the gradients. Not counted: optimizer "
@@ -45,7 +49,7 @@ _BYTES = [_HEADERS[key] for key in ("bytes_per_all_gather", *BYTES)]
 
 def ledger_text(ledger: "Ledger") -> str:
     """Return the summary, one row per module class and dtypes, and one per group; equal neighbours share one."""
-    all_rows = ledger_rows(ledger.plan, ledger.ranks)
+    all_rows = ledger.rows()
     groups = fold(ledger.group_rows())
     of_one = " (bytes are those of one group of a row)" * any(row["groups"] > 1 for row in groups)
     tables = {
@@ -58,7 +62,7 @@ def ledger_text(ledger: "Ledger") -> str:
 
 def summary_text(ledger: "Ledger") -> str:
     """Return the title, and one row per pair of all-gather and reduction dtype."""
-    rows = [_of_dtypes(row) for row in ledger_rows(ledger.plan, ledger.ranks).summary]
+    rows = [_of_dtypes(row) for row in ledger.rows().summary]
     return f"{paragraph(ledger.title())}\n\n{headed('Dtypes between ranks', _in_units(rows))}"
 
 
@@ -90,9 +94,10 @@ def verification_text(verification: Verification) -> str:
 def _notes(ledger: "Ledger") -> str:
     if ledger.ranks.shards(ledger.plan.policy) is None:
         return f"{_STEP_NOTE.format(padding='without the padding to the ranks')}\n{_UNKNOWN_NOTE}"
-    notes = [_STEP_NOTE.format(padding="padding included"), _RANK_NOTE]
+    rows = ledger.rows()
+    notes = [_STEP_NOTE.format(padding="padding included"), *[_PARTS_NOTE] * rows.is_of_parts, _RANK_NOTE]
     others: dict[int, list[str]] = {}
-    for row in ledger_rows(ledger.plan, ledger.ranks).parameters:
+    for row in rows.parameters:
         if dim := row[SHARD_DIM]:
             others.setdefault(dim, []).append(row["parameter"])
     for dim, names in sorted(others.items()):

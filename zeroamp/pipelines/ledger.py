@@ -1,0 +1,82 @@
+"""One dtype ledger of all parts of a pipeline, also of those that other ranks have."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import cast
+
+from zeroamp.ledger.explain import Ledger
+from zeroamp.ledger.rows import PART, LedgerRows, Row, ledger_rows
+from zeroamp.pipelines.parts import Parts
+from zeroamp.planning.mesh import is_first_rank
+from zeroamp.planning.mesh_axes import ranks_of_axes
+from zeroamp.planning.plan import Plan
+from zeroamp.rank_group import RankGroup
+from zeroamp.wrapping.state import WrapState, wrap_state
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class PartsLedger(Ledger):
+    """The ledger of all parts. Rows of groups and parameters also name the part: see `explain`."""
+
+    joined: LedgerRows
+
+    def rows(self) -> LedgerRows:
+        """Return the rows of all parts."""
+        return self.joined
+
+
+def explain(state: WrapState) -> PartsLedger:
+    """Return the ledger of the parts of all ranks, in the order of the stages' ranks. All ranks call this.
+
+    `state`: of `PipelineStep.model`. Without an axis "pp" the ledger has the parts of this rank.
+    """
+    states = [wrap_state(part) for part in cast(Parts, state.root).parts]
+    axes = states[0].axes
+    place = 0 if axes.stages is None else axes.stages.get_local_rank()
+
+    def of_rank() -> list[tuple[Plan, LedgerRows]]:
+        if not is_first_rank(axes.whole):  # the ranks of one stage have the same parts
+            return []
+        found = []
+        for index, each in enumerate(states):
+            rows = ledger_rows(each.plan, ranks_of_axes(each.axes))
+            part = f"{place}.{index}" if len(states) > 1 else str(place)
+            # Extensions are of this process.
+            found.append((replace(each.plan, extensions=()), _named(rows, part)))
+        return found
+
+    plans, rows = zip(*chain.from_iterable(RankGroup.shared(state.axes.whole, "signals").run(of_rank)), strict=True)
+    plan = replace(
+        plans[0],
+        units=tuple(unit for each in plans for unit in each.units),
+        groups=tuple(group for each in plans for group in each.groups),
+        ignored=tuple(group for each in plans for group in each.ignored),
+    )
+    joined = LedgerRows(
+        summary=_added(row for each in rows for row in each.summary),
+        classes=_added(row for each in rows for row in each.classes),
+        groups=[row for each in rows for row in each.groups],
+        parameters=[row for each in rows for row in each.parameters],
+        traffic=[row for each in rows for row in each.traffic],
+    )
+    ranks = ranks_of_axes(axes)
+    return PartsLedger(plan=plan, joined=joined, num_shards=ranks.num_shards, num_replicas=ranks.num_replicas)
+
+
+def _named(rows: LedgerRows, part: str) -> LedgerRows:
+    """Return rows that begin with the name of the part."""
+    tables = {"groups": rows.groups, "parameters": rows.parameters, "traffic": rows.traffic}
+    return replace(rows, **{name: [{PART: part, **row} for row in table] for name, table in tables.items()})
+
+
+def _added(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows, those with equal dtypes and classes as one with the sums of their numbers."""
+    found: dict[tuple[object, ...], Row] = {}
+    for row in rows:
+        kind = tuple(value for value in row.values() if not isinstance(value, int))
+        before = found.get(kind, {})
+        found[kind] = {
+            key: value + before.get(key, 0) if isinstance(value, int) else value for key, value in row.items()
+        }
+    return list(found.values())

@@ -34,17 +34,24 @@ def find_axes(model: nn.Module, mesh: DeviceMesh | None) -> MeshAxes | None:
 
 
 def _without_stages(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Return the mesh without a pipeline axis of one rank, and the pipeline axis of the mesh that it is a slice of."""
+    """Return the mesh without its pipeline axis, and the pipeline axis of the mesh that it is a slice of.
+
+    Slices of an unflattened mesh, such as torchtitan's, do not lead to the pipeline axis. Such a mesh may contain it.
+    """
     names = mesh.mesh_dim_names or ()
     others = tuple(name for name in names if ROLES.get(name) != "pipeline")
-    stages = next((axis for axis in _named_axes(root_of(mesh)) if ROLES[_axis_name(axis)] == "pipeline"), None)
+    stages = _pipeline_axis(root_of(mesh))
     if len(others) < len(names) and stages is not None:
         raise WrapError(
             f"The mesh has an axis {_axis_name(stages)!r} of {stages.size()} ranks, which run different parts of the "
             "model. Wrap each part over the ranks that have the same one: pass the mesh without this axis, "
             f"mesh=mesh[{', '.join(map(repr, others))}]. See docs/pipelines.md."
         )
-    return mesh[others] if 0 < len(others) < len(names) else mesh, stages
+    return mesh[others] if 0 < len(others) < len(names) else mesh, stages or _pipeline_axis(mesh)
+
+
+def _pipeline_axis(mesh: DeviceMesh) -> DeviceMesh | None:
+    return next((axis for axis in _named_axes(mesh) if ROLES[_axis_name(axis)] == "pipeline"), None)
 
 
 def _given(mesh: DeviceMesh) -> MeshAxes:

@@ -131,7 +131,7 @@ def _one_process(num_ranks=2):
     return losses, {fqn: parameter.detach() for fqn, parameter in model.named_parameters()}
 
 
-def _dims(dp=2, cp=1, tp=1):
+def _dims(dp=2, cp=1, tp=1, pp=1):
     from torchtitan.distributed import ParallelDims, parallel_dims, utils
 
     warnings.filterwarnings("ignore", category=UserWarning)  # of DTensor and of compilation
@@ -139,8 +139,8 @@ def _dims(dp=2, cp=1, tp=1):
     warnings.filterwarnings("ignore", message=".*should not be instantiated")  # of Dynamo
     parallel_dims.device_type = "cpu"  # it takes "cuda" where there is no accelerator
     utils.set_spmd_backend(BACKEND)
-    sizes = {"dp_shard": dp, "cp": cp, "tp": tp, "world_size": dp * cp * tp}
-    return ParallelDims(dp_replicate=1, pp=1, ep=1, spmd_backend=BACKEND, **sizes)
+    sizes = {"dp_shard": dp, "cp": cp, "tp": tp, "pp": pp, "world_size": dp * cp * tp * pp}
+    return ParallelDims(dp_replicate=1, ep=1, spmd_backend=BACKEND, **sizes)
 
 
 def _options(dims, checkpointing=None, backend=None, dtype="float32"):
@@ -335,3 +335,91 @@ def test_the_recipe_trains_to_the_bits_of_one_process(ranks2, checkpointing):
         assert same_bits(ours.parameters, parameters) == []
         assert ours.losses == pytest.approx(losses, rel=1e-6)  # fp32 losses are added in another order
         assert ours.units == {"layers.0", "layers.1"}
+
+
+NUM_PIPELINED = 4
+"""Micro-batches of a pipeline, of two sequences each."""
+
+
+def _pipelined(schedule_name, dtype, num_steps, *, is_theirs):
+    """Train in torchtitan's pipeline: with the recipe, or with its own `parallelize_llama` and FSDP2."""
+    from torchtitan.distributed import utils
+    from torchtitan.distributed.pipeline_parallel import pipeline_llm
+    from torchtitan.models.llama3 import model_registry
+    from torchtitan.models.llama3.parallelize import parallelize_llama
+
+    dims, device, recipe = _dims(pp=2), torch.device("cpu"), _recipe()
+    options = _options(dims, dtype=dtype)
+    options["training"].local_batch_size = 2 * NUM_PIPELINED
+    for name, value in {"degree": 2, "schedule": schedule_name, "microbatch_size": 2}.items():
+        setattr(options["parallelism"], f"pipeline_parallel_{name}", value)
+    model_config = model_registry("debugmodel").model
+    model_config.layers = model_config.layers[:2]
+    cross_entropy, context = _loss_and_context(dims)
+    given = {"model_config": model_config, "device": device, **options}
+
+    def loss_fn(output, labels, num_tokens):
+        return cross_entropy(output, labels) / num_tokens, {}
+
+    if is_theirs:
+        schedule, parts, *_ = pipeline_llm(_initial(), parallelize_fn=parallelize_llama, loss_fn=loss_fn, **given)
+        for module in (module for part in parts for module in part.modules()):
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no other sum with a factor
+        optimizer = torch.optim.AdamW([each for part in parts for each in part.parameters()], lr=1e-3)
+    else:
+        own = {"reduce": "sum", "reduce_accumulate_dtype": "native"}
+        cfg = {"zero_optimization": {"stage": 3}, "zeroamp": own, **LOW[dtype]}
+        recipe["POLICY"] = zeroamp.policy_from_config(cfg)
+        with torch.device("meta"):
+            model = _model()
+        schedule, train = recipe["pipeline"](model, loss_fn=cross_entropy, **given)
+        parts, values = list(train.model.parts), dict(_initial().named_parameters())
+        for fqn, parameter in train.model.named_parameters():
+            zeroamp.set_full_parameter(parameter, values[fqn].detach())
+    first, last = (any(getattr(part, name) is not None for part in parts) for name in ("tok_embeddings", "lm_head"))
+    num_tokens = 2 * NUM_PIPELINED * 2 * LENGTH
+    norms, gradients, losses = [], {}, []
+    for step in range(num_steps):
+        generator = torch.Generator().manual_seed(100 * step + dims.get_mesh("batch").get_local_rank())
+        whole = torch.randint(0, VOCAB, (2 * NUM_PIPELINED, LENGTH + 1), generator=generator)
+        of_step = []
+        of_last = {"target": whole[:, 1:].contiguous(), "losses": of_step}
+        with context():
+            schedule.step(
+                *([whole[:, :-1].contiguous()] if first else []),
+                **(of_last | {"loss_kwargs": {"num_tokens": num_tokens}} if last else {}),
+            )
+        named = {fqn: each for part in parts for fqn, each in part.named_parameters()}
+        gradients = gradients or {fqn: each.grad.full_tensor() for fqn, each in named.items()}
+        losses.append([float(loss) for loss in of_step])
+        if is_theirs:
+            norm = utils.clip_grad_norm_(list(named.values()), float("inf"), pp_mesh=dims.get_mesh("pp"))
+            norms.append(float(norm))
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            norms.append(train.step().grad_norm)
+    parameters = {fqn: each for part in parts for fqn, each in full_parameters(part).items()}
+    return _Run(losses=losses, norms=norms, gradients=gradients, parameters=parameters)
+
+
+def _both_pipelined(*case):
+    return _pipelined(*case, is_theirs=False), _pipelined(*case, is_theirs=True)
+
+
+@pytest.mark.skipif(IS_MAIN, reason="main's pipeline_llm has other arguments")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule_name", "dtype"), [("1F1B", "float32"), ("1F1B", "bfloat16"), ("Interleaved1F1B", "float32")]
+)
+def test_pipelines_have_the_bits_of_torchtitans_own_fsdp(ranks4, schedule_name, dtype):
+    found = ranks4.run(_both_pipelined, schedule_name, dtype, NUM_STEPS)
+    for ours, theirs in found:
+        assert same_bits(ours.gradients, theirs.gradients) == []
+        assert same_bits(ours.parameters, theirs.parameters) == []
+        assert ours.losses == theirs.losses
+        assert ours.norms == pytest.approx(theirs.norms, rel=1e-4)  # torch's norm of norms is summed in fp32
+    of_all_stages = {fqn: each for ours, _ in found for fqn, each in ours.gradients.items()}
+    assert found[0][0].norms[0] == pytest.approx(fp64_norm(of_all_stages), rel=2**-24)
+    assert len(of_all_stages) == len(list(_initial().parameters()))

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroamp
 from tests.processes import pipelines
 from tests.processes.ranks import RankError
+from zeroamp.wrapping.state import wrap_state
 
 CONFIG = {"zero_optimization": {"stage": 2}}
 
@@ -77,6 +78,21 @@ def test_calls_that_need_the_whole_model_are_refused(ranks4, tmp_path):
     for errors in ranks4.run(_calls, str(tmp_path)):
         assert all(text.startswith(f"{name} got a part of a pipeline of 2 ranks") for name, text in errors.items())
     assert not list(tmp_path.iterdir())
+
+
+def _unflattened():
+    """The ranks of the data and the pipeline axis that a part has."""
+    torch.manual_seed(0)
+    world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+    mesh = world._unflatten(0, (2, 2), ("pp", "dp"))
+    axes = wrap_state(zeroamp.wrap_model(nn.Linear(4, 4), CONFIG, mesh)).axes
+    return axes.fsdp.mesh.flatten().tolist(), axes.stages.mesh.flatten().tolist()
+
+
+@pytest.mark.skipif(not hasattr(DeviceMesh, "_unflatten"), reason="this torch does not unflatten meshes")
+def test_an_unflattened_mesh_may_contain_the_pipeline_axis(ranks4):
+    """Its slices do not lead to the pipeline axis, because the mesh that they are slices of does not have it."""
+    assert ranks4.run(_unflattened) == [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
 
 
 def _axis_of_one():

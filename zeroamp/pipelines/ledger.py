@@ -1,14 +1,14 @@
 """One dtype ledger of all parts of a pipeline, also of those that other ranks have."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import cast
 
 from zeroamp.ledger.explain import Ledger
 from zeroamp.ledger.rows import PART, LedgerRows, Row, ledger_rows
 from zeroamp.pipelines.parts import Parts
-from zeroamp.planning.mesh import is_first_rank
+from zeroamp.planning.mesh import Ranks, is_first_rank
 from zeroamp.planning.mesh_axes import ranks_of_axes
 from zeroamp.planning.plan import Plan
 from zeroamp.rank_group import RankGroup
@@ -31,22 +31,23 @@ def explain(state: WrapState) -> PartsLedger:
 
     `state`: of `PipelineStep.model`. Without an axis "pp" the ledger has the parts of this rank.
     """
-    states = [wrap_state(part) for part in cast(Parts, state.root).parts]
-    axes = states[0].axes
-    place = 0 if axes.stages is None else axes.stages.get_local_rank()
+    stages = state.axes.stages
+    place = 0 if stages is None else stages.get_local_rank()
 
-    def of_rank() -> list[tuple[Plan, LedgerRows]]:
-        if not is_first_rank(axes.whole):  # the ranks of one stage have the same parts
+    def of_rank() -> list[tuple[Plan, Ranks, LedgerRows]]:
+        states = [wrap_state(part) for part in cast(Parts, state.root).parts]
+        if not is_first_rank(states[0].axes.whole):  # the ranks of one stage have the same parts
             return []
         found = []
         for index, each in enumerate(states):
-            rows = ledger_rows(each.plan, ranks_of_axes(each.axes))
+            ranks = ranks_of_axes(each.axes)
             part = f"{place}.{index}" if len(states) > 1 else str(place)
-            # Extensions are of this process.
-            found.append((replace(each.plan, extensions=()), _named(rows, part)))
+            # Without extensions, which are of this process.
+            found.append((replace(each.plan, extensions=()), ranks, _named(ledger_rows(each.plan, ranks), part)))
         return found
 
-    plans, rows = zip(*chain.from_iterable(RankGroup.shared(state.axes.whole, "signals").run(of_rank)), strict=True)
+    of_ranks = RankGroup.shared(state.axes.whole, "signals").run(of_rank)
+    plans, ranks, rows = zip(*chain.from_iterable(of_ranks), strict=True)
     plan = replace(
         plans[0],
         units=tuple(unit for each in plans for unit in each.units),
@@ -60,8 +61,7 @@ def explain(state: WrapState) -> PartsLedger:
         parameters=[row for each in rows for row in each.parameters],
         traffic=[row for each in rows for row in each.traffic],
     )
-    ranks = ranks_of_axes(axes)
-    return PartsLedger(plan=plan, joined=joined, num_shards=ranks.num_shards, num_replicas=ranks.num_replicas)
+    return PartsLedger(plan=plan, joined=joined, **asdict(ranks[0]))
 
 
 def _named(rows: LedgerRows, part: str) -> LedgerRows:

@@ -184,6 +184,11 @@ class _PartsStep(Step):
         if self._agreement is not None:
             self._agreement = self.all_reduce.agreement = RankAgreement(self._all_ranks, ())
 
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether the schedule has run no backward yet since the last optimizer step."""
+        return super().is_between_steps and not self.gradients.present()
+
     def note_loss(self, loss: torch.Tensor) -> None:
         """Add the loss of a micro-batch of the last stage, whose backward runs.
 

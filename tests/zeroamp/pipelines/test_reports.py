@@ -25,8 +25,9 @@ def _start(name, axes=DATA, **options):
 
     mesh, parts, schedule = pipelines.start(name, config(3, "bf16"), axes, loss_fn=loss_fn, **options)
 
-    def step(number):
+    def step(number, between=lambda: None):
         pipelines.run_step(schedule, name, parts, mesh, number)
+        between()
         return made[0].step()
 
     return step, list(parts.values()), made[0]
@@ -70,6 +71,29 @@ def test_reports_and_counters_have_all_parts_of_a_rank(ranks4, tmp_path, name):
         assert set(of_units.values()) == {num_calls}
         assert {"zeroamp::forward (0)", "zeroamp::forward (1)"} < of_units.keys()
         assert sum("blocks" in label for label in of_units) == models.NUM_BLOCKS // 2
+
+
+def _begun(path):
+    """The text of the error of a report that is made after the schedule. Then the bytes that the next step's has."""
+    step, _, train = _start("1F1B", {"pp": 2, "dp": 1})
+    texts = []
+
+    def between():
+        with pytest.raises(zeroamp.StepError) as caught:
+            zeroamp.RunReport(train, path)
+        texts.append(str(caught.value))
+
+    step(0, between)
+    with zeroamp.RunReport(train, path) as run:
+        step(1)
+    return texts[0], run.last.communicated_bytes
+
+
+def test_a_report_between_schedule_and_step_is_refused(ranks2, tmp_path):
+    """It would have no bytes of the backwards that have run."""
+    for text, num_bytes in ranks2.run(_begun, str(tmp_path / "run.jsonl")):
+        assert "must be constructed between two optimizer steps" in text
+        assert num_bytes > 0
 
 
 def _observed():

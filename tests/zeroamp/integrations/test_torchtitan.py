@@ -341,14 +341,14 @@ NUM_PIPELINED = 4
 """Micro-batches of a pipeline, of two sequences each."""
 
 
-def _pipelined(schedule_name, dtype, num_steps, *, is_theirs):
+def _pipelined(schedule_name, dtype, tp, *, is_theirs):
     """Train in torchtitan's pipeline: with the recipe, or with its own `parallelize_llama` and FSDP2."""
     from torchtitan.distributed import utils
     from torchtitan.distributed.pipeline_parallel import pipeline_llm
     from torchtitan.models.llama3 import model_registry
     from torchtitan.models.llama3.parallelize import parallelize_llama
 
-    dims, device, recipe = _dims(pp=2), torch.device("cpu"), _recipe()
+    dims, device, recipe = _dims(pp=2, tp=tp), torch.device("cpu"), _recipe()
     options = _options(dims, dtype=dtype)
     options["training"].local_batch_size = 2 * NUM_PIPELINED
     for name, value in {"degree": 2, "schedule": schedule_name, "microbatch_size": 2}.items():
@@ -380,7 +380,7 @@ def _pipelined(schedule_name, dtype, num_steps, *, is_theirs):
     first, last = (any(getattr(part, name) is not None for part in parts) for name in ("tok_embeddings", "lm_head"))
     num_tokens = 2 * NUM_PIPELINED * 2 * LENGTH
     norms, gradients, losses = [], {}, []
-    for step in range(num_steps):
+    for step in range(NUM_STEPS):
         generator = torch.Generator().manual_seed(100 * step + dims.get_mesh("batch").get_local_rank())
         whole = torch.randint(0, VOCAB, (2 * NUM_PIPELINED, LENGTH + 1), generator=generator)
         of_step = []
@@ -411,10 +411,11 @@ def _both_pipelined(*case):
 @pytest.mark.skipif(IS_MAIN, reason="main's pipeline_llm has other arguments")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("schedule_name", "dtype"), [("1F1B", "float32"), ("1F1B", "bfloat16"), ("Interleaved1F1B", "float32")]
+    ("schedule_name", "dtype", "tp"),
+    [("1F1B", "float32", 1), ("1F1B", "bfloat16", 1), ("Interleaved1F1B", "float32", 1), ("1F1B", "float32", 2)],
 )
-def test_pipelines_have_the_bits_of_torchtitans_own_fsdp(ranks4, schedule_name, dtype):
-    found = ranks4.run(_both_pipelined, schedule_name, dtype, NUM_STEPS)
+def test_pipelines_have_the_bits_of_torchtitans_own_fsdp(request, schedule_name, dtype, tp):
+    found = request.getfixturevalue(f"ranks{4 * tp}").run(_both_pipelined, schedule_name, dtype, tp)
     for ours, theirs in found:
         assert same_bits(ours.gradients, theirs.gradients) == []
         assert same_bits(ours.parameters, theirs.parameters) == []

@@ -8,17 +8,7 @@ from torch import nn
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.ledger.dtype_differences import Verification
 from zeroamp.ledger.observed_optimizer import Optimizers
-from zeroamp.ledger.rows import (
-    BYTES,
-    DTYPE_COLUMNS,
-    PART,
-    PER_STEP,
-    SHARD_DIM,
-    SHARD_DIMS,
-    LedgerRows,
-    cells,
-    ledger_rows,
-)
+from zeroamp.ledger.rows import BYTES, DTYPE_COLUMNS, PER_STEP, SHARD_DIM, SHARD_DIMS, LedgerRows, cells, ledger_rows
 from zeroamp.ledger.verify_step import verify
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.mesh_axes import ranks_of_axes
@@ -80,7 +70,7 @@ class Ledger:
         return [
             {
                 "group": row["group"],
-                **({PART: row[PART]} if rows.is_of_parts else {}),
+                **cells(row, rows.part_columns),
                 **({SHARD_DIMS: ", ".join(map(str, row[SHARD_DIMS])) or "-"} if rows.has_other_dims else {}),
                 **cells(row, columns),
             }
@@ -93,8 +83,8 @@ class Ledger:
         If any parameter is sharded over another dimension than 0, each dict also has the sharded dimension.
         """
         rows = self.rows()
-        part, dim = (PART,) * rows.is_of_parts, (SHARD_DIM,) * rows.has_other_dims
-        first = ("parameter", *part, "unit", "group", "class", "elements", *dim)
+        dim = (SHARD_DIM,) if rows.has_other_dims else ()
+        first = ("parameter", *rows.part_columns, "unit", "group", "class", "elements", *dim)
         columns = (*first, *DTYPE_COLUMNS, *self._byte_columns, "why")
         return [cells(row, columns) for row in rows.parameters]
 

@@ -55,9 +55,9 @@ class LedgerRows:
         return any(row[SHARD_DIM] for row in self.parameters)
 
     @property
-    def is_of_parts(self) -> bool:
-        """Whether the rows of groups and parameters name the part of a pipeline."""
-        return any(PART in row for row in self.groups)
+    def part_columns(self) -> tuple[str, ...]:
+        """The column of the part of a pipeline, if the rows are of one."""
+        return (PART,) if any(PART in row for row in self.groups) else ()
 
 
 def ledger_rows(plan: Plan, ranks: Ranks) -> LedgerRows:

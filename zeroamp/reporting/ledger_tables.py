@@ -95,7 +95,7 @@ def _notes(ledger: "Ledger") -> str:
     if ledger.ranks.shards(ledger.plan.policy) is None:
         return f"{_STEP_NOTE.format(padding='without the padding to the ranks')}\n{_UNKNOWN_NOTE}"
     rows = ledger.rows()
-    notes = [_STEP_NOTE.format(padding="padding included"), *[_PARTS_NOTE] * rows.is_of_parts, _RANK_NOTE]
+    notes = [_STEP_NOTE.format(padding="padding included"), *[_PARTS_NOTE] * len(rows.part_columns), _RANK_NOTE]
     others: dict[int, list[str]] = {}
     for row in rows.parameters:
         if dim := row[SHARD_DIM]:

@@ -16,15 +16,19 @@ from zeroamp.hooks.tensors import map_tensors, tensors_in
 from zeroamp.ledger.observed_step import is_sharded
 from zeroamp.measured_precision.groups import BY_ROLE, ModuleGroup, find_groups
 from zeroamp.measured_precision.result import Sensitivity
-from zeroamp.measured_precision.runs import LossOf, Run, Runs, ratio
+from zeroamp.measured_precision.runs import LossOf, Run, Runs, Squares, ratio
 from zeroamp.measured_precision.switch import PrecisionSwitch
 from zeroamp.planning.mesh import device_of, is_first_rank
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import ConfigError, StepError, WrapError
+from zeroamp.policies.numbers import counted
 from zeroamp.wrapping.run_alike import Description, run_alike
 from zeroamp.wrapping.state import WrapState, refuse_part, wrap_state
 
 logger = logging.getLogger("zeroamp")
+
+_NUM_QUICK = 10
+"""Groups that `quick` measures."""
 
 
 def sensitivity(
@@ -34,6 +38,7 @@ def sensitivity(
     *,
     groups: str | Sequence[str] = BY_ROLE,
     budget: float | None = None,
+    quick: bool = False,
 ) -> Sensitivity:
     """Measure what low precision of each group of modules costs, and which modules to keep in fp32.
 
@@ -50,6 +55,7 @@ def sensitivity(
         groups: "class and role"; "depth", which are thirds of the blocks; or a list of patterns, as those of
             `keep_in_fp32_modules`. The first one that matches a module applies.
         budget: the largest change of the gradient, relative to its norm, that you accept. None: the noise.
+        quick: measure only the ten groups with the most bytes. The recommendation consists of these.
 
     Raises:
         ConfigError: a pattern matches nothing, or the config does not use `torch_autocast`.
@@ -67,19 +73,19 @@ def sensitivity(
     """
     state = wrap_state(model)
     found = run_alike(
-        partial(_checked, state, batches, groups, budget),
+        partial(_checked, state, batches, groups, budget, quick),
         what="sensitivity",
-        remedy="Pass as many batches of the same shapes, and the same groups and budget, on all ranks.",
+        remedy="Pass as many batches of the same shapes, and the same groups, budget and quick, on all ranks.",
         error_type=StepError,
         group=state.world,
         device=device_of(state.mesh),
     )
     with _put_aside(state), torch.inference_mode(False), torch.enable_grad():
-        return _Measurement(state, model, batches, loss_of, found).result(budget)
+        return _Measurement(state, model, batches, loss_of, found, quick=quick).result(budget)
 
 
 def _checked(
-    state: WrapState, batches: Sequence[Any], groups: str | Sequence[str], budget: float | None
+    state: WrapState, batches: Sequence[Any], groups: str | Sequence[str], budget: float | None, quick: object
 ) -> tuple[list[ModuleGroup], Description]:
     """Return the groups, and what must be equal on all ranks. Raises as `sensitivity` does."""
     policy, current = state.plan.policy, state.step
@@ -115,7 +121,8 @@ def _checked(
     if budget is not None and not (isinstance(budget, int | float) and 0 < budget < math.inf):
         raise ConfigError(f"sensitivity(budget=) must be a positive number, but is {budget!r}. 0.01 accepts 1 %.")
     shapes = {f"the shapes of batch {i}": str([tuple(t.shape) for t in tensors_in(b)]) for i, b in enumerate(batches)}
-    return find_groups(state.root, state.plan, groups), {**shapes, "groups": str(groups), "budget": str(budget)}
+    asked = {"groups": str(groups), "budget": str(budget), "quick": str(quick)}
+    return find_groups(state.root, state.plan, groups), {**shapes, **asked}
 
 
 def _halves(batches: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -164,28 +171,37 @@ class _Measurement:
         batches: Sequence[Any],
         loss_of: LossOf | None,
         groups: Sequence[ModuleGroup],
+        *,
+        quick: bool,
     ) -> None:
         self._state, self._batches, self._groups = state, batches, groups
+        by_size = sorted(groups, key=lambda group: -sum(param.numel for param in group.params))
+        self._measured = by_size[:_NUM_QUICK] if quick else groups
+        self._choices: list[dict[str, Any]] = []
         self._dtype = state.plan.policy.param_dtype
         of = {fqn: group.name for group in groups for fqn in group.modules}
         of_modules = {module: of[fqn] for fqn, module in state.root.named_modules() if fqn in of}
         self._switch = PrecisionSwitch(of_modules, state.mesh.device_type, self._dtype)
         self._runs = Runs(state, model, loss_of, self._switch)
-        self._begin, self._num_done, self._num_planned = time.perf_counter(), 0, 2 * len(groups) + 5
-        self._log(f"{self._num_planned} runs of {len(batches)} batch(es), and a few more to recommend several groups")
+        self._begin, self._num_done, self._num_planned = time.perf_counter(), 0, 2 * len(self._measured) + 5
+        self._log(
+            f"{counted(len(self._measured), 'group')}: {self._num_planned} runs, each a forward and backward of "
+            f"{counted(len(batches), 'batch', 'batches')}, and a few more to recommend several groups"
+        )
 
     def result(self, budget: float | None) -> Sensitivity:
         """Run everything. The config's own run is the first one: FSDP2 sets its dtypes up in it."""
         as_configured = self._run(self._batches)
         with self._runs.in_fp32():
             self._run_in_fp32()
-            config_change = self._change_of(as_configured)
+            config_change = ratio(self._difference(as_configured), self._whole)
             del as_configured
             first, second = (self._run(half) for half in _halves(self._batches))
             noise = ratio(self._runs.squares(first.gradient, second.gradient), self._whole) / 2
             del first, second
-            low_change = self._change_with([])
-            rows = [self._row(group) for group in self._groups]
+            all_low = self._with_fp32([])
+            low_change = ratio(all_low, self._whole)
+            rows = [self._row(group) for group in self._measured]
             limit = noise if budget is None else budget
             chosen, change = self._choose(rows, low_change, limit)
         names = ", ".join(group.name for group in chosen) or "no group"
@@ -205,6 +221,8 @@ class _Measurement:
             recommended=self._block(chosen),
             recommended_change=change if chosen else None,
             advice=advice,
+            choices=tuple(self._choices),
+            parameter_changes={fqn: ratio(all_low, self._whole, [fqn]) for fqn in self._whole},
         )
 
     def _log(self, text: str) -> None:
@@ -237,19 +255,31 @@ class _Measurement:
         self._whole = self._runs.squares(self._fp32.gradient)
         self._lost = self._runs.lost_in(self._dtype, self._fp32.gradient)
 
-    def _change_of(self, found: Run) -> float:
-        """Return the change of the gradient against the reference."""
-        return ratio(self._runs.squares(found.gradient, self._fp32.gradient), self._whole)
+    def _difference(self, found: Run) -> Squares:
+        """Return the squares of the difference to the reference."""
+        return self._runs.squares(found.gradient, self._fp32.gradient)
 
-    def _change_with(self, in_fp32: Collection[ModuleGroup]) -> float:
+    def _with_fp32(self, groups: Collection[ModuleGroup]) -> Squares:
+        """Return the difference with all groups but these in low precision, and note the change as a choice."""
+        low = [each.name for each in self._groups if each not in groups]
+        found = self._difference(self._run(self._batches, low))
+        names, num_bytes = [each.name for each in groups], sum(map(self._bytes_saved, groups))
+        self._choices.append({"in_fp32": names, "bytes": num_bytes, "gradient_change": ratio(found, self._whole)})
+        return found
+
+    def _change_with(self, groups: Collection[ModuleGroup]) -> float:
         """Return the change of the gradient with all groups but these in low precision."""
-        return self._change_of(self._run(self._batches, [each.name for each in self._groups if each not in in_fp32]))
+        return ratio(self._with_fp32(groups), self._whole)
+
+    def _bytes_saved(self, group: ModuleGroup) -> int:
+        """Return the bytes that low precision of a group saves in one all-gather."""
+        numel = sum(param.numel for param in group.params if param.dtypes.param == self._dtype)
+        return numel * (torch.float32.itemsize - self._dtype.itemsize)
 
     def _row(self, group: ModuleGroup) -> dict[str, Any]:
         alone = self._run(self._batches, [group.name])
-        difference = self._runs.squares(alone.gradient, self._fp32.gradient)
+        difference = self._difference(alone)
         own = [param.fqn for param in group.params if param.fqn in self._whole]
-        low_numel = sum(param.numel for param in group.params if param.dtypes.param == self._dtype)
         row: dict[str, Any] = {
             "group": group.name,
             "modules": list(group.modules),
@@ -257,7 +287,7 @@ class _Measurement:
             "gradient_change": ratio(difference, self._whole),
             "own_gradient_change": ratio(difference, self._whole, own),
             "gradient_change_of_others": self._change_with([group]),
-            "bytes_saved": low_numel * (torch.float32.itemsize - self._dtype.itemsize),
+            "bytes_saved": self._bytes_saved(group),
             "flops_saved": 3 * self._switch.flops[group.name],  # a backward has about twice those of its forward
         }
         if self._dtype == torch.float16:
@@ -276,7 +306,7 @@ class _Measurement:
         if low_change <= limit:
             return [], low_change
         row_of = {row["group"]: row for row in rows}
-        usable = [each for each in self._groups if each.patterns and row_of[each.name]["gradient_change"] > 0]
+        usable = [each for each in self._measured if each.patterns and row_of[each.name]["gradient_change"] > 0]
 
         def worth(group: ModuleGroup) -> float:
             row = row_of[group.name]

@@ -80,6 +80,7 @@ class Runs:
                 try:
                     loss += self._backward(batch, len(batches)).double()
                 except BaseException:
+                    self._step.gradients.release()  # so that the end of the backward reduces nothing
                     end_failed_backward(cast(FSDPModule, self._state.root))
                     self._step.abandon()
                     reshard(self._step.units)

@@ -18,6 +18,7 @@ from zeroamp.measured_precision.groups import BY_ROLE, ModuleGroup, find_groups
 from zeroamp.measured_precision.result import Sensitivity
 from zeroamp.measured_precision.runs import LossOf, Run, Runs, Squares, ratio
 from zeroamp.measured_precision.switch import PrecisionSwitch
+from zeroamp.measured_precision.together import run_together
 from zeroamp.planning.mesh import device_of, is_first_rank
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import ConfigError, StepError, WrapError
@@ -91,9 +92,11 @@ def _checked(
     policy, current = state.plan.policy, state.step
     if policy.mode != "autocast" or any(param.has_own_gather_dtype for param in state.plan.params):
         found = f"{policy.mode} precision" if policy.mode != "autocast" else "zeroamp.param_gather_dtype"
+        dtype = "float16" if policy.low_dtype == torch.float16 else "bfloat16"
+        instead = {"bf16": '"bf16"', "fp16": '"fp16"', "fp32": "none"}.get(policy.mode, found)
         raise ConfigError(
             f"sensitivity measures what torch.autocast costs, but the config sets {found}. Wrap the model with "
-            '"torch_autocast": {"enabled": true, "dtype": "bfloat16"} alone for the measurement.'
+            f'"torch_autocast": {{"enabled": true, "dtype": "{dtype}"}} for the measurement, in place of {instead}.'
         )
     if low := [param.fqn for param in state.plan.params if param.dtypes.stored in LOW_DTYPES]:
         raise ConfigError(
@@ -238,15 +241,8 @@ class _Measurement:
         return found
 
     def _run_in_fp32(self) -> None:
-        """Run the reference, and refuse a loss that is not finite."""
-        try:
-            with self._switch:
-                self._fp32 = self._run(self._batches)
-        except torch.OutOfMemoryError as error:
-            raise StepError(
-                f"sensitivity: the run in fp32 does not fit into memory: {error} Pass several smaller batches, "
-                "checkpoint activations, or wrap the model at stage 3 or over more ranks."
-            ) from error
+        """Run the reference, and refuse a loss that is not finite. An error of one rank is raised on all."""
+        self._fp32 = run_together(self._reference, self._state.world, device_of(self._state.mesh))
         if not math.isfinite(self._fp32.loss):
             raise StepError(
                 "sensitivity: the loss in fp32 is not finite, so nothing can be compared with it. Its cause is in the "
@@ -254,6 +250,16 @@ class _Measurement:
             )
         self._whole = self._runs.squares(self._fp32.gradient)
         self._lost = self._runs.lost_in(self._dtype, self._fp32.gradient)
+
+    def _reference(self) -> Run:
+        try:
+            with self._switch:
+                return self._run(self._batches)
+        except torch.OutOfMemoryError as error:
+            raise StepError(
+                f"sensitivity: the run in fp32 does not fit into memory: {error} Pass several smaller batches, "
+                "checkpoint activations, or wrap the model at stage 3 or over more ranks. Other groups= need as much."
+            ) from error
 
     def _difference(self, found: Run) -> Squares:
         """Return the squares of the difference to the reference."""

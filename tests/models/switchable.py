@@ -64,7 +64,7 @@ class Planted(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Batch statistics, random numbers of three kinds, a 0-D parameter, and a backward that raises if asked to."""
+    """Batch statistics, random numbers of four kinds, a 0-D parameter, and a backward that raises if asked to."""
 
     def __init__(self):
         super().__init__()
@@ -73,10 +73,12 @@ class Noisy(nn.Module):
         )
         self.scale = nn.Parameter(torch.ones(()))
         self.register_buffer("calls", torch.zeros(()))
+        self.generator = torch.Generator().manual_seed(3)
         self.raises = False
 
     def forward(self, x):
         self.calls = self.calls + 1
+        x = x + torch.rand(x.shape, generator=self.generator)
         x = x * (1 + random.random() + np.random.random()) * self.scale
         for index, block in enumerate(self.blocks):
             x = block(x)

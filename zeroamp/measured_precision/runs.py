@@ -47,6 +47,18 @@ class Run:
     gradient: Shards
 
 
+@contextmanager
+def _preserved_generators(root: nn.Module) -> Iterator[None]:
+    """Restore the generators that modules have as attributes. Those of torch itself are global."""
+    values = (value for module in root.modules() for value in vars(module).values())
+    before = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
+    try:
+        yield
+    finally:
+        for generator, state in before:
+            generator.set_state(state)
+
+
 class Runs:
     """Runs batches through a wrapped model, between two optimizer steps. No run leaves anything behind."""
 
@@ -75,7 +87,7 @@ class Runs:
         self._switch.low = frozenset(low)
         loss = torch.zeros(1, dtype=torch.float64, device=device_of(self._state.mesh))
         shards: dict[str, torch.Tensor] = {}
-        with leaves_no_trace(self._state):
+        with leaves_no_trace(self._state), _preserved_generators(self._state.root):
             for batch in batches:
                 try:
                     loss += self._backward(batch, len(batches)).double()

@@ -13,6 +13,7 @@ import zeroamp
 from tests.models import switchable
 from tests.oracles import sensitivity as oracle
 from tests.processes.training import config, full_parameters
+from zeroamp.measured_precision.groups import find_groups
 from zeroamp.wrapping.state import wrap_state
 
 FP16 = {"dtype": "float16", "fp16": {"initial_scale_power": 10}}
@@ -168,6 +169,19 @@ def test_groups_are_roles_thirds_or_patterns(ranks2):
     patterns = measure(ranks2, switchable.SixModules, {"stage": 3}, groups=["up", "Linear"]).rows
     assert patterns["Linear"]["modules"] == ["query", "down", "lm_head"]
     assert patterns["up"]["modules"] == ["up"]
+
+
+def test_a_vector_beside_linears_hides_no_role():
+    """The module with the vector is a group of its own, which the config cannot name: its name has the Linears too."""
+    model = switchable.build(switchable.Mixers)
+    found = find_groups(model, zeroamp.build_plan(model, config()), "class and role")
+    assert {group.name: (group.modules, group.patterns) for group in found} == {
+        "mixer.inner": (("blocks.0.mixer.inner", "blocks.1.mixer.inner"), ["mixer.inner"]),
+        "mixer.outer": (("blocks.0.mixer.outer", "blocks.1.mixer.outer"), ["mixer.outer"]),
+        "Mixer": (("blocks.0.mixer", "blocks.1.mixer"), ()),
+        oracle.BETWEEN: ((), ()),
+    }
+    assert [param.fqn for param in found[2].params] == ["blocks.0.mixer.decay", "blocks.1.mixer.decay"]
 
 
 def _steps(options, calls):

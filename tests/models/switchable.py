@@ -63,8 +63,28 @@ class Planted(nn.Module):
         return self.last(self.third(x + self.second(F.gelu(self.first(x))))).square().mean()
 
 
+class Mixers(nn.Module):
+    """Modules with a vector of their own beside Linears, as the mixers of Mamba are. Has no forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({"mixer": Mixer()}) for _ in range(2))
+
+
+class Mixer(nn.Module):
+    """Two Linears and a vector."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+        self.decay = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return self.outer(self.inner(x)) * self.decay
+
+
 class Noisy(nn.Module):
-    """Batch statistics, random numbers of three kinds, a 0-D parameter, and a backward that raises if asked to."""
+    """Batch statistics, random numbers of four kinds, a 0-D parameter, and a backward that raises if asked to."""
 
     def __init__(self):
         super().__init__()
@@ -73,10 +93,12 @@ class Noisy(nn.Module):
         )
         self.scale = nn.Parameter(torch.ones(()))
         self.register_buffer("calls", torch.zeros(()))
+        self.generator = torch.Generator().manual_seed(3)
         self.raises = False
 
     def forward(self, x):
         self.calls = self.calls + 1
+        x = x + torch.rand(x.shape, generator=self.generator)
         x = x * (1 + random.random() + np.random.random()) * self.scale
         for index, block in enumerate(self.blocks):
             x = block(x)

@@ -55,12 +55,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         profile(options)
         return
     try:
-        with redirect_stdout(sys.stderr):  # a factory may print, and stdout may be parsed
+        # A factory may print, and stdout may be parsed.
+        with redirect_stdout(sys.stderr), _progress(is_logged=options.command is sensitivity):
             text = options.command(options)
     except ZeroAmpError as error:
         sys.stderr.write(f"Error: {error}\n")
         sys.exit(1)
-    _write(printable(f"{text}\n"))
+    if text:  # of several ranks, the first prints
+        _write(printable(f"{text}\n"))
 
 
 def _parse(argv: list[str]) -> Namespace:
@@ -184,20 +186,19 @@ def plan(options: Namespace) -> str:
     """Predict memory and traffic of an optimizer step at every ZeRO stage, without weights, GPUs or ranks."""
     policy = _policy(options, options.world_size)
     check_page(options.html)
-    with _progress_on_terminal():
-        run = zeroamp.plan_run(
-            load_model(options.model),
-            policy,
-            world_size=options.world_size,
-            batch=options.batch,
-            seq=options.seq,
-            checkpointing=options.checkpointing,
-            offload_activations=options.offload_activations,
-            gpu=options.gpu,
-            inputs=None if options.inputs is None else load_function(options.inputs, "--inputs"),
-            loss_fn=None if options.loss is None else load_function(options.loss, "--loss"),
-            auto_wrap_policy=options.auto_wrap,
-        )
+    run = zeroamp.plan_run(
+        load_model(options.model),
+        policy,
+        world_size=options.world_size,
+        batch=options.batch,
+        seq=options.seq,
+        checkpointing=options.checkpointing,
+        offload_activations=options.offload_activations,
+        gpu=options.gpu,
+        inputs=None if options.inputs is None else load_function(options.inputs, "--inputs"),
+        loss_fn=None if options.loss is None else load_function(options.loss, "--loss"),
+        auto_wrap_policy=options.auto_wrap,
+    )
     timelines = [{"stage": stage.stage, **stage.memory.drawn()} for stage in run.stages]
     data = {"plan": run.to_dict(), "timelines": timelines}
     name, configs = Path(options.model).name, {"Config": run.policy.to_config()}
@@ -341,14 +342,18 @@ def _to_json(data: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _progress_on_terminal() -> Iterator[None]:
-    """Show what is logged at level INFO on stderr, each line in place of the one before, if stderr is a terminal."""
-    if not sys.stderr.isatty():
+def _progress(*, is_logged: bool) -> Iterator[None]:
+    """Show what is logged at level INFO on stderr: on a terminal each line in place of the one before.
+
+    `is_logged`: whether the lines are also written, one below the other, if stderr is no terminal.
+    """
+    is_terminal = sys.stderr.isatty()
+    if not (is_terminal or is_logged):
         yield
         return
     logger, lines = logging.getLogger("zeroamp"), logging.StreamHandler()
-    lines.terminator = "\r"
-    lines.setFormatter(logging.Formatter(f"{ERASE_LINE}%(message)s"))
+    lines.terminator = "\r" if is_terminal else "\n"
+    lines.setFormatter(logging.Formatter(f"{ERASE_LINE * is_terminal}%(message)s"))
     lines.addFilter(lambda record: record.levelno == logging.INFO)
     # lastResort prints warnings, as it does without handlers.
     level, handlers = logger.level, [handler for handler in (lines, logging.lastResort) if handler is not None]
@@ -361,7 +366,7 @@ def _progress_on_terminal() -> Iterator[None]:
         for handler in handlers:
             logger.removeHandler(handler)
         logger.setLevel(level)
-        sys.stderr.write(ERASE_LINE)
+        sys.stderr.write(ERASE_LINE * is_terminal)
 
 
 @contextmanager

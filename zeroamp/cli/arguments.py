@@ -51,6 +51,11 @@ def add_ranks(parser: ArgumentParser, *, required: bool = True) -> None:
 def add_formats(parser: ArgumentParser, json_help: str) -> None:
     """Add the formats of the output."""
     parser.add_argument("--json", action="store_true", help=json_help)
+    add_html(parser)
+
+
+def add_html(parser: ArgumentParser) -> None:
+    """Add the file of a page."""
     help = "Also write a self-contained page (5 MB); needs plotly."
     parser.add_argument("--html", metavar="FILE.html", type=Path, help=help)
 

@@ -1,7 +1,7 @@
 """Divides the modules of a wrapped model into groups: by class and role, by depth, or by patterns of the config."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks.typed_groups import Holder
 from zeroamp.module_dtypes.patterns import find_matches, known_names
+from zeroamp.planning.groups import ParamPlan
 from zeroamp.planning.parameter_uses import modules_around
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.auto_wrap import has_forward
@@ -27,8 +28,10 @@ class ModuleGroup:
     name: str
     modules: tuple[str, ...]
     """FQNs, also of modules inside of others."""
-    patterns: Sequence[str] = ()
+    patterns: Sequence[str]
     """What the config can name to keep exactly these modules in fp32. Empty if it cannot."""
+    params: tuple[ParamPlan, ...]
+    """The parameters that they own. A tied parameter may be of several groups."""
 
 
 def find_groups(model: nn.Module, plan: Plan, asked: str | Sequence[str]) -> list[ModuleGroup]:
@@ -39,7 +42,10 @@ def find_groups(model: nn.Module, plan: Plan, asked: str | Sequence[str]) -> lis
     """
     named: Mapping[str, Sequence[str]]
     if asked == BY_ROLE:
-        sizes = Counter(_role(fqn, module) for fqn, module in _layers(model, ""))
+        sizes = Counter[str]()
+        for param in plan.params:
+            for owner in filter(None, param.owner_fqns):  # the root is no role
+                sizes[_role(owner, model.get_submodule(owner))] += param.numel
         del sizes["Linear"]  # it would match all of them
         named = {role: [role] for role, _ in sizes.most_common()} | {"Linear": ["Linear"]}
     elif asked == BY_DEPTH:
@@ -52,22 +58,36 @@ def find_groups(model: nn.Module, plan: Plan, asked: str | Sequence[str]) -> lis
             "Patterns are those of data_types.keep_in_fp32_modules."
         )
     run = [fqn for fqn, module in model.named_modules() if has_forward(module) and not isinstance(module, Holder)]
-    groups, left = [], dict.fromkeys(run)
+    group_of: dict[str, str] = {}
+    exact: dict[str, Sequence[str]] = {}
     for name, patterns in named.items():
         found = {fqn for pattern in patterns for fqn in find_matches(model, pattern).modules} - {""}
         covered = [fqn for fqn in run if found & {*modules_around(fqn), fqn}]
-        own = [fqn for fqn in covered if fqn in left]
-        if not own and asked == BY_ROLE:
-            continue
-        if not own:
+        own = [fqn for fqn in covered if fqn not in group_of]
+        if own:
+            group_of |= dict.fromkeys(own, name)
+            exact[name] = patterns if own == covered else ()
+        elif asked != BY_ROLE:
             raise ConfigError(
                 f"sensitivity(groups=): {name!r} matches no module of {_class_name(model)} below the root that no "
                 f"earlier pattern matches. {nearest(name, known_names(model))} Print model.named_modules() to see "
                 "names and classes."
             )
-        groups.append(ModuleGroup(name=name, modules=tuple(own), patterns=patterns if own == covered else ()))
-        left = {fqn: None for fqn in left if fqn not in own}
-    return [*groups, ModuleGroup(name=REST, modules=tuple(left))] if left else groups
+
+    def name_of(owner: str) -> str:  # a container that does not run belongs to the module around it
+        around = reversed([*modules_around(owner), owner])
+        return next((group_of[fqn] for fqn in around if fqn in group_of), REST)
+
+    owners = [(param, set(map(name_of, param.owner_fqns))) for param in plan.params]
+    return [
+        ModuleGroup(
+            name=name,
+            modules=tuple(fqn for fqn in run if group_of.get(fqn, REST) == name),
+            patterns=patterns,
+            params=tuple(param for param, names in owners if name in names),
+        )
+        for name, patterns in (exact | {REST: ()}).items()
+    ]
 
 
 def _role(fqn: str, module: nn.Module) -> str:
@@ -81,20 +101,6 @@ def _role(fqn: str, module: nn.Module) -> str:
 def _class_name(module: nn.Module) -> str:
     """Return the name of a module's own class, not of the one that FSDP2 makes."""
     return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
-
-
-def _layers(module: nn.Module, fqn: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that compute with parameters of their own, but not those inside of them, nor the root.
-
-    A module that owns vectors only, beside modules with parameters, is not one. Its inner modules are looked at.
-    """
-    inner = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
-    dims = [parameter.dim() for parameter in module.parameters(recurse=False)]
-    if fqn and dims and (not inner or max(dims) > 1):
-        yield fqn, module
-        return
-    for name, child in inner:
-        yield from _layers(child, f"{fqn}.{name}".lstrip("."))
 
 
 def _thirds(model: nn.Module, plan: Plan) -> dict[str, list[str]]:

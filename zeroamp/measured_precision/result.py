@@ -46,14 +46,14 @@ class Sensitivity:
     """Of the gradient, in a run with the dtypes of `recommended`. None if that is empty."""
     advice: str
     """The reason for the recommendation, in a sentence."""
+    choices: tuple[Mapping[str, Any], ...]
+    """One mapping per measured choice of groups in fp32, all others in low precision: `in_fp32` (names of groups),
+    `bytes` that they add to one all-gather, and `gradient_change`."""
+    parameter_changes: Mapping[str, float]
+    """FQN -> change of the parameter's own gradient, with all groups in low precision."""
 
     def __str__(self) -> str:
         """Return a table of the groups, and the recommendation."""
-        title = (
-            f"Changes against fp32 if each group alone is in {self.low}, and ('others') if all groups but this one "
-            f"are. Noise of the gradient {self.noise:.2g}; change with all groups in {self.low} {self.low_change:.2g}, "
-            f"as the config has it {self.config_change:.2g}."
-        )
         cells = [
             {
                 "group": row["group"],
@@ -65,7 +65,17 @@ class Sensitivity:
             for row in self.rows
         ]
         block = [json.dumps(self.recommended)] if self.recommended else []
-        return "\n".join([headed(title, in_one_unit(cells, ["bytes saved"])), "", paragraph(self.advice), *block])
+        return "\n".join(
+            [headed(self.title(), in_one_unit(cells, ["bytes saved"])), "", paragraph(self.advice), *block]
+        )
+
+    def title(self) -> str:
+        """Return the sentences above the table: what the changes are, the noise, and the changes of the whole."""
+        return (
+            f"Changes against fp32 if each group alone is in {self.low}, and ('others') if all groups but this one "
+            f"are. Noise of the gradient {self.noise:.2g}; change with all groups in {self.low} {self.low_change:.2g}, "
+            f"as the config has it {self.config_change:.2g}."
+        )
 
     def to_json(self) -> str:
         """Return all values as JSON. A number that is not finite is null."""

@@ -3,20 +3,20 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import all_gathering_as_stored, end_failed_backward
 from zeroamp.hooks.collectives.collective_calls import issue
 from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.ledger.observed_step import call, leaves_no_trace
 from zeroamp.measured_precision.switch import PrecisionSwitch
-from zeroamp.planning.mesh import device_of, local_part, shard_size
+from zeroamp.planning.mesh import device_of, local_part, num_copies
 from zeroamp.policies.errors import StepError
 from zeroamp.training.loss import loss_of as loss_of_output
 from zeroamp.training.optimizer_step import Step
@@ -24,20 +24,39 @@ from zeroamp.wrapping.state import WrapState, reshard
 
 LossOf = Callable[[nn.Module, Any], torch.Tensor]
 """Returns the scalar loss of (model, batch)."""
-LOSS = "the loss"
-Gradient = Mapping[str, torch.Tensor]
-"""FQN -> this rank's shard, fp32, and `LOSS` -> this rank's loss, 0-D fp64: means over the batches."""
+Shards = Mapping[str, torch.Tensor]
+"""FQN -> this rank's shard of a gradient, fp32, without parameters that no batch used."""
 Squares = Mapping[str, float]
-"""FQN -> the sum of the squares of a gradient, or of a difference, over all ranks, and `LOSS` -> the sum of losses."""
+"""FQN -> the sum of the squares of a gradient, or of a difference, over all ranks."""
 
 
 def ratio(own: Squares, whole: Squares, fqns: Collection[str] | None = None) -> float:
     """Return the norm of a gradient, of these parameters or of all, over that of another. inf if it is no number."""
-    names = own.keys() - {LOSS} if fqns is None else fqns
-    above, below = (sum(each[name] for name in sorted(names)) for each in (own, whole))
+    names = sorted(own if fqns is None else fqns)
+    above, below = (sum(each[name] for name in names) for each in (own, whole))
     if above == 0:
         return 0.0
     return math.sqrt(above / below) if below > 0 and math.isfinite(above / below) else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The results of a run: means over the batches of all ranks."""
+
+    loss: float
+    gradient: Shards
+
+
+@contextmanager
+def _preserved_generators(root: nn.Module) -> Iterator[None]:
+    """Restore the generators that modules have as attributes. Those of torch itself are global."""
+    values = (value for module in root.modules() for value in vars(module).values())
+    before = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
+    try:
+        yield
+    finally:
+        for generator, state in before:
+            generator.set_state(state)
 
 
 class Runs:
@@ -63,15 +82,17 @@ class Runs:
             for reduction, dtypes in zip(reductions, before, strict=True):
                 reduction.communication_dtype, reduction.reduce_dtype = dtypes
 
-    def gradient(self, batches: Sequence[Any], low: Collection[str] = ()) -> Gradient:
-        """Return the gradient of the mean loss. Inside of `in_fp32`, the groups in `low` run in low precision."""
+    def run(self, batches: Sequence[Any], low: Collection[str] = ()) -> Run:
+        """Run a forward and backward of each batch. Inside of `in_fp32`, the groups in `low` run in low precision."""
         self._switch.low = frozenset(low)
-        sums = {LOSS: torch.zeros((), dtype=torch.float64, device=device_of(self._state.mesh))}
-        with leaves_no_trace(self._state):
+        loss = torch.zeros(1, dtype=torch.float64, device=device_of(self._state.mesh))
+        shards: dict[str, torch.Tensor] = {}
+        with leaves_no_trace(self._state), _preserved_generators(self._state.root):
             for batch in batches:
                 try:
-                    sums[LOSS] += self._backward(batch, len(batches)).double()
+                    loss += self._backward(batch, len(batches)).double()
                 except BaseException:
+                    self._step.gradients.release()  # so that the end of the backward reduces nothing
                     end_failed_backward(cast(FSDPModule, self._state.root))
                     self._step.abandon()
                     reshard(self._step.units)
@@ -79,9 +100,9 @@ class Runs:
                 for fqn, parameter in self._parameters.items():
                     if parameter.grad is not None:
                         shard = local_part(parameter.grad.detach()).div_(self._step.scaler.scale)
-                        sums[fqn] = sums[fqn].add_(shard) if fqn in sums else shard
+                        shards[fqn] = shards[fqn].add_(shard) if fqn in shards else shard
                 self._step.end()
-        return sums
+        return Run(float(self._sum(loss)) / dist.get_world_size(self._state.world), shards)
 
     def _backward(self, batch: Any, num_batches: int) -> torch.Tensor:
         """Run one forward and backward, and return the loss, divided by the number of batches."""
@@ -96,36 +117,36 @@ class Runs:
         return loss.detach()
 
     @torch.no_grad()
-    def squares(self, gradient: Gradient, minus: Gradient | None = None) -> Squares:
-        """Return the squares of a gradient, or of its difference to another one. One all-reduce."""
+    def squares(self, gradient: Shards, reference: Shards | None = None) -> Squares:
+        """Return the squares of a gradient, or of its difference to the reference."""
+        zero = torch.zeros((), device="cpu")  # torch takes it beside tensors of every device
+        others: Shards = reference or {}
 
-        def square(name: str) -> torch.Tensor:
-            shard, other = gradient.get(name), None if minus is None else minus.get(name)
-            difference = shard if other is None else -other if shard is None else shard - other
-            if difference is None:
-                return torch.zeros_like(gradient[LOSS])
-            norm: torch.Tensor = torch.linalg.vector_norm(difference, dtype=torch.float64)
-            return norm.square().to(gradient[LOSS].device)
+        def square(fqn: str) -> list[torch.Tensor]:
+            difference = gradient.get(fqn, zero) - others.get(fqn, zero)
+            return [torch.linalg.vector_norm(difference, dtype=torch.float64).square()]
 
-        loss = gradient[LOSS] - (0 if minus is None else minus[LOSS])
-        sums = self._sum(torch.stack([loss, *(square(name) / self._num_whole(name) for name in self._parameters)]))
-        return dict(zip((LOSS, *self._parameters), sums.tolist(), strict=True))
+        return {fqn: numbers[0] for fqn, numbers in self._sums(square).items()}
 
     @torch.no_grad()
-    def lost_in(self, dtype: torch.dtype, gradient: Gradient) -> dict[str, list[float]]:
+    def lost_in(self, dtype: torch.dtype, gradient: Shards) -> Mapping[str, Sequence[float]]:
         """Return FQN -> numbers of elements: all, those that overflow in `dtype` at the loss scale, and new zeros."""
-        counts = []
-        for name in self._parameters:
-            shard = gradient.get(name, gradient[LOSS].new_zeros(0, dtype=torch.float32))
-            low = (shard * self._step.scaler.scale).to(dtype)
-            lost = [torch.ones_like(low, dtype=torch.bool), low.isinf(), (low == 0) & (shard != 0)]
-            counts.append(torch.stack([each.sum() for each in lost]).double() / self._num_whole(name))
-        sums = self._sum(torch.stack(counts).to(gradient[LOSS].device))
-        return dict(zip(self._parameters, sums.tolist(), strict=True))
+        scale = self._step.scaler.scale
 
-    def _num_whole(self, name: str) -> int:
-        """Return on how many ranks of a replica a parameter is whole, and would be counted again."""
-        return 1 if isinstance(self._parameters[name], DTensor) else shard_size(self._state.mesh)
+        def lost(fqn: str) -> list[torch.Tensor]:
+            shard = gradient.get(fqn, torch.zeros(0, device="cpu"))
+            low = (shard * scale).to(dtype)
+            return [torch.tensor(shard.numel()), low.isinf().sum(), ((low == 0) & (shard != 0)).sum()]
+
+        return self._sums(lost)
+
+    def _sums(self, numbers_of: Callable[[str], Sequence[torch.Tensor]]) -> dict[str, list[float]]:
+        """Return FQN -> sums over all ranks of 0-D numbers of a parameter's shards, each shard counted once."""
+        device, num_ranks, rows = device_of(self._state.mesh), dist.get_world_size(self._state.world), []
+        for fqn, parameter in self._parameters.items():
+            numbers = torch.stack([each.to(device, torch.float64) for each in numbers_of(fqn)])
+            rows.append(numbers / num_copies(parameter, num_ranks))
+        return dict(zip(self._parameters, self._sum(torch.stack(rows)).tolist(), strict=True))
 
     def _sum(self, numbers: torch.Tensor) -> torch.Tensor:
         group = self._state.world

@@ -16,17 +16,20 @@ from zeroamp.hooks.tensors import map_tensors, tensors_in
 from zeroamp.ledger.observed_step import is_sharded
 from zeroamp.measured_precision.groups import BY_ROLE, ModuleGroup, find_groups
 from zeroamp.measured_precision.result import Sensitivity
-from zeroamp.measured_precision.runs import LOSS, Gradient, LossOf, Runs, Squares, ratio
+from zeroamp.measured_precision.runs import LossOf, Run, Runs, Squares, ratio
 from zeroamp.measured_precision.switch import PrecisionSwitch
-from zeroamp.planning.groups import ParamPlan
+from zeroamp.measured_precision.together import run_together
 from zeroamp.planning.mesh import device_of, is_first_rank
-from zeroamp.planning.parameter_uses import modules_around
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import ConfigError, StepError, WrapError
+from zeroamp.policies.numbers import counted
 from zeroamp.wrapping.run_alike import Description, run_alike
 from zeroamp.wrapping.state import WrapState, refuse_part, wrap_state
 
 logger = logging.getLogger("zeroamp")
+
+_NUM_QUICK = 10
+"""Groups that `quick` measures."""
 
 
 def sensitivity(
@@ -36,6 +39,7 @@ def sensitivity(
     *,
     groups: str | Sequence[str] = BY_ROLE,
     budget: float | None = None,
+    quick: bool = False,
 ) -> Sensitivity:
     """Measure what low precision of each group of modules costs, and which modules to keep in fp32.
 
@@ -52,6 +56,7 @@ def sensitivity(
         groups: "class and role"; "depth", which are thirds of the blocks; or a list of patterns, as those of
             `keep_in_fp32_modules`. The first one that matches a module applies.
         budget: the largest change of the gradient, relative to its norm, that you accept. None: the noise.
+        quick: measure only the ten groups with the most bytes. The recommendation consists of these.
 
     Raises:
         ConfigError: a pattern matches nothing, or the config does not use `torch_autocast`.
@@ -69,27 +74,29 @@ def sensitivity(
     """
     state = wrap_state(model)
     found = run_alike(
-        partial(_checked, state, batches, groups, budget),
+        partial(_checked, state, batches, groups, budget, quick),
         what="sensitivity",
-        remedy="Pass as many batches of the same shapes, and the same groups and budget, on all ranks.",
+        remedy="Pass as many batches of the same shapes, and the same groups, budget and quick, on all ranks.",
         error_type=StepError,
         group=state.world,
         device=device_of(state.mesh),
     )
     with _put_aside(state), torch.inference_mode(False), torch.enable_grad():
-        return _Measurement(state, model, batches, loss_of, found).result(budget)
+        return _Measurement(state, model, batches, loss_of, found, quick=quick).result(budget)
 
 
 def _checked(
-    state: WrapState, batches: Sequence[Any], groups: str | Sequence[str], budget: float | None
+    state: WrapState, batches: Sequence[Any], groups: str | Sequence[str], budget: float | None, quick: object
 ) -> tuple[list[ModuleGroup], Description]:
     """Return the groups, and what must be equal on all ranks. Raises as `sensitivity` does."""
     policy, current = state.plan.policy, state.step
     if policy.mode != "autocast" or any(param.has_own_gather_dtype for param in state.plan.params):
         found = f"{policy.mode} precision" if policy.mode != "autocast" else "zeroamp.param_gather_dtype"
+        dtype = "float16" if policy.low_dtype == torch.float16 else "bfloat16"
+        instead = {"bf16": '"bf16"', "fp16": '"fp16"', "fp32": "none"}.get(policy.mode, found)
         raise ConfigError(
             f"sensitivity measures what torch.autocast costs, but the config sets {found}. Wrap the model with "
-            '"torch_autocast": {"enabled": true, "dtype": "bfloat16"} alone for the measurement.'
+            f'"torch_autocast": {{"enabled": true, "dtype": "{dtype}"}} for the measurement, in place of {instead}.'
         )
     if low := [param.fqn for param in state.plan.params if param.dtypes.stored in LOW_DTYPES]:
         raise ConfigError(
@@ -117,7 +124,8 @@ def _checked(
     if budget is not None and not (isinstance(budget, int | float) and 0 < budget < math.inf):
         raise ConfigError(f"sensitivity(budget=) must be a positive number, but is {budget!r}. 0.01 accepts 1 %.")
     shapes = {f"the shapes of batch {i}": str([tuple(t.shape) for t in tensors_in(b)]) for i, b in enumerate(batches)}
-    return find_groups(state.root, state.plan, groups), {**shapes, "groups": str(groups), "budget": str(budget)}
+    asked = {"groups": str(groups), "budget": str(budget), "quick": str(quick)}
+    return find_groups(state.root, state.plan, groups), {**shapes, **asked}
 
 
 def _halves(batches: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -166,28 +174,37 @@ class _Measurement:
         batches: Sequence[Any],
         loss_of: LossOf | None,
         groups: Sequence[ModuleGroup],
+        *,
+        quick: bool,
     ) -> None:
         self._state, self._batches, self._groups = state, batches, groups
+        by_size = sorted(groups, key=lambda group: -sum(param.numel for param in group.params))
+        self._measured = by_size[:_NUM_QUICK] if quick else groups
+        self._choices: list[dict[str, Any]] = []
         self._dtype = state.plan.policy.param_dtype
-        self._of = {fqn: group.name for group in groups for fqn in group.modules}
-        of = {module: self._of[fqn] for fqn, module in state.root.named_modules() if fqn in self._of}
-        self._switch = PrecisionSwitch(of, state.mesh.device_type, self._dtype)
+        of = {fqn: group.name for group in groups for fqn in group.modules}
+        of_modules = {module: of[fqn] for fqn, module in state.root.named_modules() if fqn in of}
+        self._switch = PrecisionSwitch(of_modules, state.mesh.device_type, self._dtype)
         self._runs = Runs(state, model, loss_of, self._switch)
-        self._begin, self._num_done, self._num_planned = time.perf_counter(), 0, 2 * len(groups) + 5
-        self._log(f"{self._num_planned} runs of {len(batches)} batch(es), and a few more to recommend several groups")
+        self._begin, self._num_done, self._num_planned = time.perf_counter(), 0, 2 * len(self._measured) + 5
+        self._log(
+            f"{counted(len(self._measured), 'group')}: {self._num_planned} runs, each a forward and backward of "
+            f"{counted(len(batches), 'batch', 'batches')}, and a few more to recommend several groups"
+        )
 
     def result(self, budget: float | None) -> Sensitivity:
         """Run everything. The config's own run is the first one: FSDP2 sets its dtypes up in it."""
         as_configured = self._run(self._batches)
         with self._runs.in_fp32():
             self._run_in_fp32()
-            config_change = ratio(self._runs.squares(as_configured, self._fp32), self._whole)
+            config_change = ratio(self._difference(as_configured), self._whole)
             del as_configured
             first, second = (self._run(half) for half in _halves(self._batches))
-            noise = ratio(self._runs.squares(first, second), self._whole) / 2
+            noise = ratio(self._runs.squares(first.gradient, second.gradient), self._whole) / 2
             del first, second
-            low_change = self._change_with([])
-            rows = [self._row(group) for group in self._groups]
+            all_low = self._with_fp32([])
+            low_change = ratio(all_low, self._whole)
+            rows = [self._row(group) for group in self._measured]
             limit = noise if budget is None else budget
             chosen, change = self._choose(rows, low_change, limit)
         names = ", ".join(group.name for group in chosen) or "no group"
@@ -207,57 +224,76 @@ class _Measurement:
             recommended=self._block(chosen),
             recommended_change=change if chosen else None,
             advice=advice,
+            choices=tuple(self._choices),
+            parameter_changes={fqn: ratio(all_low, self._whole, [fqn]) for fqn in self._whole},
         )
 
     def _log(self, text: str) -> None:
         if is_first_rank(self._state.axes.whole):
             logger.info("sensitivity: %s", text)
 
-    def _run(self, batches: Sequence[Any], low: Collection[str] = ()) -> Gradient:
-        gradient = self._runs.gradient(batches, low)
+    def _run(self, batches: Sequence[Any], low: Collection[str] = ()) -> Run:
+        found = self._runs.run(batches, low)
         self._num_done += 1
         self._num_planned = max(self._num_planned, self._num_done)
         left = (time.perf_counter() - self._begin) / self._num_done * (self._num_planned - self._num_done)
         self._log(f"run {self._num_done} of {self._num_planned}, {left:.0f} s left")
-        return gradient
+        return found
 
     def _run_in_fp32(self) -> None:
-        """Run the reference, and refuse a loss that is not finite."""
-        try:
-            with self._switch:
-                self._fp32 = self._run(self._batches)
-        except torch.OutOfMemoryError as error:
-            raise StepError(
-                f"sensitivity: the run in fp32 does not fit into memory: {error} Pass several smaller batches, "
-                "checkpoint activations, or wrap the model at stage 3 or over more ranks."
-            ) from error
-        self._whole = self._runs.squares(self._fp32)
-        if not math.isfinite(self._whole[LOSS]):
+        """Run the reference, and refuse a loss that is not finite. An error of one rank is raised on all."""
+        self._fp32 = run_together(self._reference, self._state.world, device_of(self._state.mesh))
+        if not math.isfinite(self._fp32.loss):
             raise StepError(
                 "sensitivity: the loss in fp32 is not finite, so nothing can be compared with it. Its cause is in the "
                 "batches or the weights, and not in low precision."
             )
-        self._lost = self._runs.lost_in(self._dtype, self._fp32)
+        self._whole = self._runs.squares(self._fp32.gradient)
+        self._lost = self._runs.lost_in(self._dtype, self._fp32.gradient)
 
-    def _with_low(self, low: Collection[str]) -> Squares:
-        return self._runs.squares(self._run(self._batches, low), self._fp32)
+    def _reference(self) -> Run:
+        try:
+            with self._switch:
+                return self._run(self._batches)
+        except torch.OutOfMemoryError as error:
+            raise StepError(
+                f"sensitivity: the run in fp32 does not fit into memory: {error} Pass several smaller batches, "
+                "checkpoint activations, or wrap the model at stage 3 or over more ranks. Other groups= need as much."
+            ) from error
 
-    def _change_with(self, in_fp32: Collection[ModuleGroup]) -> float:
+    def _difference(self, found: Run) -> Squares:
+        """Return the squares of the difference to the reference."""
+        return self._runs.squares(found.gradient, self._fp32.gradient)
+
+    def _with_fp32(self, groups: Collection[ModuleGroup]) -> Squares:
+        """Return the difference with all groups but these in low precision, and note the change as a choice."""
+        low = [each.name for each in self._groups if each not in groups]
+        found = self._difference(self._run(self._batches, low))
+        names, num_bytes = [each.name for each in groups], sum(map(self._bytes_saved, groups))
+        self._choices.append({"in_fp32": names, "bytes": num_bytes, "gradient_change": ratio(found, self._whole)})
+        return found
+
+    def _change_with(self, groups: Collection[ModuleGroup]) -> float:
         """Return the change of the gradient with all groups but these in low precision."""
-        return ratio(self._with_low([group.name for group in self._groups if group not in in_fp32]), self._whole)
+        return ratio(self._with_fp32(groups), self._whole)
+
+    def _bytes_saved(self, group: ModuleGroup) -> int:
+        """Return the bytes that low precision of a group saves in one all-gather."""
+        numel = sum(param.numel for param in group.params if param.dtypes.param == self._dtype)
+        return numel * (torch.float32.itemsize - self._dtype.itemsize)
 
     def _row(self, group: ModuleGroup) -> dict[str, Any]:
-        params, alone = self._params(group), self._with_low([group.name])
-        own = [param.fqn for param in params if param.fqn in self._whole]
-        low_numel = sum(param.numel for param in params if param.dtypes.param == self._dtype)
+        alone = self._run(self._batches, [group.name])
+        difference = self._difference(alone)
+        own = [param.fqn for param in group.params if param.fqn in self._whole]
         row: dict[str, Any] = {
             "group": group.name,
             "modules": list(group.modules),
-            "loss_change": abs(alone[LOSS] / self._whole[LOSS]) if self._whole[LOSS] else math.inf,
-            "gradient_change": ratio(alone, self._whole),
-            "own_gradient_change": ratio(alone, self._whole, own),
+            "loss_change": abs(alone.loss / self._fp32.loss - 1) if self._fp32.loss else math.inf,
+            "gradient_change": ratio(difference, self._whole),
+            "own_gradient_change": ratio(difference, self._whole, own),
             "gradient_change_of_others": self._change_with([group]),
-            "bytes_saved": low_numel * (torch.float32.itemsize - self._dtype.itemsize),
+            "bytes_saved": self._bytes_saved(group),
             "flops_saved": 3 * self._switch.flops[group.name],  # a backward has about twice those of its forward
         }
         if self._dtype == torch.float16:
@@ -265,37 +301,35 @@ class _Measurement:
             row |= {"overflow": overflow / max(numel, 1), "underflow": underflow / max(numel, 1)}
         return row
 
-    def _params(self, group: ModuleGroup) -> list[ParamPlan]:
-        """Return the parameters that modules of the group own, also those that other groups own too."""
-
-        def name_of(owner: str) -> str | None:  # a container that does not run belongs to the module around it
-            around = reversed(["", *modules_around(owner), owner])
-            return next((self._of[fqn] for fqn in around if fqn in self._of), None)
-
-        return [param for param in self._state.plan.params if group.name in map(name_of, param.owner_fqns)]
-
     def _choose(
         self, rows: Sequence[dict[str, Any]], low_change: float, limit: float
     ) -> tuple[list[ModuleGroup], float]:
-        """Return groups to keep in fp32, with few elements, and the change of the gradient in a run with them in fp32.
+        """Return groups to keep in fp32, with few bytes, and the change of the gradient in a run with them in fp32.
 
-        One group, if it is enough. Else groups are added, those first that change most per element, until the change is
+        One group, if it is enough. Else groups are added, those first that change most per byte, until the change is
         within the limit. Those that turn out not to be needed are left out again, the largest first.
         """
         if low_change <= limit:
             return [], low_change
-        alone, others = ({row["group"]: row[f"gradient_change{of}"] for row in rows} for of in ("", "_of_others"))
-        usable = [group for group in self._groups if group.patterns and alone[group.name] > 0]
-        numel = {group.name: sum(param.numel for param in self._params(group)) for group in usable}
-        if enough := [group for group in usable if others[group.name] <= limit]:
-            best = min(enough, key=lambda group: (numel[group.name], others[group.name]))
-            return [best], others[best.name]
+        row_of = {row["group"]: row for row in rows}
+        usable = [each for each in self._measured if each.patterns and row_of[each.name]["gradient_change"] > 0]
+
+        def worth(group: ModuleGroup) -> float:
+            row = row_of[group.name]
+            return float(row["gradient_change"] ** 2 / max(1, row["bytes_saved"]))
+
+        def size(group: ModuleGroup) -> tuple[int, float]:
+            return row_of[group.name]["bytes_saved"], row_of[group.name]["gradient_change_of_others"]
+
+        if enough := [group for group in usable if size(group)[1] <= limit]:
+            best = min(enough, key=size)
+            return [best], size(best)[1]
         chosen, change = list[ModuleGroup](), low_change
-        for group in sorted(usable, key=lambda group: -(alone[group.name] ** 2) / max(1, numel[group.name])):
+        for group in sorted(usable, key=worth, reverse=True):
             if change > limit:
                 chosen.append(group)
                 change = self._change_with(chosen)
-        for group in sorted(chosen, key=lambda group: -numel[group.name]):
+        for group in sorted(chosen, key=size, reverse=True):
             fewer = [each for each in chosen if each is not group]
             if change <= limit and (of_fewer := self._change_with(fewer)) <= limit:
                 chosen, change = fewer, of_fewer

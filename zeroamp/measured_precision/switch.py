@@ -5,9 +5,8 @@ the low dtype gives, and casts their gradients back to fp32, which is exact.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -15,14 +14,16 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 from zeroamp.hooks.observers.tracing import OpRecorder
-from zeroamp.hooks.tensors import Loan, map_arguments, map_tensors
+from zeroamp.hooks.precision.module_casts import run_in_fp32
+from zeroamp.hooks.tensors import map_tensors
+from zeroamp.hooks.unit_hooks import wrap_forward
 
 
 class PrecisionSwitch(OpRecorder):  # type: ignore[no-untyped-call]
     """Wraps the forwards of a model's modules while `attached`. As a context, counts FLOPs of forwards by group.
 
-    An fp32 group runs as `keep_in_fp32_modules` runs it: autocast is off, and floating-point inputs are cast to fp32. A
-    low group runs under autocast. If an fp32 module called it, its low outputs are cast to fp32, which is exact.
+    An fp32 group runs as `keep_in_fp32_modules` runs it. A low group runs under autocast. If an fp32 module called it,
+    its low outputs are cast to fp32, which is exact.
     """
 
     def __init__(self, group_of: Mapping[nn.Module, str], device_type: str, dtype: torch.dtype) -> None:
@@ -42,7 +43,7 @@ class PrecisionSwitch(OpRecorder):  # type: ignore[no-untyped-call]
         root, *inner = self._group_of
         handles = [module.register_forward_pre_hook(self._pass_guard, prepend=True) for module in inner]
         for module in (root, *inner):
-            module.forward = self._wrapped(module, self._group_of[module])
+            self._wrap(module, self._group_of[module])
         try:
             yield
         finally:
@@ -59,10 +60,11 @@ class PrecisionSwitch(OpRecorder):  # type: ignore[no-untyped-call]
         self._was_on[module] = torch.is_autocast_enabled(self._device_type)
         torch.set_autocast_enabled(self._device_type, True)
 
-    def _wrapped(self, module: nn.Module, group: str) -> Callable[..., Any]:
+    def _wrap(self, module: nn.Module, group: str) -> None:
         forward = module.forward
+        run_in_fp32(module, self._device_type, None)
+        in_fp32 = module.forward
 
-        @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             if (was_on := self._was_on.pop(module, None)) is not None:
                 torch.set_autocast_enabled(self._device_type, was_on)
@@ -72,26 +74,17 @@ class PrecisionSwitch(OpRecorder):  # type: ignore[no-untyped-call]
             try:
                 if (group in self.low) == is_on:
                     return forward(*args, **kwargs)
-                return self._switched(forward, args, kwargs, is_low=not is_on)
+                if is_on:
+                    return in_fp32(*args, **kwargs)
+                with torch.autocast(self._device_type, dtype=self._dtype):
+                    return map_tensors(self._to_fp32, forward(*args, **kwargs))
             finally:
                 self._running = caller
 
-        return run
+        wrap_forward(module, lambda _in_fp32: run)
 
-    def _switched(self, forward: Callable[..., Any], args: Any, kwargs: Any, *, is_low: bool) -> Any:
-        with torch.autocast(self._device_type, dtype=self._dtype, enabled=is_low):
-            if is_low:
-                return map_tensors(self._to_fp32, forward(*args, **kwargs))
-            loan = Loan()
-            args, kwargs = map_arguments(partial(self._to_fp32, is_any=True), args, kwargs, loan)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                loan.end()
-
-    def _to_fp32(self, tensor: torch.Tensor, *, is_any: bool = False) -> torch.Tensor:
-        is_cast = tensor.is_floating_point() and (is_any or tensor.dtype == self._dtype)
-        return tensor.float() if is_cast else tensor
+    def _to_fp32(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if tensor.dtype == self._dtype else tensor
 
     def see(self, func: Any, arguments: Any, out: Any) -> None:
         """Add the FLOPs of an op to its group, if torch has a formula: for matrix products and convolutions."""

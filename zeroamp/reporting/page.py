@@ -1,4 +1,4 @@
-"""Self-contained HTML pages of a ledger, a plan, runs or a comparison: style, scripts, data and plotly in one file.
+"""Self-contained HTML pages of a ledger, a plan, runs and so on: style, scripts, data and plotly in one file.
 
 A page loads nothing, and its Content-Security-Policy forbids it to load anything. So it opens without a network.
 """
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from zeroamp.policies.errors import ConfigError
 from zeroamp.version import __version__
 
-PageKind = Literal["ledger", "plan", "runs", "compare"]
+PageKind = Literal["ledger", "plan", "runs", "compare", "sensitivity"]
 
 _SOURCES = files("zeroamp.reporting").joinpath("pages")
 _TEMPLATE = """<!DOCTYPE html>
@@ -86,19 +86,23 @@ def check_page(path: Path | None) -> None:
     Raises:
         ConfigError: plotly is not installed, the path is a folder, or the file cannot be written.
     """
-    if path is None:
-        return
-    _plotly_script()
+    if path is not None:
+        _plotly_script()
+        check_file(path, "--html")
+
+
+def check_file(path: Path, option: str) -> None:
+    """Check that a file can be written, and make its folder. Raise ConfigError, which names the option, if not."""
     if path.is_dir():
-        raise ConfigError(f"--html: '{path}' is a folder. Name a file.")
+        raise ConfigError(f"{option}: '{path}' is a folder. Name a file.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists() and not path.is_symlink()
         path.touch()
         if is_new:
-            path.unlink()  # a command that fails leaves no page
+            path.unlink()  # a command that fails leaves no file
     except OSError as error:
-        raise ConfigError(f"--html: '{path}' cannot be written ({error.strerror}). Name another file.") from error
+        raise ConfigError(f"{option}: '{path}' cannot be written ({error.strerror}). Name another file.") from error
 
 
 def _plotly_script() -> str:

@@ -13,6 +13,7 @@ import zeroamp
 from tests.models import switchable
 from tests.oracles import sensitivity as oracle
 from tests.processes.training import config, full_parameters
+from zeroamp.measured_precision.groups import find_groups
 from zeroamp.wrapping.state import wrap_state
 
 FP16 = {"dtype": "float16", "fp16": {"initial_scale_power": 10}}
@@ -170,6 +171,19 @@ def test_groups_are_roles_thirds_or_patterns(ranks2):
     assert patterns["up"]["modules"] == ["up"]
 
 
+def test_a_vector_beside_linears_hides_no_role():
+    """The module with the vector is a group of its own, which the config cannot name: its name has the Linears too."""
+    model = switchable.build(switchable.Mixers)
+    found = find_groups(model, zeroamp.build_plan(model, config()), "class and role")
+    assert {group.name: (group.modules, group.patterns) for group in found} == {
+        "mixer.inner": (("blocks.0.mixer.inner", "blocks.1.mixer.inner"), ["mixer.inner"]),
+        "mixer.outer": (("blocks.0.mixer.outer", "blocks.1.mixer.outer"), ["mixer.outer"]),
+        "Mixer": (("blocks.0.mixer", "blocks.1.mixer"), ()),
+        oracle.BETWEEN: ((), ()),
+    }
+    assert [param.fqn for param in found[2].params] == ["blocks.0.mixer.decay", "blocks.1.mixer.decay"]
+
+
 def _steps(options, calls):
     """Train three steps, with `calls` before each; return what training computed, and what the calls left."""
     model = zeroamp.wrap_model(switchable.build(switchable.Noisy), config(**options), auto_wrap_policy={"Sequential"})
@@ -209,6 +223,44 @@ def _state(model):
 
 def _measure(model, batch):
     zeroamp.sensitivity(model, [batch], budget=1e-6)
+
+
+OUT_OF_MEMORY = "Tried to allocate 2.00 GiB. GPU 0 has 1.50 GiB free."
+
+
+def _out_of_memory(module, _args, _out):
+    raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+
+def _out_of_memory_on_one_rank(model, batch, *, is_in_forward):
+    """The second run, that in fp32, needs too much memory on rank 1, in the middle block."""
+    num, handles = 0, []
+
+    def loss_of(model, batch):
+        nonlocal num
+        num += 1
+        if num == 2 and dist.get_rank() == 1 and is_in_forward:
+            handles.append(model.blocks[1][0].register_forward_hook(_out_of_memory))
+        if num == 2 and dist.get_rank() == 1 and not is_in_forward:
+            handles.append(model.blocks[1][0].register_full_backward_hook(_out_of_memory))
+        return model(batch)
+
+    with pytest.raises(zeroamp.StepError) as caught:
+        zeroamp.sensitivity(model, [batch], loss_of)
+    for handle in handles:
+        handle.remove()
+    text = str(caught.value)
+    assert text.startswith("sensitivity failed on rank 1: sensitivity: the run in fp32 does not fit into memory: ")
+    assert OUT_OF_MEMORY in text
+    assert "Pass several smaller batches" in text
+
+
+def _out_of_memory_in_forward(model, batch):
+    _out_of_memory_on_one_rank(model, batch, is_in_forward=True)
+
+
+def _out_of_memory_in_backward(model, batch):
+    _out_of_memory_on_one_rank(model, batch, is_in_forward=False)
 
 
 def _raise_in_the_loss(model, batch):
@@ -256,6 +308,8 @@ def _is_equal(a, b):
 LEAVES = [({"stage": 0}, _measure), ({"stage": 2, "accumulation": 2}, _measure), ({"stage": 3}, _measure),
           ({"stage": 1, "accumulation": 2, "data_types": {"grad_accum_dtype": "bf16"}}, _measure),
           ({"stage": 3, **FP16}, _measure), ({"stage": 2}, _raise_in_the_loss), ({"stage": 3}, _raise_in_the_loss),
+          ({"stage": 0}, _out_of_memory_in_forward), ({"stage": 3}, _out_of_memory_in_forward),
+          ({"stage": 2}, _out_of_memory_in_backward), ({"stage": 3}, _out_of_memory_in_backward),
           ({"stage": 2}, _raise_in_the_backward), ({"stage": 3}, _raise_in_the_backward)]  # fmt: skip
 
 
@@ -283,7 +337,8 @@ def test_gradients_that_were_there_are_put_aside(ranks2):
 
 
 def _refusal(case):
-    options = {"fp32": {"dtype": None}, "bf16": {"dtype": None, "bf16": {"enabled": True}}}.get(case, {"stage": 2})
+    modes = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
+    options = {"dtype": None, **modes[case]} if case in modes else {"stage": 2}
     model, batch = switchable.build(switchable.SixModules), switchable.tokens(dist.get_rank())
     arguments = {"batches": [batch], "groups": "class and role"}
     if case != "not wrapped":
@@ -323,7 +378,8 @@ REFUSED = {
     "one sample": ("StepError", "got one batch of 1 sample(s). Pass two batches"),
     "other shapes": ("StepError", "the shapes of batch 0 is [(4, 8)] on rank 0, but [(5, 8)] on rank 1"),
     "fp32": ("ConfigError", "the config sets fp32 precision. Wrap the model with"),
-    "bf16": ("ConfigError", "the config sets bf16 precision. Wrap the model with"),
+    "bf16": ("ConfigError", '"dtype": "bfloat16"} for the measurement, in place of "bf16".'),
+    "fp16": ("ConfigError", '"dtype": "float16"} for the measurement, in place of "fp16".'),
     "low weights": ("ConfigError", "cannot run up.weight in fp32, because it is frozen and stored in a low precision"),
     "no match": (
         "ConfigError",

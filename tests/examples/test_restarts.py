@@ -22,7 +22,7 @@ if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is No
 
 pytestmark = pytest.mark.timeout(900)
 RUN_TIMEOUT_S = 270  # three starts and more, on a busy machine
-NUM_STEPS = 16
+NUM_STEPS = 12
 
 
 class Run:
@@ -102,27 +102,20 @@ def _numbers(out):
 
 
 @pytest.mark.slow
-def test_killed_ranks_do_not_change_the_run(data, uninterrupted, tmp_path):
+def test_sigterm_and_kills_do_not_change_the_run(data, uninterrupted, tmp_path):
+    """SIGTERM saves at the end of the step and ends. After a kill, torchrun starts the ranks again."""
     random_ = random.Random(0)
-    with Run(tmp_path, data, "--save-every", "1", "--resume", "auto") as run:
-        assert run.wait_for("step 3/"), "".join(run.lines)  # the checkpoint of step 1 is written: that of step 2 waited
+    with Run(tmp_path, data, "--resume", "auto") as run:
+        assert run.wait_for("step 3/"), "".join(run.lines)
+        os.kill(random_.choice(run.ranks()), signal.SIGTERM)  # to one rank
+        assert run.finish() == 0, "".join(run.lines)
+        assert "preempted: saved" in "".join(run.lines)
+    with Run(tmp_path, data, "--resume", "auto", "--save-every", "1") as run:
+        assert run.wait_for("step 7/"), "".join(run.lines)  # the checkpoint of step 5 is written: that of step 6 waited
         threading.Event().wait(random_.uniform(0, 0.2))
         os.kill(random_.choice(run.ranks()), signal.SIGKILL)
         assert run.wait_for("resuming after step"), "".join(run.lines)
-        assert run.finish() == 0, "".join(run.lines)
-    assert _numbers(tmp_path) == uninterrupted
-
-
-@pytest.mark.slow
-def test_sigterm_saves_ends_and_the_run_goes_on(data, uninterrupted, tmp_path):
-    """SIGTERM saves at the end of the step and ends and the run goes on."""
-    with Run(tmp_path, data, "--resume", "auto") as run:
-        assert run.wait_for("step 3/"), "".join(run.lines)
-        os.kill(random.Random(0).choice(run.ranks()), signal.SIGTERM)  # to one rank
-        assert run.finish() == 0, "".join(run.lines)
-        assert "preempted: saved" in "".join(run.lines)
-    with Run(tmp_path, data, "--resume", "auto") as run:
-        assert run.wait_for("step 5/"), "".join(run.lines)
+        assert run.wait_for("step 9/"), "".join(run.lines)
         run.process.send_signal(signal.SIGTERM)  # to torchrun, which passes it on
         assert run.wait_for("preempted: saved"), "".join(run.lines)
         run.finish()  # torchrun's own status says that it was asked to end
@@ -133,12 +126,12 @@ def test_sigterm_saves_ends_and_the_run_goes_on(data, uninterrupted, tmp_path):
 
 @pytest.mark.slow
 def test_a_reproducible_run_ends_with_the_files_of_one_rank(data, tmp_path):
-    """A reproducible run on 4, 2 and 1 ranks ends with the files of a run on 1."""
+    """A reproducible run on 4 ranks and then on 1 ends with the files of a run on 1."""
     config = ["--config", ROOT / "examples" / "configs" / "reproducible_autocast_bf16.json"]
     whole, parts, changes = tmp_path / "whole", tmp_path / "parts", []
     with Run(whole, data, *config, num_ranks=1) as run:
         assert run.finish() == 0, "".join(run.lines)
-    for num_ranks, step in ((4, 5), (2, 11), (1, None)):  # two saves or more each: the second waits for the first
+    for num_ranks, step in ((4, 5), (1, None)):  # two saves before step 5: the second waits for the first
         with Run(parts, data, *config, "--save-every", "2", "--resume", "auto", num_ranks=num_ranks) as run:
             if step is None:
                 assert run.finish() == 0, "".join(run.lines)
@@ -147,8 +140,7 @@ def test_a_reproducible_run_ends_with_the_files_of_one_rank(data, tmp_path):
             assert (num_ranks == 4) == (not any(line.startswith("resuming after step") for line in run.lines))
             changes += [line.strip() for line in run.lines if line.startswith("after step")]
     assert [change.split(": ")[1] for change in changes] == [
-        "ranks 4 -> 2, gradient_accumulation_steps 1 -> 2, train_batch_size is still 16",
-        "ranks 2 -> 1, gradient_accumulation_steps 2 -> 4, train_batch_size is still 16",
+        "ranks 4 -> 1, gradient_accumulation_steps 1 -> 4, train_batch_size is still 16",
     ]
     assert json.loads((parts / "losses.json").read_text())["changes"] == changes
     for name in ("losses", "grad_norms", "num_tokens"):

@@ -11,7 +11,7 @@ from tests.models.experts import EXPERTS
 from tests.models.families import NUM_RANKS, loss_of
 from tests.processes.training import full_parameters
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 LR = 1e-2
 
 

@@ -394,6 +394,8 @@ class _Save:
             raise AssertionError("expected the first rank to hold the draft")
         self.writer.finish(self.metadata, [of_rank for of_rank, _ in written])  # for other readers
         files = {name: record for _, records in written for name, record in records.items()}
+        # `finish` of torch 2.11 sets `storage_data` of a copy of the metadata.
+        storage = {result.index: result.storage_data for of_rank, _ in written for result in of_rank}
         manifest = Manifest(
             step=self.step,
             run=self.run,
@@ -402,6 +404,6 @@ class _Save:
             config=self.state.plan.policy.to_config(),
             versions={"torch": str(torch.__version__), "zeroamp": __version__},
             files=files | {METADATA: record_file(self.path / METADATA)},
-            tensors=layouts_of(self.metadata),
+            tensors=layouts_of(self.metadata.state_dict_metadata, storage),
         )
         self.draft.publish(manifest, self.keep)

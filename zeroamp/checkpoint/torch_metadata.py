@@ -6,7 +6,7 @@ pickle gives to its instances. So whatever a pickle calls, or sets attributes of
 
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -30,14 +30,18 @@ class _Unpickler(pickle.Unpickler):
 
 def layouts_in(content: bytes) -> dict[str, Any]:
     """Return `layouts_of` the content of torch's pickle. A malformed pickle may raise any Exception."""
-    return layouts_of(_Unpickler(io.BytesIO(content)).load())
+    found = _Unpickler(io.BytesIO(content)).load()
+    return layouts_of(found.state_dict_metadata, found.storage_data)
 
 
-def layouts_of(metadata: Any) -> dict[str, Any]:
-    """Return dtype, shape and chunks of each tensor as plain values, in the form of `manifest.Layout`."""
-    places = {(index.fqn, tuple(index.offset)): place for index, place in metadata.storage_data.items()}
+def layouts_of(entries: Mapping[str, Any], storage: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return dtype, shape and chunks of each tensor as plain values, in the form of `manifest.Layout`.
+
+    `entries` and `storage` are torch's `Metadata.state_dict_metadata` and `Metadata.storage_data`.
+    """
+    places = {(index.fqn, tuple(index.offset)): place for index, place in storage.items()}
     layouts = {}
-    for name, entry in metadata.state_dict_metadata.items():
+    for name, entry in entries.items():
         chunks = []
         for chunk in entry.chunks:
             offsets, shape = tuple(chunk.offsets), tuple(chunk.sizes)

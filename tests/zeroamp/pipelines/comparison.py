@@ -7,7 +7,7 @@ from tests.models import pipelines as models
 from tests.oracles import pipelines as oracle
 from tests.processes import pipelines
 
-STEPS, LR = 3, 0.3
+STEPS, LR = 2, 0.3
 DATA = {"pp": 2, "dp": 2}
 MODES = {
     "fp32": {},

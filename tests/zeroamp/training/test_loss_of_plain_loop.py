@@ -14,7 +14,7 @@ import zeroamp
 from tests.processes.training import config, full_parameters, same_bits
 from tests.selection import slow_but
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 AUTOCAST = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 LOSSES = {
     "cross_entropy": lambda logits, labels: F.cross_entropy(logits, labels.argmax(-1)),

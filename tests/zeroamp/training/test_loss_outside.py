@@ -16,7 +16,7 @@ from tests.models.small import loss_of
 from tests.oracles import one_process
 from tests.processes.training import check_runs, config, train
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 
 
 def outside(model, tokens):

@@ -14,7 +14,7 @@ from tests.oracles import one_process, plain_fsdp2
 from tests.processes.training import check_runs, config, same_bits, train
 
 NAME = "residual_skips"
-NUM_STEPS = 3
+NUM_STEPS = 2
 UNITS = [f"{part}.{index}" for part in ("down", "up", "side") for index in range(3)]
 
 

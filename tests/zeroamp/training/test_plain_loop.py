@@ -15,7 +15,7 @@ from tests.oracles import plain_loop
 from tests.processes.training import config, full_parameters, same_bits
 from tests.selection import slow_but
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 STAGES = (0, 1, 2, 3)
 OPTIMIZERS = {
     "AdamW": functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1),

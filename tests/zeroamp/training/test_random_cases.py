@@ -19,7 +19,7 @@ from tests.models.small import batch, build
 from tests.oracles import one_process
 from tests.processes.training import same_bits, train
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 FP16_SCALE = 1024.0
 CASES_PER_CALL = 10  # a call on ranks makes process groups, and has a time limit
 LOW = {"autocast bf16": torch.bfloat16, "autocast fp16": torch.float16, "bf16": torch.bfloat16, "fp16": torch.float16}

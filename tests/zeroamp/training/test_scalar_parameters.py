@@ -15,7 +15,7 @@ from tests.processes.ranks import RankError
 from tests.processes.training import SmallTraining, adamw, check_runs, config, policy, same_bits, train, wrapped
 from tests.selection import slow_but
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 CLIP = 0.05  # low enough that every step clips
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 import zeroamp
 from tests.processes.training import config, full_parameters, policy, same_bits
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 
 
 def _network(inputs, outputs, seed=0):

@@ -12,7 +12,7 @@ from tests.measuring.collectives import Gathers
 from tests.processes.ranks import RankError
 from tests.processes.training import SmallTraining, config, full_parameters, policy, same_bits, wrapped
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 BLOCK = 10_272 + 64  # elements of one of the three blocks: Linear layers and norms
 
 

@@ -15,7 +15,7 @@ MODES = {
     "fp16": ({"fp16": {"enabled": True, "loss_scale": 64}}, torch.float16, 64.0),
 }
 NAME = "makes_fp32"
-NUM_STEPS = 3
+NUM_STEPS = 2
 
 
 def losses_of(model):

@@ -11,7 +11,7 @@ from torch.func import functional_call
 import zeroamp
 from tests.processes.training import config, full_parameters, same_bits
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 
 
 class Attention(nn.Module):

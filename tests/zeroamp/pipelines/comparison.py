@@ -21,6 +21,15 @@ gradient of a zero bubble schedule's weight may come from another kernel, and au
 summed in another order in fp64 and rounded to fp32, and clipping takes that bit to the weights: 1e-6 and 1e-8."""
 
 
+def needs(schedule):
+    """Skip the running test where torch cannot run the schedule on CPUs.
+
+    In torch 2.11, a rank sends what goes from one of its parts to another to itself, which gloo cannot.
+    """
+    if schedule in pipelines.OF_A_V and torch.__version__ < (2, 13):
+        pytest.skip(f"{schedule} of this torch sends from a rank to itself, which gloo cannot")
+
+
 def config(stage, mode, **more):
     zero = {"stage": stage, "stage3_param_persistence_threshold": more.pop("threshold", 0)}
     return {"zero_optimization": zero, **MODES[mode], **more}

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.processes import pipelines
-from tests.zeroamp.pipelines.comparison import BOUND, DATA, LR, STEPS, check, config, expected
+from tests.zeroamp.pipelines.comparison import BOUND, DATA, LR, STEPS, check, config, expected, needs
 
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 REPLICAS = {"pp": 2, "dp_replicate": 2, "dp_shard": 2}
@@ -29,6 +29,7 @@ SLOW = (
     ("name", "stage", "mode", "axes"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_schedules_train_as_one_process(request, name, stage, mode, axes):
+    needs(name)
     size = torch.Size(axes.values()).numel()
     ranks = request.getfixturevalue(f"ranks{size}")
     runs = ranks.run(pipelines.train, name, config(stage, mode), axes, STEPS, max_norm=1.0, lr=LR)
@@ -39,6 +40,7 @@ def test_schedules_train_as_one_process(request, name, stage, mode, axes):
 @pytest.mark.parametrize(("name", "mode"), [("1F1B", "autocast"), ("ZBVZeroBubble", "fp32")])
 def test_tied_weights_of_two_stages_are_trained_as_one(ranks4, name, mode):
     """The norm counts the sum of both copies once. On a V, one rank has both copies."""
+    needs(name)
     axes = {"pp": 2, "dp": 2}
     runs = ranks4.run(pipelines.train, name, config(3, mode), axes, STEPS, max_norm=1.0, lr=LR, tied=True)
     check(runs, expected(name, mode, tied=True), 2, BOUND["fp32"])
@@ -46,6 +48,7 @@ def test_tied_weights_of_two_stages_are_trained_as_one(ranks4, name, mode):
 
 def test_small_parameters_of_the_whole_part_are_one_group(ranks4):
     """Weights and biases below the threshold are summed in one group, which the schedule reduces too."""
+    needs("ZBVZeroBubble")
     cfg, axes = config(3, "autocast", threshold=100_000), {"pp": 2, "dp": 2}
     runs = ranks4.run(pipelines.train, "ZBVZeroBubble", cfg, axes, STEPS, max_norm=1.0, lr=LR)
     check(runs, expected("ZBVZeroBubble", "autocast"), 2, BOUND["autocast"])
@@ -54,6 +57,7 @@ def test_small_parameters_of_the_whole_part_are_one_group(ranks4):
 @pytest.mark.parametrize(("name", "stage"), [("1F1B", 2), ("ZBVZeroBubble", 2), ("ZBVZeroBubble", 3)])
 def test_each_group_is_reduced_once_per_step_in_fp32(ranks4, name, stage):
     """At stage 2 each group is also gathered once, at stage 3 for the forwards and backwards of micro-batches."""
+    needs(name)
     runs = ranks4.run(pipelines.train, name, config(stage, "bf16"), DATA, 2, max_norm=1.0, lr=LR)
     for run in runs:
         of_groups = {key: number for key, number in run.calls.items() if key[3] != "step" and number}
@@ -67,6 +71,7 @@ def test_each_group_is_reduced_once_per_step_in_fp32(ranks4, name, stage):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_fsdp2_alone_loses_or_rounds_gradients_of_zero_bubble_schedules(ranks4, stage):
     """The errors that docs/from-fsdp2.md names. If this test fails, torch has mended them: see backward_by_parts.py."""
+    needs("ZBVZeroBubble")
     runs = [
         ranks4.run(pipelines.gradients, "ZBVZeroBubble", config(stage, "bf16"), *wrap)
         for wrap in ((), (pipelines.fully_sharded,))
@@ -91,6 +96,7 @@ def test_fsdp2_alone_loses_or_rounds_gradients_of_zero_bubble_schedules(ranks4, 
 @pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
 def test_a_tensor_axis_beside_the_stages(ranks8, name):
     """The norm counts the copies on tensor ranks once, and the schedule reduces parts of weights over data ranks."""
+    needs(name)
     runs = ranks8.run(_tensor_parallel, name)
     for of_tensor_rank in (runs[::2], runs[1::2]):
         check(of_tensor_rank, expected(name, "fp32"), 2, 1e-6)

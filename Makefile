@@ -43,6 +43,9 @@ SHARDED := zeroamp 2,zeroamp 3,FSDP2 bf16 reshard,FSDP2 bf16 no reshard,FSDP2 au
 
 GPU_BENCHES := $(addprefix bench-gpu-,1b 1b-compile 1b-64 1b-1024 8b 8b-compile 8b-memory)
 
+# Where it is set, each of a test's processes would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo demo-lora test test-slow test-versions test-nightly test-all bench bench-gpu $(GPU_BENCHES) gpu-wheels gpu-check docs lint clean
 
 demo: $(VENV)/.demo

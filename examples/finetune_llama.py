@@ -207,7 +207,7 @@ def read_config(args: argparse.Namespace) -> dict[str, object]:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Read the command line. The defaults are those of `make demo`."""
+    """Read the command line. `make demo` takes fewer steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--config", type=Path, default=DEFAULT_CONFIG, help="DeepSpeed-style JSON (default: ZeRO-3, bf16 autocast)")

@@ -1,9 +1,11 @@
 """Writes the tables of the docs that the code decides: python docs/generate.py
 
 `config.md` and `accumulation.md` from the schema, those of `precision.md` from planning, the names of
-`deepspeed-api.md`; and those of `api.md`, whose docstrings mkdocstrings reads when the site is built.
+`deepspeed-api.md`, and the errors of `messages.md`. What only the site shows, `site_hooks.py` takes from here when it
+is built: the names of `api.md`, whose docstrings mkdocstrings reads.
 """
 
+import inspect
 import json
 import re
 import sys
@@ -35,7 +37,6 @@ from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.policy import Policy, policy_from_config
 from zeroamp.policies.schema.config import Config
 from zeroamp.policies.schema.keys import SAME, Honoured, Key, Native, Unsupported, iter_keys
-from zeroamp.policies.schema.precision import OverrideBlock
 
 HERE = Path(__file__).parent
 _PAGE = re.compile(r"\bdocs/([\w-]+)\.md\b")
@@ -47,7 +48,6 @@ def tables() -> dict[str, str]:
     keys = list(iter_keys(Config))
     return {
         "honoured": _table([_honoured_row(key) for key in keys if isinstance(key.key_class, Honoured)]),
-        "overrides": _table([_override_row(key) for key in iter_keys(OverrideBlock)]),
         "native": _grouped("keys", [_row(key, "why") for key in keys if isinstance(key.key_class, Native)]),
         "unsupported": _grouped(
             "keys", [_row(key, "instead") for key in keys if isinstance(key.key_class, Unsupported)]
@@ -61,6 +61,15 @@ def tables() -> dict[str, str]:
 def precision_tables() -> dict[str, str]:
     """Return the tables of `precision.md` by name: the dtypes and collectives that planning decides."""
     return {"dtypes": _table(list(_dtypes_rows())), "reductions": _table(list(_reduction_rows()))}
+
+
+def message_tables() -> dict[str, str]:
+    """Return the table of `messages.md`: the first sentence and the second paragraph of each error's docstring."""
+    rows = []
+    for name in sorted(name for name in zeroamp.__all__ if name.endswith("Error") and name != "ZeroAmpError"):
+        when, do = (" ".join(part.split()) for part in inspect.getdoc(getattr(zeroamp, name)).split("\n\n"))
+        rows.append({"error": f"`{name}`", "when": f"{when.partition('. ')[0].rstrip('.')}.", "what to do": do})
+    return {"errors": _table(rows)}
 
 
 def deepspeed_tables() -> dict[str, str]:
@@ -95,13 +104,11 @@ API = {
 """Heading of `api.md` -> the packages whose public names are below it. Errors come last."""
 
 
-def api_page() -> str:
-    """Return `api.md`: where each public name is defined. A reader of source cannot see that in a lazy package."""
+def api_sections() -> str:
+    """Return the sections that the site adds to `api.md`: the public names, with the modules that define them."""
     homes = {name: _home(name) for name in zeroamp.__all__}
     errors = {name for name in homes if homes[name].startswith("zeroamp.policies.errors.")}
-    intro = "This page describes every public name. All are names of `zeroamp`: `zeroamp.wrap_model`."
-    parts = ["# API", f"{intro} `docs/generate.py` writes the list."]
-    parts += ["## Wrap and train", *(f"::: {homes.pop(name)}" for name in FIRST)]
+    parts = ["## Wrap and train", *(f"::: {homes.pop(name)}" for name in FIRST)]
     for title, packages in API.items():
         names = [name for name in homes if homes[name].split(".")[1] in packages and name not in errors]
         parts += [f"## {title}", *(f"::: {homes[name]}" for name in sorted(names, key=str.lower))]
@@ -114,9 +121,6 @@ def _home(name: str) -> str:
     module = getattr(value, "__module__", "")
     return f"{module if module.startswith('zeroamp.') else zeroamp._HOMES[name]}.{name}"
 
-
-PAGES = {"api.md": api_page}
-"""Pages that are generated whole."""
 
 _NOT_CALLS = {"logger", "ZeroOptimizer", "UnsupportedError", "DeepSpeedEngine", "mark_sharded", "leaf_names"}
 
@@ -214,10 +218,6 @@ def _honoured_row(key: Key) -> dict[str, str]:
     return {"key": f"`{key.path}`", "default": default, "meaning": _note(key)}
 
 
-def _override_row(key: Key) -> dict[str, str]:
-    return {"key of an override": f"`{key.path}`", "default": _json(key.default), "meaning": _note(key)}
-
-
 def _params_row(name: str, block: type) -> dict[str, str]:
     keys = [key for key in iter_keys(block) if not isinstance(key.key_class, Unsupported)]
     return {"type": f"`{name}`", "params and defaults": ", ".join(f"`{key.path}` {_json(key.default)}" for key in keys)}
@@ -240,8 +240,8 @@ def _json(value: object) -> str:
 
 def _table(rows: list[dict[str, str]]) -> str:
     """Return a table in Markdown, without padding: a long cell would lengthen every row."""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    return _PAGE.sub(_link, "".join(f"| {' | '.join(line)} |\n" for line in lines))
+    head, *lines = (f"| {' | '.join(row)} |\n" for row in ([*rows[0]], *(row.values() for row in rows)))
+    return _PAGE.sub(_link, "".join([head, f"|{'---|' * len(rows[0])}\n", *lines]))
 
 
 def _link(named: re.Match[str]) -> str:
@@ -261,7 +261,7 @@ def _grouped(column: str, rows: list[dict[str, str]]) -> str:
 
 def render(text: str) -> str:
     """Return `text` with every generated table replaced by that of the code."""
-    for name, table in (tables() | precision_tables() | deepspeed_tables()).items():
+    for name, table in (tables() | precision_tables() | message_tables() | deepspeed_tables()).items():
         begin, end = BEGIN.format(name=name), END.format(name=name)
         if begin in text:
             head, _, rest = text.partition(begin)
@@ -270,10 +270,7 @@ def render(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for name in ("config.md", "accumulation.md", "precision.md", "deepspeed-api.md"):
+    for name in ("config.md", "accumulation.md", "precision.md", "messages.md", "deepspeed-api.md"):
         path = HERE / name
         path.write_text(render(path.read_text()))
         sys.stdout.write(f"wrote {path.name}\n")
-    for name, page in PAGES.items():
-        (HERE / name).write_text(page())
-        sys.stdout.write(f"wrote {name}\n")

@@ -1,5 +1,6 @@
 """Hooks of mkdocs."""
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,24 @@ def _existing(entry: dict[str, Any]) -> dict[str, Any]:
     if isinstance(value, str):
         return entry
     return {title: [each for each in value if (HERE / next(iter(each.values()))).is_file()]}
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Add what is too long for a page of the repository: the public names with their docstrings, and all messages."""
+    if page.file.src_path == "api.md":
+        return f"{markdown}\n{_module('generate').api_sections()}"
+    if page.file.src_path == "messages.md":
+        return f"{markdown}\n{_module('messages').markdown()}"
+    return markdown
+
+
+def _module(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", HERE / f"{name}.py")
+    if spec is None or spec.loader is None:
+        raise PluginError(f"{HERE / name}.py is missing")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def on_post_page(output: str, *, page: Any, **_: Any) -> str:

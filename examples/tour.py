@@ -1,6 +1,6 @@
 """A tour in two minutes on one process: python examples/tour.py, or cell by cell in an editor that knows percent cells.
 
-From a plain model to a verified ledger, a plan, ten steps and a checkpoint in runs/tour.
+From a plain model to a verified ledger, a plan, ten steps, a checkpoint in runs/tour, and a plain model again.
 """
 
 # %% A plain model, and a config
@@ -62,24 +62,33 @@ def batch(size: int, length: int) -> torch.Tensor:
 
 
 # %% How every key of the config is used
+print("zeroamp", zeroamp.__version__)
 policy = zeroamp.policy_from_config(CONFIG)
 print(policy.report())
+try:
+    zeroamp.policy_from_config(CONFIG | {"zero_optimization": {"stag": 3}})
+except zeroamp.ZeroAmpError as error:  # here a ConfigError
+    print(error)
 
 # %% Before the run: memory, traffic and largest batch on 64 GPUs, at every stage. No weights, no GPUs
 with torch.device("meta"):
     shapes = LanguageModel()
-plan = zeroamp.plan_run(shapes, policy, world_size=64, batch=8, seq=LENGTH, inputs=batch)
+plan: zeroamp.RunPlan = zeroamp.plan_run(shapes, policy, world_size=64, batch=8, seq=LENGTH, inputs=batch)
 print(plan)
+safe: zeroamp.SafeParameters = zeroamp.discover_safe_parameters(shapes, (batch(2, LENGTH),))
+print(f"{len(safe.safe)} weights that autocast always casts; {safe.reasons['embed.weight']}")
 
 # %% Wrap: one process is a run of one rank
 torch.manual_seed(0)
 model = zeroamp.wrap_model(LanguageModel(), policy)
 train = zeroamp.TrainStep(model, zeroamp.optimizer_from_config(policy, model.parameters()))
-ledger = zeroamp.explain(model)
+ledger: zeroamp.Ledger = zeroamp.explain(model)
 print(ledger)
+print("in another engine, the head computes in", zeroamp.inference_dtypes(ledger)["modules"]["head"])
 
 # %% Compare the ledger with every dtype that occurs in one observed step
-print(ledger.verify(model, batch(8, LENGTH)))
+seen: zeroamp.Verification = ledger.verify(model, batch(8, LENGTH))
+print(seen)
 
 
 # %% Ten optimizer steps of two micro-batches, recorded
@@ -96,9 +105,20 @@ OUT.mkdir(parents=True, exist_ok=True)
 with zeroamp.RunReport(train, OUT / "run.jsonl"):
     for _ in range(10):
         print(one_step())
+print(zeroamp.traffic(model).by_dtype())
+run: zeroamp.SavedRun = zeroamp.read_run(OUT / "run.jsonl")
+last: zeroamp.StepRecord = run.records[-1]
+print(f"step {last.step} took {last.step_s:.3f} s")
+
+# %% A trace of one step, for ui.perfetto.dev
+with zeroamp.Profile(train, OUT / "traces", active=1) as profile:
+    for _ in range(3):
+        one_step()
+print(profile)
 
 # %% Save a checkpoint, and take the next step twice: the bits are the same
 zeroamp.save_checkpoint(OUT / "checkpoints", model, train)
+print(zeroamp.latest_checkpoint(OUT / "checkpoints"))
 random_state = torch.get_rng_state()
 first = one_step()
 zeroamp.load_checkpoint(OUT / "checkpoints", model, train)
@@ -107,6 +127,20 @@ second = one_step()
 print(f"norms after the checkpoint: {first.grad_norm!r} and {second.grad_norm!r}")
 if (first.loss, first.grad_norm) != (second.loss, second.grad_norm):
     raise AssertionError("expected the same bits after the checkpoint was loaded")
+
+# %% Memory: activations in host memory during a forward, weights and optimizer state there between two steps
+with zeroamp.save_on_cpu():
+    loss = model(batch(8, LENGTH))
+train.backward(loss, is_last=True, divide=False)
+print(zeroamp.full_gradient(model.head.weight).norm())  # of the whole weight, on every rank
+train.step()
+zeroamp.sleep(model, train.optimizers)
+zeroamp.wake(model)
+
+# %% A whole weight, and a plain model
+zeroamp.set_full_parameter(model.head.weight, zeroamp.full_parameter(model.head.weight) * 0.99)
+plain = zeroamp.unwrap_model(model)
+print(type(plain.head.weight).__name__)  # Parameter
 
 # %% A page of the run
 print(f"zeroamp report {OUT / 'run.jsonl'} --html {OUT / 'run.html'} writes a page of the run")

@@ -16,27 +16,45 @@ class ZeroAmpError(Exception):
 
 
 class ConfigError(ZeroAmpError, ValueError):
-    """A config key is unknown, has an impossible value, or contradicts another key. The text names the key."""
+    """A config key is unknown, has an impossible value, or contradicts another key. The text names the key.
+
+    Change the config. `zeroamp check config.json` shows what each key does.
+    """
 
 
 class WrapError(ZeroAmpError, ValueError):
-    """A model, mesh or wrap policy is not supported. The text names the module or parameter."""
+    """A model, mesh or wrap policy is not supported. The text names the module or parameter.
+
+    Change what the text names before `wrap_model`, or how the loop calls the model.
+    """
 
 
 class StepError(ZeroAmpError, RuntimeError):
-    """The methods of a training step were called in an order, or in a state, that would train wrongly."""
+    """The methods of a training step were called in an order, or in a state, that would train wrongly.
+
+    Change the loop. After a step that failed, load a checkpoint.
+    """
 
 
 class PeerError(StepError):
-    """Another rank has ended, or did not issue the collective in which this rank waited. The text names it."""
+    """Another rank has ended, or did not issue the collective in which this rank waited. The text names it.
+
+    Read the log of the rank that failed first: its error is the cause.
+    """
 
 
 class PrecisionError(ZeroAmpError, RuntimeError):
-    """A module would run, or has run, in another precision than the config sets."""
+    """A module would run, or has run, in another precision than the config sets.
+
+    Call the module inside of the model's forward, or name it in `zeroamp.overrides`.
+    """
 
 
 class CheckpointError(ZeroAmpError, RuntimeError):
-    """A checkpoint cannot be written, or does not fit what it is loaded into. The text names the file or parameter."""
+    """A checkpoint cannot be written, or does not fit what it is loaded into. The text names the file or parameter.
+
+    Build the model and the optimizer as they were at the save. Load an earlier checkpoint if a file is damaged.
+    """
 
 
 def printable(text: str) -> str:

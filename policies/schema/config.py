@@ -64,7 +64,7 @@ class ZeroampBlock(Block):
         tuple[OverrideBlock, ...],
         BeforeValidator(as_tuple),
         Honoured(
-            "other dtypes for some modules: a list of objects with the keys below. The first that matches applies"
+            "other dtypes for some modules: a list of objects; the first that matches applies (docs/exceptions.md)"
         ),
     ] = ()
     keep_inputs_in_fp32: Annotated[

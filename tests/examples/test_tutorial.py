@@ -81,13 +81,17 @@ def test_the_page_is_short():
 def test_a_reader_gets_from_data_to_an_answer_through_a_kill(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")  # `plan` prints its table in one piece
     answer = _write_model_and_data(tmp_path)
-    download, plan, train, resume, report = _blocks("bash")
+    download, plan, train, report = _blocks("bash")
     assert download.startswith("hf download")
     assert re.search(r"^ +3 +2 .* yes ", _output(plan, tmp_path), re.MULTILINE)
     faster = (("1e-3", "1e-2"), ("--steps 60", "--steps 40"))  # a random model has to learn more than SmolLM2
     for before, after in faster:
         assert before in train
-        train, resume = train.replace(before, after), resume.replace(before, after)
+        train = train.replace(before, after)
+    two_ranks, one_rank = "--nproc-per-node 2", "--nproc-per-node 1"
+    assert two_ranks in train
+    assert f"`{one_rank}`" in PAGE
+    resume = train.replace(two_ranks, one_rank)
     _killed_after(train, tmp_path, "step 14/")
     output = _output(resume, tmp_path)
     assert "resuming after step 10" in output

@@ -50,9 +50,8 @@ class StepRecord:
     """Norm with the step's all-reduce, clipping, update, scheduler; without exposed communication."""
 
     num_tokens: Count | None = None
-    """Tokens of the step on all ranks: as given to `RunReport`, or those counted on this rank times the ranks.
-
-    None: unknown."""
+    """Tokens of the step on all ranks: as given to `RunReport`, else the elements of `input_ids` (or of the first 2-D
+    integer tensor), with padding, on this rank, times the ranks. None: unknown."""
     tokens_per_s: float | None = None
     """num_tokens / step_s."""
     traffic_bytes: Mapping[str, Count] = field(default_factory=dict)

@@ -46,6 +46,17 @@ def test_a_tree_without_links_gets_them(tmp_path):
     assert str((tmp_path / "zeroamp" / "policies").readlink()) == "../policies"
 
 
+def test_type_checkers_find_an_editable_install(tmp_path):
+    """It is a path in a .pth file: mypy and editors run no import hooks."""
+    _copy(tmp_path, with_links=True)
+    build = "from setuptools.build_meta import build_editable; print(build_editable('dist'))"
+    name = _run(tmp_path, "-c", build).stdout.splitlines()[-1]
+    editable = zipfile.ZipFile(tmp_path / "dist" / name)
+    (path,) = (each for each in editable.namelist() if not each.startswith("zeroamp-"))
+    assert path.endswith(".pth")
+    assert (tmp_path / editable.read(path).decode().strip()).samefile(tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["tree", "zip", "sdist"])
 def test_a_wheel_has_every_module_and_data_file(tmp_path, source):

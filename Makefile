@@ -175,6 +175,7 @@ FIRST_SCRIPTS := examples/minimal.py examples/tour.py $(VENV)/readme.py $(VENV)/
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo 'Its search needs a server: python -m http.server -d site'
 
 $(VENV)/.docs: pyproject.toml | $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[docs]'

@@ -101,21 +101,18 @@ IN_THE_DARK = "<style>@media (prefers-color-scheme: dark) { svg { filter: invert
 
 
 def draw(found: dict[str, tuple[Results, Results]], picture: Path) -> None:
-    """Draw a row per model: validation loss by step, last loss by ranks, error of the sum by ranks."""
-    figure, axes = pyplot.subplots(len(found), 3, figsize=(13, 3.8 * len(found)), squeeze=False, layout="constrained")
-    for (model, (curves, errors)), (of_steps, of_ranks, of_sums) in zip(found.items(), axes, strict=True):
-        most = max(ranks for (_, ranks), seeds in curves.items() if seeds)
+    """Draw a row per model: last loss by ranks, error of the sum by ranks."""
+    pyplot.rcParams["font.size"] = 12  # the page is 700 pixels wide
+    size = (9, 3.6 * len(found) + 0.8)
+    figure, axes = pyplot.subplots(len(found), 2, figsize=size, squeeze=False, layout="constrained")
+    for (model, (curves, errors)), (of_ranks, of_sums) in zip(found.items(), axes, strict=True):
         for name, colour in COLOURS.items():
-            if results := list(curves[name, most].values()):
-                seeds = [list(map(float, result["validation"].values())) for result in results]
-                steps = list(map(int, results[0]["validation"]))
-                of_steps.plot(steps, [mean(column) for column in zip(*seeds, strict=True)], color=colour, label=name)
             points = [(ranks, values) for ranks in RANKS if (values := differences(curves, name, ranks))]
             middle = [mean(values) for _, values in points]
             below = [mean(values) - min(values) for _, values in points]
             above = [max(values) - mean(values) for _, values in points]
             x = [ranks for ranks, _ in points]
-            of_ranks.errorbar(x, middle, yerr=[below, above], color=colour, marker="o", capsize=3)
+            of_ranks.errorbar(x, middle, yerr=[below, above], color=colour, marker="o", capsize=3, label=name)
             sums = [
                 (ranks, mean(each["of the sum"][name]["all"] for each in errors["", ranks].values()))
                 for ranks in RANKS
@@ -124,13 +121,16 @@ def draw(found: dict[str, tuple[Results, Results]], picture: Path) -> None:
             if sums:
                 style = "--" if name == "autocast, bf16 ring" else "-"  # it lies on "all bf16"
                 of_sums.plot(*zip(*sums, strict=True), style, color=colour, marker="o")
-        of_steps.set(title=f"{model}: validation loss, {most:,} ranks", xlabel="optimizer step")
-        of_ranks.set(title=f'{model}: last loss minus that of "{BASE}"', xlabel="ranks", xscale="log")
-        of_sums.set(title=f"{model}: error of the sum over ranks", xlabel="ranks", xscale="log", yscale="log")
+        of_ranks.set(title=f"{model}: loss minus that of fp32 sums", xlabel="ranks", xscale="log")
+        of_ranks.set_yscale("symlog", linthresh=0.01)  # linear up to 0.01: masters in bf16 are far above
+        of_ranks.set_ylim(-0.012, 0.7)
+        of_ranks.set_yticks([-0.01, 0, 0.01, 0.1], ["-0.01", "0", "0.01", "0.1"])
+        of_sums.set(title=f"{model}: error of the sum", xlabel="ranks", xscale="log", yscale="log")
         for axis in (of_ranks, of_sums):
             axis.set_xticks(RANKS, [f"{ranks:,}" for ranks in RANKS])
             axis.minorticks_off()
-    axes[0][0].legend(fontsize=8)
+            axis.set_xlim(6, 1400)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=11)
     figure.savefig(picture)
     drawn = picture.read_text(encoding="utf-8")
     picture.write_text(drawn.replace("</style>", f"</style>{IN_THE_DARK}", 1), encoding="utf-8")

@@ -132,13 +132,16 @@ if (first.loss, first.grad_norm) != (second.loss, second.grad_norm):
 with zeroamp.save_on_cpu():
     loss = model(batch(8, LENGTH))
 train.backward(loss, is_last=True, divide=False)
-print(zeroamp.full_gradient(model.head.weight).norm())  # of the whole weight, on every rank
+gradient = zeroamp.full_gradient(model.get_parameter("head.weight"))  # of the whole weight, on every rank
+if gradient is not None:
+    print(gradient.norm())
 train.step()
 zeroamp.sleep(model, train.optimizers)
 zeroamp.wake(model)
 
 # %% A whole weight, and a plain model
-zeroamp.set_full_parameter(model.head.weight, zeroamp.full_parameter(model.head.weight) * 0.99)
+head = model.get_parameter("head.weight")
+zeroamp.set_full_parameter(head, zeroamp.full_parameter(head) * 0.99)
 plain = zeroamp.unwrap_model(model)
 print(type(plain.head.weight).__name__)  # Parameter
 

@@ -172,6 +172,17 @@ class Ledger:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class _PartsLedger(Ledger):
+    """The ledger of all parts of a pipeline. Rows of groups and parameters also name the part: see `explain`."""
+
+    joined: LedgerRows
+
+    def rows(self) -> LedgerRows:
+        """Return the rows of all parts."""
+        return self.joined
+
+
 def explain(model: nn.Module) -> Ledger:
     """Return the dtype ledger of a model that `wrap_model` returned, or of all parts of a pipeline.
 
@@ -198,7 +209,8 @@ def explain(model: nn.Module) -> Ledger:
     if state.axes.is_joined:
         from zeroamp.pipelines.ledger import explain as explain_parts
 
-        return explain_parts(state)
+        plan, ranks, joined = explain_parts(state)
+        return _PartsLedger(plan=plan, joined=joined, **asdict(ranks))
     return Ledger(plan=state.plan, **asdict(ranks_of_axes(state.axes)))
 
 

@@ -1,11 +1,10 @@
 """One dtype ledger of all parts of a pipeline, also of those that other ranks have."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import cast
 
-from zeroamp.ledger.explain import Ledger
 from zeroamp.ledger.rows import PART, LedgerRows, Row, ledger_rows
 from zeroamp.pipelines.parts import Parts
 from zeroamp.planning.mesh import Ranks, is_first_rank
@@ -15,21 +14,13 @@ from zeroamp.rank_group import RankGroup
 from zeroamp.wrapping.state import WrapState, wrap_state
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class PartsLedger(Ledger):
-    """The ledger of all parts. Rows of groups and parameters also name the part: see `explain`."""
+def explain(state: WrapState) -> tuple[Plan, Ranks, LedgerRows]:
+    """Return what the ledger of the parts of all ranks has, in the order of the stages' ranks. All ranks call this.
 
-    joined: LedgerRows
+    Errors of the exchange name this function, so it has the name of the user's call.
 
-    def rows(self) -> LedgerRows:
-        """Return the rows of all parts."""
-        return self.joined
-
-
-def explain(state: WrapState) -> PartsLedger:
-    """Return the ledger of the parts of all ranks, in the order of the stages' ranks. All ranks call this.
-
-    `state`: of `PipelineStep.model`. Without an axis "pp" the ledger has the parts of this rank.
+    `state`: of `PipelineStep.model`. Without an axis "pp" these are the parts of this rank. The `Ranks` are those of
+    the first part.
     """
     stages = state.axes.stages
     place = 0 if stages is None else stages.get_local_rank()
@@ -61,7 +52,7 @@ def explain(state: WrapState) -> PartsLedger:
         parameters=[row for each in rows for row in each.parameters],
         traffic=[row for each in rows for row in each.traffic],
     )
-    return PartsLedger(plan=plan, joined=joined, **asdict(ranks[0]))
+    return plan, ranks[0], joined
 
 
 def _named(rows: LedgerRows, part: str) -> LedgerRows:

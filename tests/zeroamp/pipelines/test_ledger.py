@@ -87,4 +87,4 @@ def _raises(*_):
 )
 def test_an_error_of_one_stage_raises_on_all_ranks(ranks4, how, text):
     for found in ranks4.run(_failing, how):
-        assert re.search(text, found)
+        assert re.search(text, found), found

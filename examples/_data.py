@@ -233,7 +233,8 @@ def _jsonl_document(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -
         case {"question": str(question), "answer": str(answer)} if question and answer:
             return _conversation([question, answer], tokenizer)
         case {"messages": [{"role": str(), "content": str()}, *_] as messages} if all(map(_is_message, messages)):
-            return _document(messages[0]["content"], messages, tokenizer)
+            asked = [message["content"] for message in messages if message["role"] == "user"]
+            return _document([*asked, messages[0]["content"]][0], messages, tokenizer)
     found = f"keys {sorted(record)}" if isinstance(record, dict) else f"a JSON {type(record).__name__}"
     raise DataError(
         f'{where} must be {{"text": "…"}}, {{"question": "…", "answer": "…"}} or {{"messages": [{{"role": "user", '
@@ -266,12 +267,13 @@ def _conversation(turns: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> D
     """The turns question, answer, question, answer, … as one document; its key is the first question."""
     messages = [{"role": "system", "content": SYSTEM_PROMPT}]
     messages += [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
-    return _document(turns[0].strip().casefold(), messages, tokenizer)
+    return _document(turns[0], messages, tokenizer)
 
 
-def _document(key: str, messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> Document:
+def _document(question: str, messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> Document:
+    """Conversations with the same first question are held out, or trained on, together."""
     pairs = tuple((message["role"], message["content"]) for message in messages)
-    return Document(key=key, text=_render(messages, tokenizer), messages=pairs)
+    return Document(key=question.strip().casefold(), text=_render(messages, tokenizer), messages=pairs)
 
 
 def _render(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase, **options: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from _data import IGNORED_LABEL, SYSTEM_PROMPT, evaluation_batches
+from _data import IGNORED_LABEL, DataError, Document, evaluation_batches
 from transformers import PreTrainedTokenizerBase
 
 MAX_ANSWER_TOKENS = 24
@@ -24,21 +24,35 @@ def held_out_loss(model: torch.nn.Module, rows: torch.Tensor, micro_batch_size: 
         totals[0] += model(input_ids=input_ids, labels=labels, num_items_in_batch=1, use_cache=False).loss
         totals[1] += (labels[:, 1:] != IGNORED_LABEL).sum()
     dist.all_reduce(totals)
+    if totals[1] == 0:
+        raise DataError("no held-out token is part of an answer. Pass more text, or a larger --seq-len.")
     model.train()
     return (totals[0] / totals[1]).item()
 
 
 @torch.no_grad()
 def answer(
-    model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, question: str | None, device: torch.device
+    model: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    question: str | None,
+    example: Document,
+    device: torch.device,
 ) -> list[str]:
-    """The model's most likely answer, as a list of one; [] without a question. All ranks generate the same tokens."""
+    """The model's most likely answer, as a list of one; [] without a question. All ranks generate the same tokens.
+
+    The question is asked as in `example`, a document of the data: after its system message, or as plain text.
+    """
     if question is None:
         return []
-    messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
-    prompt = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    ).to(device)
+    system = [content for role, content in example.messages[:1] if role == "system"]
+    messages = [{"role": "system", "content": content} for content in system]
+    messages.append({"role": "user", "content": question})
+    if example.messages:
+        prompt = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        ).to(device)
+    else:
+        prompt = tokenizer(question, return_tensors="pt", return_token_type_ids=False).to(device)
     model.eval()
     tokens = model.generate(
         **prompt, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False, pad_token_id=tokenizer.eos_token_id

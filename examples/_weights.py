@@ -58,7 +58,7 @@ def build_model(name: str, *, seed: int) -> tuple[PreTrainedModel, PreTrainedTok
     """
     if name in (TINY, SMOLLM2):
         return *load_model(name, seed=seed), None
-    files = ["*.safetensors", "*.json", "*.model"]
+    files = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
     folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=files))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)

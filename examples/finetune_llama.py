@@ -28,8 +28,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _checkpoints import CHECKPOINTS, StopSignal, batch_sizes, note_change, resume
-from _data import labelled_batches, pack_labelled, read_documents, split_documents
+from _checkpoints import CHECKPOINTS, StopSignal, batch_sizes, note_change, refuse_other_options, resume
+from _data import Document, labelled_batches, pack_labelled, read_documents, split_documents
 from _evaluation import answer, held_out_loss
 from _launch import COLLECTIVE_TIMEOUT, start_process_group
 from _optimizer import optimizer_and_scheduler
@@ -68,7 +68,7 @@ def finetune(
         name = FROM_4_BITS if args.model == SMOLLM2 else args.model
         print(f"loading the text and {name}\nranks: {world_size}, on {device.type}", flush=True)
     model, tokenizer, folder = build_model(args.model, seed=args.seed)
-    train_rows, held_out_rows = load_rows(args, tokenizer)
+    train_rows, held_out_rows, example = load_rows(args, tokenizer)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
@@ -81,7 +81,7 @@ def finetune(
     train = zeroamp.TrainStep(model, *optimizer_and_scheduler(policy, model, args))
 
     evaluate = partial(held_out_loss, model, held_out_rows, args.micro_batch_size, device)
-    ask = partial(answer, model, tokenizer, args.generate, device)
+    ask = partial(answer, model, tokenizer, args.generate, example, device)
     if rank == 0:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / LEDGER_FILE).write_text(f"{zeroamp.explain(model)}\n", encoding="utf-8")
@@ -93,14 +93,15 @@ def finetune(
         micro_batch_size=args.micro_batch_size,
         accumulation=policy.gradient_accumulation_steps,
     )
+    options = {name: str(value) for name, value in vars(args).items()}
     if run is None:
-        options = {name: str(value) for name, value in vars(args).items()}
         run = Run(args=options, world_size=world_size, batch_sizes=sizes)
         run.held_out_before, run.answers = evaluate(), ask()
         if rank == 0:
             print(f"held-out loss before training: {run.held_out_before:.4f}", flush=True)
             (args.out / RUN_FILE).unlink(missing_ok=True)  # it may be from another run with the same --out
     else:
+        refuse_other_options(run, options)
         change = note_change(run, sizes)
         if rank == 0:
             print(f"resuming after step {len(run.losses)}", *filter(None, [change]), sep="\n", flush=True)
@@ -187,12 +188,14 @@ def train_loop(
     return True
 
 
-def load_rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tuple[torch.Tensor, torch.Tensor]:
-    """(training rows, held-out rows), each int64 [num_sequences, 2, seq_len], the same on every rank."""
+def load_rows(
+    args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
+) -> tuple[torch.Tensor, torch.Tensor, Document]:
+    """(training rows, held-out rows), each int64 [num_sequences, 2, seq_len], and a document. Equal on all ranks."""
     documents = read_documents(args.data, tokenizer)
     train, held_out = split_documents(documents, held_out_fraction=HELD_OUT_FRACTION, seed=args.seed)
     packed = partial(pack_labelled, tokenizer=tokenizer, seq_len=args.seq_len, mask_prompt=args.mask_prompt)
-    return packed(train, name="training"), packed(held_out, name="held-out")[: args.eval_sequences]
+    return packed(train, name="training"), packed(held_out, name="held-out")[: args.eval_sequences], train[0]
 
 
 def read_config(args: argparse.Namespace) -> dict[str, object]:

@@ -106,6 +106,15 @@ def test_json_lines_of_each_kind_are_read_once(tokenizer, tmp_path):
     assert messages.text == "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\nMe.<|im_end|>\n"
 
 
+def test_a_conversation_is_known_by_its_first_question(tokenizer, tmp_path):
+    """Not by a system message, which many lines share, and in any case."""
+    messages = [{"role": "system", "content": "Be brief."}, {}, {"role": "assistant", "content": "Yes."}]
+    asked = [{"role": "user", "content": question} for question in ("Why?", "why? ", "When?")]
+    lines = [json.dumps({"messages": [messages[0], each, messages[2]]}) for each in asked]
+    found = _data.read_jsonl(write(tmp_path, *lines), tokenizer)
+    assert [document.key for document in found] == ["why?", "why?", "when?"]
+
+
 @pytest.mark.parametrize(
     ("line", "found"),
     [

@@ -16,7 +16,9 @@ if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is No
 
 # The example's files import each other as scripts do, from the folder of the script that runs.
 sys.path.insert(0, str(EXAMPLES))
+import _checkpoints  # noqa: E402
 import _data  # noqa: E402
+import _evaluation  # noqa: E402
 import _optimizer  # noqa: E402
 import _output  # noqa: E402
 import _weights  # noqa: E402
@@ -137,6 +139,30 @@ def test_a_folder_is_built_on_the_meta_device(tmp_path):
     model, _, folder = _weights.build_model(str(tmp_path), seed=0)
     assert folder == tmp_path
     assert {(parameter.device.type, parameter.dtype) for parameter in model.parameters()} == {("meta", torch.float32)}
+
+
+@pytest.mark.parametrize(
+    "template", [None, "{% for m in messages %}{{ raise(m) if m.role == 'system' else m.content }}{% endfor %}"]
+)
+def test_a_question_is_asked_as_the_data_ask(template):
+    """As plain text, or by a template that has no system message, if the data have none."""
+    model, tokenizer = _weights.load_model("tiny", seed=0)
+    tokenizer.chat_template = template
+    example = _data.Document(key="", text="", messages=() if template is None else (("user", "Why?"),))
+    assert len(_evaluation.answer(model, tokenizer, "Why?", example, torch.device("cpu"))) == 1
+    assert _evaluation.answer(model, tokenizer, None, example, torch.device("cpu")) == []
+
+
+def test_a_resumed_run_refuses_other_options():
+    run = _output.Run(args={"lr": "0.1", "seed": "0"}, world_size=1)
+    _checkpoints.refuse_other_options(run, dict.fromkeys(("model", "data", "seq_len", "mask_prompt"), "x") | run.args)
+    with pytest.raises(ValueError, match=r"--lr was 0.1 when the run began, but is 1.0. Pass the value"):
+        _checkpoints.refuse_other_options(
+            run,
+            dict.fromkeys(("model", "data", "seed"), "0")
+            | {"lr": "1.0"}
+            | dict.fromkeys(("seq_len", "mask_prompt"), "x"),
+        )
 
 
 def test_wandb_gets_the_steps_of_a_run(monkeypatch):

@@ -147,6 +147,7 @@ def _behind_frozen_part():
     return "" if 0 in parts else _text(step_of(made[0]).begin, "PipelineStep.step")
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 loses none")
 def test_gradients_that_a_zero_bubble_schedule_loses_raise(ranks2):
     """The part after the frozen one is on another rank, which the first waits for in `step`. So only that one runs."""
     first, second = ranks2.run(_behind_frozen_part)

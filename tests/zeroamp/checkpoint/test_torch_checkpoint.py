@@ -1,5 +1,8 @@
 """`torch.distributed.checkpoint` in a plain loop: how Adam's moments are loaded, and how they are lost."""
 
+import dataclasses
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -52,3 +55,26 @@ def _resumed(folder, is_raw):
 def test_moments_are_loaded_by_get_optimizer_state_dict_alone(ranks2, tmp_path, is_raw, expected):
     """Nothing of the raw state is loaded, the step count neither: a new optimizer cannot be told from such a one."""
     assert ranks2.run(_resumed, tmp_path, is_raw) == [expected] * 2
+
+
+def _saved_by_a_writer_that_copies(folder):
+    """Save and load with a writer that describes the files in a copy of the metadata, as that of torch 2.11 does."""
+    finish = dcp.FileSystemWriter.finish
+
+    def on_copy(writer, metadata, results):
+        finish(writer, dataclasses.replace(metadata), results)
+
+    model, optimizer = _new()
+    train = zeroamp.TrainStep(model, optimizer)
+    with mock.patch.object(dcp.FileSystemWriter, "finish", on_copy):
+        zeroamp.save_checkpoint(folder, model, train)
+    expected = full_parameters(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    zeroamp.load_checkpoint(folder, model, train)
+    return same_bits(full_parameters(model), expected)
+
+
+def test_the_layout_does_not_depend_on_the_writers_metadata(ranks2, tmp_path):
+    assert ranks2.run(_saved_by_a_writer_that_copies, str(tmp_path)) == [[], []]

@@ -236,6 +236,9 @@ def _jsonl_document(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -
             asked = [message["content"] for message in messages if message["role"] == "user"]
             return _document([*asked, messages[0]["content"]][0], messages, tokenizer)
     found = f"keys {sorted(record)}" if isinstance(record, dict) else f"a JSON {type(record).__name__}"
+    if isinstance(record, dict) and isinstance(record.get("messages"), list):
+        wrong = next((each for each in record["messages"] if not _is_message(each)), "no message")
+        found = f"among its messages {json.dumps(wrong)}"
     raise DataError(
         f'{where} must be {{"text": "…"}}, {{"question": "…", "answer": "…"}} or {{"messages": [{{"role": "user", '
         f'"content": "…"}}, …]}}, with non-empty strings, but has {found}. Correct or remove the line.'

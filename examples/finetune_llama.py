@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _checkpoints import CHECKPOINTS, StopSignal, batch_sizes, note_change, refuse_other_options, resume
+from _checkpoints import BATCH, CHECKPOINTS, StopSignal, batch_sizes, note_change, refuse_other_options, resume
 from _data import Document, labelled_batches, pack_labelled, read_documents, split_documents
 from _evaluation import answer, held_out_loss
 from _launch import COLLECTIVE_TIMEOUT, start_process_group
@@ -82,17 +82,19 @@ def finetune(
 
     evaluate = partial(held_out_loss, model, held_out_rows, args.micro_batch_size, device)
     ask = partial(answer, model, tokenizer, args.generate, example, device)
-    if rank == 0:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / LEDGER_FILE).write_text(f"{zeroamp.explain(model)}\n", encoding="utf-8")
-        print(f"{zeroamp.explain(model).summary()}\nThe whole ledger is in {args.out / LEDGER_FILE}.\n")
-        print(f"{len(train_rows)} training and {len(held_out_rows)} held-out sequences of {args.seq_len} tokens")
-    run = resume(model, train, args.resume, args.out / CHECKPOINTS)
     sizes = batch_sizes(
         ranks=world_size,
         micro_batch_size=args.micro_batch_size,
         accumulation=policy.gradient_accumulation_steps,
     )
+    if rank == 0:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / LEDGER_FILE).write_text(f"{zeroamp.explain(model)}\n", encoding="utf-8")
+        print(f"{zeroamp.explain(model).summary()}\nThe whole ledger is in {args.out / LEDGER_FILE}.\n")
+        print(f"{len(train_rows)} training and {len(held_out_rows)} held-out sequences of {args.seq_len} tokens")
+        epochs = args.steps * sizes[BATCH] / len(train_rows)
+        print(f"{args.steps} steps of {sizes[BATCH]} sequences are {epochs:.1f} epochs")
+    run = resume(model, train, args.resume, args.out / CHECKPOINTS)
     options = {name: str(value) for name, value in vars(args).items()}
     if run is None:
         run = Run(args=options, world_size=world_size, batch_sizes=sizes)

@@ -108,9 +108,9 @@ def test_json_lines_of_each_kind_are_read_once(tokenizer, tmp_path):
 
 def test_a_conversation_is_known_by_its_first_question(tokenizer, tmp_path):
     """Not by a system message, which many lines share, and in any case."""
-    messages = [{"role": "system", "content": "Be brief."}, {}, {"role": "assistant", "content": "Yes."}]
-    asked = [{"role": "user", "content": question} for question in ("Why?", "why? ", "When?")]
-    lines = [json.dumps({"messages": [messages[0], each, messages[2]]}) for each in asked]
+    roles, asked = ("system", "user", "assistant"), ("Why?", "why? ", "When?")
+    turns = [zip(roles, ("Be brief.", question, "Yes."), strict=True) for question in asked]
+    lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in each]}) for each in turns]
     found = _data.read_jsonl(write(tmp_path, *lines), tokenizer)
     assert [document.key for document in found] == ["why?", "why?", "when?"]
 
@@ -120,7 +120,7 @@ def test_a_conversation_is_known_by_its_first_question(tokenizer, tmp_path):
     [
         ("{", "not valid JSON"),
         ("[1]", "but has a JSON list"),
-        ('{"messages": [{"role": "user", "content": "a"}, "b"]}', r"but has keys \['messages'\]"),
+        ('{"messages": [{"role": "user", "content": "a"}, "b"]}', r'but has among its messages "b"\.'),
     ],
 )
 def test_a_json_line_of_no_kind_is_refused_by_its_number(tokenizer, tmp_path, line, found):

@@ -44,15 +44,15 @@ def answer(
     """
     if question is None:
         return []
-    system = [content for role, content in example.messages[:1] if role == "system"]
-    messages = [{"role": "system", "content": content} for content in system]
-    messages.append({"role": "user", "content": question})
     if example.messages:
+        turns = [*(each for each in example.messages[:1] if each[0] == "system"), ("user", question)]
+        messages = [{"role": role, "content": content} for role, content in turns]
         prompt = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        ).to(device)
+        )
     else:
-        prompt = tokenizer(question, return_tensors="pt", return_token_type_ids=False).to(device)
+        prompt = tokenizer(question, return_tensors="pt", return_token_type_ids=False)
+    prompt = prompt.to(device)
     model.eval()
     tokens = model.generate(
         **prompt, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False, pad_token_id=tokenizer.eos_token_id

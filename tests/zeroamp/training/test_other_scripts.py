@@ -273,8 +273,10 @@ def test_torchs_clipping_at_stage_0_has_the_losses_of_ddp(ranks2, tmp_path):
 def test_train_step_has_the_order_of_ddp_at_stages_0_and_1(ranks2, tmp_path):
     for losses in ranks2.run(_nanogpts, (None, 0, 1, 2, 3), tmp_path, has_train_step=True):
         assert losses[0] == losses[1] == losses[None]
-        assert losses[2] == losses[3] != losses[None]
-        assert losses[3] == pytest.approx(losses[None], rel=1e-3)
+        assert losses[2] == losses[3] == pytest.approx(losses[None], rel=1e-3)
+    expected, *found = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("ddp", 0, 1, 2, 3))
+    has_bits = [all(torch.equal(state[name], expected[name]) for name in state) for state in found]
+    assert has_bits == [True, True, False, False], "a loss in bf16 may not show the order"
 
 
 def test_a_model_may_be_compiled_before_wrap_model(ranks2, tmp_path):

@@ -1,7 +1,12 @@
 """Which tests run: in which tier, and with which torch."""
 
 import pytest
+import torch
 from torch.distributed.fsdp import FSDPModule
+
+USES_ARE_SUMMED_IN_FP32 = torch.__version__ >= (2, 15)
+"""Whether autograd itself sums unsharded gradients in fp32 between micro-batches, those of tied weights too. One
+process sums these in low precision: see docs/limits.md."""
 
 
 def slow_but(values, *fast):

@@ -205,10 +205,16 @@ def discard_unsharded_gradients(units: Iterable[FSDPModule]) -> None:
 
 
 def end_failed_backward(root: FSDPModule) -> None:
-    """End a backward that raised, without reductions: FSDP2 would not end the next one. Gradients are discarded."""
+    """End a backward that raised, if one did: FSDP2 would not end the next one. All gradients are discarded.
+
+    Otherwise nothing changes, except that groups are resharded.
+    """
     discard_unsharded_gradients(units_of(cast(nn.Module, root)))
-    state = root._get_fsdp_state()
-    getattr(type(state), END_OF_BACKWARD)(state)  # not the methods around it, which report a backward
+    if hasattr(FSDPModule, "reset_iter_state"):
+        FSDPModule.reset_iter_state(root)  # the class's: the method on the instance also resets zeroamp's state
+    else:  # up to 2.12
+        state = root._get_fsdp_state()
+        getattr(type(state), END_OF_BACKWARD)(state)  # not the methods around it, which report a backward
 
 
 def leave_fsdp(module: nn.Module, plain: type[nn.Module]) -> None:

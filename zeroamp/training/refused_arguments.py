@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.hooks._torch.fsdp import can_be_sharded, divide_factors, parameter_pairs
 from zeroamp.policies.errors import StepError, describe, repr_on_all_ranks
 from zeroamp.policies.numbers import counted
+from zeroamp.wrapping.fsdp_methods import MANUAL_END
 from zeroamp.wrapping.state import WrapState, wrap_state
 
 
@@ -142,9 +143,10 @@ def refuse_set_by_caller(state: WrapState) -> None:
     """Raise StepError if a caller has set a flag that `TrainStep` sets, or divide factors that differ."""
     for name, instead in state.set_by_caller.items():
         if instead:
+            default = name != MANUAL_END
             raise StepError(
-                f"{name}(False) was called on the model, but TrainStep sets this flag for each micro-batch: {instead}. "
-                f"Remove the call, or call {name}(True) before train.backward."
+                f"{name}({not default}) was called on the model, but TrainStep decides this for each micro-batch: "
+                f"{instead}. Remove the call, or call {name}({default}) before train.backward."
             )
     refuse_different_factors(state.root)
     state.set_by_caller.clear()

@@ -42,6 +42,7 @@ from zeroamp.wrapping.state import WrapState
 
 _GRADIENT_SYNC, _RESHARD_AFTER_BACKWARD = "set_requires_gradient_sync", "set_reshard_after_backward"
 _FORCE_SUM = "set_force_sum_reduction_for_comms"
+MANUAL_END = "set_manual_backward_finalization"  # from torch 2.15 on
 _ON_IF_ANY = (_GRADIENT_SYNC, "set_requires_all_reduce", _FORCE_SUM)
 _FACTOR, _UNSHARD_IN_BACKWARD = "set_gradient_divide_factor", "set_unshard_in_backward"
 _SETTERS = (
@@ -50,7 +51,7 @@ _SETTERS = (
     _UNSHARD_IN_BACKWARD,
     _RESHARD_AFTER_BACKWARD,
     *("set_reshard_after_forward", "set_is_last_backward"),
-    *("set_reduce_scatter_unused_params", "set_reduce_scatter_max_input_buffers"),
+    *("set_reduce_scatter_unused_params", "set_reduce_scatter_max_input_buffers", "set_keep_unsharded_storage"),
 )
 """The setters that apply to all groups of a unit. `set_reduce_scatter_divide_factor` calls one of them. A unit may run
 `set_separate_reduce_scatter_group` as it is: the order in which groups get a process group does not matter."""
@@ -60,6 +61,7 @@ _BY_TRAIN_STEP = {
     "set_requires_all_reduce": "replicas are summed once per optimizer step at stages 2 and 3",
     "set_is_last_backward": "pass is_last to train.backward, or set gradient_accumulation_steps",
     _RESHARD_AFTER_BACKWARD: "stages 0 to 2 leave parameters unsharded between micro-batches",
+    MANUAL_END: "each of its backwards completes its own reductions",
 }
 """Flag that `TrainStep` sets -> what to write instead, or what `TrainStep` does."""
 
@@ -124,6 +126,7 @@ class FsdpMethods:
         for module in self._exchanged - self._own.keys():
             replace_method(module, _FORCE_SUM, lambda _method: _no_effect)
         replace_method(self._state.root, "reset_iter_state", self._reset_iter_state)
+        replace_method(self._state.root, MANUAL_END, self._set_manual_end)
 
     def _setter(self, unit: nn.Module, method: Callable[..., None]) -> Callable[..., None]:
         name, parameters = method.__name__, signature(method)
@@ -194,7 +197,8 @@ class FsdpMethods:
 
     def _note(self, name: str) -> None:
         """Note whether a flag that `TrainStep` sets, or a factor, is not as `wrap_model` left it."""
-        if name == _FACTOR or (name in _BY_TRAIN_STEP and not all(self._values[name].values())):
+        changed = name == MANUAL_END  # the other flags are on by default
+        if name == _FACTOR or (name in _BY_TRAIN_STEP and changed in self._values[name].values()):
             self._state.set_by_caller[name] = _BY_TRAIN_STEP.get(name, "")
         else:
             self._state.set_by_caller.pop(name, None)
@@ -234,6 +238,15 @@ class FsdpMethods:
             prefetch(self._prefetched[unit], self._groups_of(modules))
 
         return set_modules
+
+    def _set_manual_end(self, method: Callable[[bool], None]) -> Callable[[bool], None]:
+        @wraps(method)
+        def set_manual_end(enabled: bool) -> None:
+            method(enabled)
+            self._values[MANUAL_END] = {self._state.root: bool(enabled)}
+            self._note(MANUAL_END)
+
+        return set_manual_end
 
     def _reset_iter_state(self, method: Callable[[], None]) -> Callable[[], None]:
         @wraps(method)

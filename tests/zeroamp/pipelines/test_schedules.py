@@ -89,7 +89,8 @@ def test_fsdp2_alone_loses_or_rounds_gradients_of_zero_bubble_schedules(ranks4, 
         assert max(differences) > 0.1
     else:
         assert not lost
-        assert 5e-4 < max(differences) < 5e-3
+        rounds = torch.__version__ < (2, 15)
+        assert 5e-4 < max(differences) < 5e-3 if rounds else max(differences) == 0
 
 
 @pytest.mark.slow

@@ -108,7 +108,20 @@ class Method:
     """Pattern of the text of its error."""
     is_new: bool = False
     """Whether torch 2.11 lacks it."""
+    after: Callable | None = None
+    """Called as `call` is, but after each backward."""
     targets: tuple = ("root", "unit")
+
+
+def _manual(_model, module, is_last):
+    """Only the last backward of a step reduces gradients, or what calls it by `finalize_backward`."""
+    module.set_manual_backward_finalization(True)
+    module.set_requires_gradient_sync(is_last)
+
+
+def _finalize(_model, module, is_last):
+    if is_last:
+        module.finalize_backward()
 
 
 IS_LAST = r"pass is_last to train.backward"
@@ -139,6 +152,11 @@ METHODS = {
     "set_reduce_scatter_unused_params": Method(_value("set_reduce_scatter_unused_params", True), is_new=True),
     "set_reduce_scatter_max_input_buffers": Method(_value("set_reduce_scatter_max_input_buffers", 2), is_new=True),
     "set_separate_reduce_scatter_group": Method(_value("set_separate_reduce_scatter_group", True), is_new=True),
+    "set_keep_unsharded_storage": Method(_value("set_keep_unsharded_storage", True), is_new=True),
+    **dict.fromkeys(
+        ("set_manual_backward_finalization", "finalize_backward"),
+        Method(_manual, AS_FSDP2, STEP_ERROR, "completes its own reductions", True, ("root",), _finalize),
+    ),
     "set_post_optim_event": Method(_value("set_post_optim_event", None)),
     "set_custom_all_gather": Method(
         _value("set_custom_all_gather", None), WRAP_ERROR, WRAP_ERROR, "zeroamp's all-gather. Remove the call"
@@ -158,7 +176,7 @@ METHODS = {
 }  # fmt: skip
 
 
-OF_REPLICAS = re.compile("sync|all_reduce|last_backward|factor|force_sum")
+OF_REPLICAS = re.compile("sync|all_reduce|last_backward|factor|force_sum|finaliz")
 
 
 def _present(shape):
@@ -193,8 +211,11 @@ def _batch(step, micro):
     return torch.randn(4, 4, generator=torch.Generator().manual_seed(index))
 
 
-def _train(model, call, target, *, train=None, context=contextlib.nullcontext):
-    """Return the whole gradients of each step, by FQN. call: before each forward. train: a `TrainStep`."""
+def _train(model, call, target, *, after=None, train=None, context=contextlib.nullcontext):
+    """Return the whole gradients of each step, by FQN.
+
+    call, after: called before each forward, and after each backward. train: a `TrainStep`.
+    """
     sharded = dict(model.named_parameters())
     optimizer = torch.optim.SGD(sharded.values(), lr=0.1) if train is None else None
     module, found = TARGETS[target](model), []
@@ -208,6 +229,8 @@ def _train(model, call, target, *, train=None, context=contextlib.nullcontext):
                 (loss / NUM_MICRO).backward()
             else:
                 train.backward(loss)
+            if after is not None:
+                after(model, module, micro + 1 == NUM_MICRO)
         if train is not None:
             train.clip_grad_norm()
         found.append({fqn: parameter.grad.full_tensor().clone() for fqn, parameter in sharded.items()})
@@ -240,7 +263,7 @@ def _outcome(run, expected):
     return AS_FSDP2 if (differing := _differing(ours, expected)) == [] else f"WRONG: {differing}"
 
 
-CHANGES_GRADIENTS = re.compile("sync|all_reduce|last_backward|factor|iter_state")
+CHANGES_GRADIENTS = re.compile("sync|all_reduce|last_backward|factor|iter_state|finaliz")
 
 
 def _plain(names, shape):
@@ -249,10 +272,10 @@ def _plain(names, shape):
     for name in names:
         method = METHODS[name]
         for target in method.targets:
-            call, expected = method.call, untouched
+            calls, expected = {"call": method.call, "target": target, "after": method.after}, untouched
             if method.plain == AS_FSDP2 and CHANGES_GRADIENTS.search(name):
-                expected = _train(_of_fsdp2(shape, name), call, target, context=_autocast)
-            found[name, target] = _outcome(lambda: _train(_wrapped(shape, 0), call, target), expected)  # noqa: B023
+                expected = _train(_of_fsdp2(shape, name), **calls, context=_autocast)
+            found[name, target] = _outcome(lambda: _train(_wrapped(shape, 0), **calls), expected)  # noqa: B023
     return found
 
 

@@ -155,7 +155,7 @@ METHODS = {
     "set_keep_unsharded_storage": Method(_value("set_keep_unsharded_storage", True), is_new=True),
     **dict.fromkeys(
         ("set_manual_backward_finalization", "finalize_backward"),
-        Method(_manual, AS_FSDP2, STEP_ERROR, "completes its own reductions", True, ("root",), _finalize),
+        Method(_manual, AS_FSDP2, STEP_ERROR, "completes its own reductions", True, _finalize, ("root",)),
     ),
     "set_post_optim_event": Method(_value("set_post_optim_event", None)),
     "set_custom_all_gather": Method(

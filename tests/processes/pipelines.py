@@ -101,7 +101,7 @@ def train(name, cfg, axes, num_steps, *, max_norm, lr, tied=False, **options):
         losses.append(run_step(schedule, name, parts, mesh, step))
         if tied and {0, last} <= parts.keys():
             zeroamp.sum_tied_gradients(parts[0].embed.weight, parts[last].head.weight)
-        elif tied and (weight := _tied_weight(parts, last)) is not None:
+        elif tied and (weight := tied_weight(parts, last)) is not None:
             peer = axes["pp"] - 1 if 0 in parts else 0
             zeroamp.sum_tied_gradients(weight, peer, mesh["pp"].get_group())
         norms.append(zeroamp.clip_grad_norm_(parts.values(), max_norm))
@@ -148,7 +148,7 @@ def _calls(parts):
     }
 
 
-def _tied_weight(parts, last):
+def tied_weight(parts, last):
     if 0 in parts:
         return parts[0].embed.weight
     return parts[last].head.weight if last in parts else None

@@ -49,7 +49,7 @@ from zeroamp.policies.numbers import is_integer
 from zeroamp.rank_group import RankGroup
 from zeroamp.training.refused_arguments import StatefulScheduler
 from zeroamp.training.step import TrainStep, step_of
-from zeroamp.wrapping.state import WrapState, refuse_part, reshard
+from zeroamp.wrapping.state import WrapState, refuse_single_part, reshard
 
 logger = logging.getLogger("zeroamp")
 _PATH = "Check the path."
@@ -97,8 +97,7 @@ def load_checkpoint(
         StepError: called inside an optimizer step, or the config has another kind of loss scale.
     """
     state = state_of(model)
-    if not state.axes.is_joined:
-        refuse_part(state, "load_checkpoint", "Build a zeroamp.PipelineStep of all parts, and pass its `model`.")
+    refuse_single_part(state, "load_checkpoint")
     wait_for_save(model)
     if train is not None:
         refuse_other_train("load_checkpoint", train)

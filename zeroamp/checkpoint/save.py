@@ -51,7 +51,7 @@ from zeroamp.training.step import TrainStep
 from zeroamp.version import __version__
 from zeroamp.weights.drafts import sync_to_disk, write_durably
 from zeroamp.weights.files import MANIFEST
-from zeroamp.wrapping.state import WrapState, refuse_part, reshard, wrap_state
+from zeroamp.wrapping.state import WrapState, refuse_single_part, reshard, wrap_state
 
 logger = logging.getLogger("zeroamp")
 
@@ -117,8 +117,7 @@ def save_checkpoint(
         {'sample': 4}
     """
     state = wrap_state(model)
-    if not state.axes.is_joined:
-        refuse_part(state, "save_checkpoint", "Build a zeroamp.PipelineStep of all parts, and pass its `model`.")
+    refuse_single_part(state, "save_checkpoint")
     refuse_other_train("save_checkpoint", train)
     state.step.refuse_after_failure("save_checkpoint")  # the state may be half updated
     wait_for_save(model)

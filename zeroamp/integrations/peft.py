@@ -19,12 +19,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.rank_group import RankGroup
+from zeroamp.weights.buckets import one_by_one, whole_weights
 from zeroamp.weights.export import gather_weights
 from zeroamp.weights.files import ADAPTER_STEM, exports_of, tensors_of_file, write_weights
 from zeroamp.weights.layouts import joins_tensors, outline_of_model, publish
 from zeroamp.weights.load import Found, fill_weights
 from zeroamp.weights.model_weights import find_weights
-from zeroamp.weights.stream import one_by_one, reading, whole_weights
+from zeroamp.weights.stream import reading
 from zeroamp.wrapping.state import WrapState, wrap_state
 
 

@@ -151,8 +151,13 @@ def squares_of(state: WrapState, gradients: Gradients, num_ranks: int) -> torch.
     """
     axes = state.axes
     num_copies = 1 if axes.stages is None else num_ranks // (axes.stages.size() * axes.whole.size())
-    counted = [each for each in gradients.present() if _tied.get(each, True)]  # type: ignore[no-untyped-call]
+    counted = [each for each in gradients.present() if is_counted(each)]
     return StepArithmetic(state, gradients).local_squares(counted).to(device_of(state.mesh)) / num_copies
+
+
+def is_counted(weight: torch.Tensor) -> bool:
+    """Return whether a weight is counted. Of two copies that `sum_tied_gradients` got, only the first is."""
+    return bool(_tied.get(weight, True))  # type: ignore[no-untyped-call]
 
 
 def _local_gradient(weight: nn.Parameter) -> torch.Tensor:

@@ -3,15 +3,13 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
-from typing import cast
 
 from zeroamp.ledger.rows import PART, LedgerRows, Row, ledger_rows
-from zeroamp.pipelines.parts import Parts
 from zeroamp.planning.mesh import Ranks, is_first_rank
 from zeroamp.planning.mesh_axes import ranks_of_axes
 from zeroamp.planning.plan import Plan
 from zeroamp.rank_group import RankGroup
-from zeroamp.wrapping.state import WrapState, wrap_state
+from zeroamp.wrapping.state import WrapState, models_of, wrap_state
 
 
 def explain(state: WrapState) -> tuple[Plan, Ranks, LedgerRows]:
@@ -26,7 +24,7 @@ def explain(state: WrapState) -> tuple[Plan, Ranks, LedgerRows]:
     place = 0 if stages is None else stages.get_local_rank()
 
     def of_rank() -> list[tuple[Plan, Ranks, LedgerRows]]:
-        states = [wrap_state(part) for part in cast(Parts, state.root).parts]
+        states = [wrap_state(part) for part in models_of(state)]
         if not is_first_rank(states[0].axes.whole):  # the ranks of one stage have the same parts
             return []
         found = []

@@ -10,7 +10,7 @@ loss scale and `max_norm`. So all stages decide alike whether a step is skipped,
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from zeroamp.hooks._torch.parameter_group import release_groups
 from zeroamp.hooks.collectives.collective_calls import IssuedInStep
 from zeroamp.hooks.group_gradients import end_backward
 from zeroamp.pipelines.gradients import refuse_unreduced, squares_of
-from zeroamp.pipelines.parts import Parts, join
+from zeroamp.pipelines.parts import join
 from zeroamp.planning.mesh import device_of, process_group
 from zeroamp.policies.errors import StepError
 from zeroamp.training.all_reduce import StepAllReduce
@@ -33,7 +33,7 @@ from zeroamp.training.step import TrainStep
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.optimizer_hooks import compare_and_discard
 from zeroamp.wrapping.run_alike import run_alike
-from zeroamp.wrapping.state import WrapState, wrap_state
+from zeroamp.wrapping.state import WrapState, models_of, wrap_state
 from zeroamp.wrapping.step_state import LossSum, Reduced, StepPhase
 from zeroamp.wrapping.unused_parameters import log_without_gradient
 
@@ -167,7 +167,7 @@ class _PartsStep(Step):
 
     def __init__(self, state: WrapState) -> None:
         super().__init__(state)
-        states = [wrap_state(part) for part in cast(Parts, state.root).parts]
+        states = [wrap_state(part) for part in models_of(state)]
         self._parts = [(each, Gradients(each)) for each in states]
         self._has_logged = False  # parameters without a gradient
         for each in states:

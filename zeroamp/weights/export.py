@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from zeroamp.policies.dtypes import DTYPE_BY_NAME, short_name
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.policies.numbers import is_integer
 from zeroamp.rank_group import RankGroup
+from zeroamp.weights.buckets import whole_weights
 from zeroamp.weights.files import require_libraries, write_weights
 from zeroamp.weights.layouts import outline_of_model, publish
 from zeroamp.weights.model_weights import Weight, find_weights
-from zeroamp.weights.stream import whole_weights
-from zeroamp.wrapping.state import refuse_part, wrap_state
+from zeroamp.wrapping.state import models_of, refuse_single_part, wrap_state
 
 _BUCKET_BYTES = 64 * 2**20
 """Bytes that are all-gathered together."""
@@ -43,7 +43,8 @@ def export_hf(
     all-gathered.
 
     Args:
-        model: a model that `wrap_model` returned, at any stage, before training, between two steps or after.
+        model: a model that `wrap_model` returned, at any stage, before training, between two steps or after. Or
+            `PipelineStep.model`: the weights of all stages are written.
         folder: a folder that the first rank sees. It is created if it does not exist.
         dtype: dtype of floating-point parameters: "fp32", "bf16", "fp16" or a torch dtype. None: the config's low dtype
             if it sets `stage3_gather_16bit_weights_on_model_save`, else fp32. Buffers keep their dtype. Of buffers and
@@ -55,11 +56,11 @@ def export_hf(
             bitsandbytes quantized, the ranks pass different arguments, a finite value would be infinite in `dtype`,
             the folder is a checkpoint, `max_shard_bytes` is no positive integer, or safetensors is not installed.
             Later: the first rank cannot write.
-        WrapError: the model is not wrapped.
+        WrapError: the model is not wrapped, or is one part of a pipeline.
     """
     state = wrap_state(model)
-    refuse_part(state, "export_hf", "Load a checkpoint of PipelineStep into the whole model, and export that.")
-    root, mesh = state.root, state.axes.whole
+    refuse_single_part(state, "export_hf")
+    root, mesh, models = state.root, state.axes.whole, models_of(state)
     ranks = RankGroup.for_saving(mesh, "export_hf")
     written_dtype = partial(_export_dtype, dtype, state.plan.policy.export_dtype)
     weights: dict[str, Weight] = {}
@@ -70,16 +71,24 @@ def export_hf(
             raise CheckpointError(
                 f"export_hf(max_shard_bytes=) must be an integer from 1 on, but is {max_shard_bytes!r}."
             )
-        _refuse_modules(root)
+        for each in models:
+            _refuse_modules(each)
         weights.update((name, weight) for weight in find_weights(root) for name in weight.written_names)
         for name, weight in weights.items():
             _refuse_overflow(name, weight, written_dtype())
         return {"folder": os.fspath(folder), "dtype": written_dtype()}
 
     ranks.refuse_different("export_hf", check)
-    tensors = gather_weights("export_hf", weights, mesh, written_dtype())
-    ranks.on_first(lambda: publish(outline_of_model(root), tensors))
-    write_config = partial(_save_config, root, dtype=written_dtype())
+    if state.axes.is_joined:
+        from zeroamp.weights.stages import weights_of_stages
+
+        dtype = written_dtype()
+        buckets = weights_of_stages("export_hf", state, dtype, _BUCKET_BYTES, is_published=True, to_all=False)
+        tensors = _in_cpu_memory(buckets, mesh)
+    else:
+        tensors = gather_weights("export_hf", weights, mesh, written_dtype())
+        ranks.on_first(lambda: publish(outline_of_model(root), tensors))
+    write_config = partial(_save_config, models[0], dtype=written_dtype())
     writer = write_weights(tensors, Path(folder), write_config, max_shard_bytes)
     while ranks.on_first(lambda: next(writer, False)):
         pass
@@ -120,8 +129,13 @@ def gather_weights(
 
     Parameters are cast to `dtype`, unless it is None. Raises as `whole_weights`.
     """
+    return _in_cpu_memory(whole_weights(call, weights.items(), mesh, dtype, _BUCKET_BYTES), mesh)
+
+
+def _in_cpu_memory(buckets: Iterable[dict[str, torch.Tensor]], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """Return the tensors of all buckets on the first rank, in CPU memory, and {} on others."""
     found: dict[str, torch.Tensor] = {}
-    for bucket in whole_weights(call, weights.items(), mesh, dtype, _BUCKET_BYTES):
+    for bucket in buckets:
         if is_first_rank(mesh):
             for name, whole in bucket.items():
                 found[name] = whole.to("cpu", copy=True, memory_format=torch.contiguous_format)

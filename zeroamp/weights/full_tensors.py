@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.hooks._torch.fsdp import parameter_pairs
 from zeroamp.planning.mesh import axis_groups, device_of, local_part, local_slices
 from zeroamp.policies.errors import StepError, describe
-from zeroamp.weights.stream import naming_lost_ranks
+from zeroamp.weights.buckets import naming_lost_ranks
 from zeroamp.wrapping.state import WrapState, reshard, wrap_state, wrapped_models
 from zeroamp.wrapping.step_state import StepPhase
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -130,10 +130,21 @@ def refuse_part(state: WrapState, call: str, remedy: str) -> None:
         )
 
 
+def refuse_single_part(state: WrapState, call: str) -> None:
+    """Raise WrapError if the model is one part of a pipeline, and not `PipelineStep.model`, which `call` supports."""
+    if not state.axes.is_joined:
+        refuse_part(state, call, "Build a zeroamp.PipelineStep of all parts, and pass its `model`.")
+
+
 def refuse_joined(state: WrapState, call: str) -> None:
     """Raise WrapError if the model is `PipelineStep.model`, all parts of a rank, which `call` does not support."""
     if state.axes.is_joined:
         raise WrapError(f"{call} got PipelineStep.model, all parts of this rank. Call it for each part.")
+
+
+def models_of(state: WrapState) -> list[nn.Module]:
+    """Return the models that `wrap_model` returned: the model, or, of `PipelineStep.model`, all parts of this rank."""
+    return list(cast(nn.ModuleList, state.root.parts)) if state.axes.is_joined else [state.root]
 
 
 def hide_state(model: nn.Module, why: str) -> None:

@@ -20,17 +20,18 @@ STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 
 def accumulation_dtype(policy: Policy) -> torch.dtype:
     """Return the dtype in which the gradients of several micro-batches are summed; fp32 for steps of one."""
-    return policy.grad_accum_dtype if policy.gradient_accumulation_steps > 1 else torch.float32
+    several = policy.gradient_accumulation_steps > 1 or policy.is_of_pipeline
+    return policy.grad_accum_dtype if several else torch.float32
 
 
 def unsharded_accumulation(policy: Policy) -> torch.dtype:
     """Return the dtype in which FSDP2 sums unsharded gradients over the config's micro-batches.
 
-    fp32 if there is no such sum: at stages 2 and 3, and with one micro-batch per optimizer step.
+    fp32 if there is no such sum: at stages 2 and 3 without a pipeline, and with one micro-batch per optimizer step.
     """
-    return accumulation_dtype(policy) if policy.stage < 2 else torch.float32
+    return accumulation_dtype(policy) if policy.stage < 2 or policy.is_of_pipeline else torch.float32
 
 
 def sharded_accumulation(policy: Policy) -> torch.dtype:
-    """Return the dtype in which sharded gradients are summed over several micro-batches; fp32 at stages 0 and 1."""
-    return policy.grad_accum_dtype if policy.stage >= 2 else torch.float32
+    """Return the dtype in which sharded gradients are summed over several micro-batches; fp32 if no such sum is."""
+    return policy.grad_accum_dtype if policy.stage >= 2 and not policy.is_of_pipeline else torch.float32

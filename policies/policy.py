@@ -122,6 +122,10 @@ class Policy:
     optimizer: OptimizerBlock | None
     scheduler: SchedulerBlock | None
 
+    is_of_pipeline: bool = False
+    """Whether the policy is that of a part of a pipeline, whose schedule sums micro-batches unsharded at all stages.
+    `wrap_model` sets it."""
+
     @property
     def param_dtype(self) -> torch.dtype:
         """FSDP2's `param_dtype` of low-precision parameters, the dtype of their all-gather (fp32 in mode "fp32")."""

@@ -16,8 +16,12 @@ class PipelineRun:
     """At the end."""
 
 
-def train(model, samples, loss_of, *, num_steps, num_data, num_micro_batches, mode, max_norm, lr, loss_scale=1.0):
-    """Train with SGD. `mode`: "fp32", "bf16", "fp16" (the model is cast), or "autocast". `samples(step, data_rank)`."""
+def train(model, samples, loss_of, *, num_steps, num_data, num_micro_batches, mode, max_norm, lr, loss_scale=1.0,
+          accumulate=torch.float32):  # fmt: skip
+    """Train with SGD. `mode`: "fp32", "bf16", "fp16" (the model is cast), or "autocast". `samples(step, data_rank)`.
+
+    `accumulate`: the dtype of the sum over micro-batches, which is rounded after each addition.
+    """
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mode)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     losses, norms = [], []
@@ -34,11 +38,11 @@ def train(model, samples, loss_of, *, num_steps, num_data, num_micro_batches, mo
                     output = computed(of_micro_batch)
                 loss = loss_of(output, target)
                 scaled = torch.autograd.grad(loss * loss_scale, list(computed.parameters()))
-                gradients = [each.float() for each in scaled]
-                sums[-1] = [a + b for a, b in zip(sums[-1], gradients, strict=True)] if sums[-1] else gradients
+                before = sums[-1] or [torch.zeros_like(each) for each in scaled]
+                sums[-1] = [(a.float() + b.float()).to(accumulate) for a, b in zip(before, scaled, strict=True)]
                 losses[-1][-1].append(loss.item())
         for parameter, *of_ranks in zip(model.parameters(), *sums, strict=True):
-            parameter.grad = sum(of_ranks[1:], of_ranks[0]) / num_data / num_micro_batches / loss_scale
+            parameter.grad = sum(each.float() for each in of_ranks) / num_data / num_micro_batches / loss_scale
         norm = torch.stack([each.grad.double().square().sum() for each in model.parameters()]).sum().sqrt()
         norms.append(norm.item())
         for parameter in model.parameters():

@@ -76,7 +76,7 @@ def _idle(path: str, policy: "Policy") -> str | None:
     if name == "pin_memory" and not policy.offload.to_cpu:
         return "no parameters are offloaded"
     if name == "grad_accum_dtype" and policy.gradient_accumulation_steps == 1:
-        return "gradient_accumulation_steps is 1"
+        return "gradient_accumulation_steps is 1; a pipeline's schedule sums in this dtype"
     return None
 
 

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -140,6 +141,8 @@ def wrap_model(
 
     def build() -> Plan:
         asked = as_policy(policy)
+        if axes is not None and axes.stages is not None:
+            asked = replace(asked, is_of_pipeline=True)
         check_device(asked, device_type)
         return build_plan(model, asked, auto_wrap_policy, example_inputs, device_type, ignored_params)
 

@@ -35,7 +35,7 @@ def config(stage, mode, **more):
     return {"zero_optimization": zero, **MODES[mode], **more}
 
 
-def expected(name, mode, *, num_data=2, tied=False, loss_scale=1.0):
+def expected(name, mode, *, num_data=2, tied=False, loss_scale=1.0, accumulate=torch.float32):
     model = models.decoder(tied=tied)
     number = pipelines.num_micro_batches(name)
     return oracle.train(
@@ -49,6 +49,7 @@ def expected(name, mode, *, num_data=2, tied=False, loss_scale=1.0):
         max_norm=1.0,
         lr=LR,
         loss_scale=loss_scale,
+        accumulate=accumulate,
     )
 
 

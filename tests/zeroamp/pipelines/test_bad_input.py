@@ -37,7 +37,6 @@ def test_a_0d_parameter_is_refused(ranks4):
             "stage is 2 on ranks?.*same policy on all stages",
         ),
         (True, {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps 2, whose place .* n_microbatches"),
-        (True, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype bf16"),
         (
             True,
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},

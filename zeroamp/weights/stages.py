@@ -80,8 +80,8 @@ def _is_first_copy(model: Any, weight: Weight) -> bool:
 
     transformers lists the names that are tied to another one. `sum_tied_gradients` gets both copies of others.
     """
-    tied = getattr(model, "all_tied_weights_keys", None) or ()
-    return is_counted(weight.tensor) and not all(name in tied for name in weight.names)
+    tied = getattr(model, "all_tied_weights_keys", None)
+    return not all(name in tied for name in weight.names) if tied else is_counted(weight.tensor)
 
 
 def _take(buckets: Iterator[Bucket], outline: Any, bucket: Bucket) -> list[tuple[str, torch.Size, torch.dtype]]:

@@ -132,19 +132,23 @@ def _llama_part(index, tied):
     return model
 
 
-def _llama(tied, folder):
-    mesh = mesh_of(**DATA)
-    part = zeroamp.wrap_model(_llama_part(mesh["pp"].get_local_rank(), tied), {}, mesh["dp"])
-    train = zeroamp.PipelineStep([part], _optimizer([part]))
+def _llama(tied, axes, folder):
+    mesh = mesh_of(**axes)
+    own = [0, 1] if axes["pp"] == 1 else [mesh["pp"].get_local_rank()]
+    parts = [zeroamp.wrap_model(_llama_part(index, tied), {}, mesh["dp"]) for index in own]
+    train = zeroamp.PipelineStep(parts, _optimizer(parts))
+    if tied and len(own) == 2:
+        zeroamp.sum_tied_gradients(parts[1].lm_head.weight, parts[0].model.embed_tokens.weight)
     zeroamp.export_hf(train.model, f"{folder}/parts", "bf16")
     zeroamp.export_hf(zeroamp.wrap_model(hf_llama(tied), {}), f"{folder}/whole", "bf16")
     return [name for name, _ in zeroamp.iter_weights(train.model)]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_parts_of_a_transformers_model_are_read_by_from_pretrained(ranks4, tmp_path, tied):
+@pytest.mark.parametrize(("tied", "axes"), [(True, DATA), (False, DATA), (True, {"pp": 1, "dp": 4})])
+def test_parts_of_a_transformers_model_are_written_as_the_whole_one(ranks4, tmp_path, tied, axes):
+    """The last case has both copies of the tied weight on each rank, and counts that of the head."""
     pytest.importorskip("transformers", reason="the model is transformers'")
-    for names in ranks4.run(_llama, tied, str(tmp_path)):
+    for names in ranks4.run(_llama, tied, axes, str(tmp_path)):
         assert ("lm_head.weight" in names) != tied
     ours, whole = tmp_path / "parts", tmp_path / "whole"
     assert sorted(os.listdir(ours)) == sorted(os.listdir(whole))

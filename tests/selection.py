@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-USES_ARE_SUMMED_IN_FP32 = torch.__version__ >= (2, 15)
+SUMS_ARE_IN_FP32 = torch.__version__ >= (2, 15)
 """Whether autograd itself sums unsharded gradients in fp32 between micro-batches, those of tied weights too. One
 process sums these in low precision: see docs/limits.md."""
 

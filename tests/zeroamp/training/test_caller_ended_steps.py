@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 import zeroamp
 from tests.oracles import one_process
 from tests.processes.training import Run, SmallTraining, adamw, check_errors, check_runs, config, errors_of, same_bits
-from tests.selection import USES_ARE_SUMMED_IN_FP32, slow_but
+from tests.selection import SUMS_ARE_IN_FP32, slow_but
 from zeroamp.training.step import step_of
 
 NAME = "llama_tied"
@@ -64,7 +64,7 @@ IN_FP16 = {"autocast": None, "low_model": torch.float16, "loss_scale": 1024.0}
             (0, 1),
             FP16,
             IN_FP16,
-            marks=pytest.mark.skipif(USES_ARE_SUMMED_IN_FP32, reason="the weights are tied: see docs/limits.md"),
+            marks=pytest.mark.skipif(SUMS_ARE_IN_FP32, reason="the weights are tied: see docs/limits.md"),
         ),
         ((2, 3), FP16, {**IN_FP16, "reduce_each": True}),
     ],

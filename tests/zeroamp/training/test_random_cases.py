@@ -18,7 +18,7 @@ import zeroamp
 from tests.models.small import batch, build
 from tests.oracles import one_process
 from tests.processes.training import same_bits, train
-from tests.selection import USES_ARE_SUMMED_IN_FP32
+from tests.selection import SUMS_ARE_IN_FP32
 
 NUM_STEPS = 2
 FP16_SCALE = 1024.0
@@ -149,7 +149,7 @@ def cases(seed, number):
     draw = random.Random(seed)
     drawn = [Case(**{name: _draw(draw, values) for name, values in CHOICES.items()}) for _ in range(number)]
     for case in drawn:
-        if USES_ARE_SUMMED_IN_FP32 and case.model == "llama_tied" and case.stage < 2 and case.accumulation > 1:
+        if SUMS_ARE_IN_FP32 and case.model == "llama_tied" and case.stage < 2 and case.accumulation > 1:
             case.model = "llama_untied"
     return drawn
 

@@ -89,12 +89,12 @@ class RoundedInputs:
             logger.warning(
                 "The argument %s of a %s, a tensor of shape %s in %s, is cast to %s: %s. To keep it as it is, write "
                 '"zeroamp": {"keep_inputs_in_fp32": ["%s"]} in the config.',
-                *(name, _class_name(module), tuple(value.shape), short_name(value.dtype), short_name(dtype), example),
+                *(name, class_name(module), tuple(value.shape), short_name(value.dtype), short_name(dtype), example),
                 name,
             )
 
 
-def _class_name(module: nn.Module) -> str:
+def class_name(module: nn.Module) -> str:
     """Return the name of a module's own class, not of the one that FSDP2 makes."""
     return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks._torch.fsdp import can_be_sharded, unsharded_sums
+from zeroamp.hooks._torch.fsdp import can_be_sharded, set_accumulation_dtype, units_of, unsharded_sums
 from zeroamp.hooks.observers.observed_dtypes import Observations
 from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.ledger.observed_optimizer import state_dtypes
 from zeroamp.planning.plan import Plan
+from zeroamp.policies.errors import StepError
 from zeroamp.training.optimizer_step import Step
 from zeroamp.wrapping.state import WrapState, reshard
 
@@ -73,7 +74,12 @@ class ObservedStep:
 
 @contextmanager
 def leaves_no_trace(state: WrapState) -> Iterator[None]:
-    """Restore buffers, random states, counters and gradient hooks on exit, also after an error."""
+    """Restore buffers, random states, counters, gradient hooks and the accumulation dtype on exit, also if it raises.
+
+    Random states are those of the global generators, and of the generators that modules have as attributes.
+    """
+    attributes = [value for module in state.root.modules() for value in vars(module).values()]
+    generators = [(value, value.get_state()) for value in attributes if isinstance(value, torch.Generator)]
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.clone())
         for module in state.root.modules()
@@ -82,12 +88,19 @@ def leaves_no_trace(state: WrapState) -> Iterator[None]:
     accumulator = state.step.shard_accumulator
     was_watching = accumulator is not None and accumulator.is_watching
     counts, state.traffic.enabled = state.traffic.enabled, False
+    accumulates_in = state.step.accumulates_in
     state.step.is_observed = True
     try:
         with preserved_random_state(state.mesh.device_type):
             yield
     finally:
         state.traffic.enabled, state.step.is_observed = counts, False
+        for generator, generator_state in generators:
+            generator.set_state(generator_state)
+        if state.step.accumulates_in != accumulates_in:
+            state.step.accumulates_in = accumulates_in
+            for unit in units_of(state.root):
+                set_accumulation_dtype(unit, accumulates_in)
         if accumulator is not None and not was_watching:
             accumulator.forget()
         known = {(module, name) for module, name, _, _ in buffers}
@@ -118,6 +131,22 @@ def observed_units(plan: Plan) -> dict[str, list[str]]:
     return units
 
 
-def is_sharded(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter of a wrapped model is sharded now, or is one that FSDP2 cannot shard."""
-    return isinstance(parameter, DTensor) or not can_be_sharded(parameter)
+def refuse_gradients(state: WrapState, method: str) -> None:
+    """Raise StepError if the model is inside of an optimizer step of any loop. The error names `method`."""
+    if found := _unfinished(state):
+        raise StepError(
+            f"{method} must be called between two optimizer steps, but {found}. Call it before training, or after "
+            "a step once the gradients are None (optimizer.zero_grad())."
+        )
+
+
+def _unfinished(state: WrapState) -> str | None:
+    ignored = state.plan.ignored_fqns
+    for fqn, parameter in state.root.named_parameters():
+        if fqn not in ignored and not isinstance(parameter, DTensor) and can_be_sharded(parameter):
+            return f"{fqn} is unsharded: a backward or an optimizer step has not ended"
+        if parameter.grad is not None:
+            return f"{fqn} has a gradient"
+    if state.step.shard_accumulator is not None and state.step.shard_accumulator.sums:
+        return "gradients of an unfinished optimizer step are accumulated"
+    return None

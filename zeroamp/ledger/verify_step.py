@@ -10,7 +10,7 @@ from zeroamp.hooks.observers.observed_dtypes import Observations, OpObserver, Un
 from zeroamp.ledger.dtype_differences import Verification, find_differences, see_collectives
 from zeroamp.ledger.dtype_reads import differing_reads
 from zeroamp.ledger.observed_optimizer import Optimizers, listed, problem_with
-from zeroamp.ledger.observed_step import ObservedStep, call, is_sharded, leaves_no_trace, observed_units
+from zeroamp.ledger.observed_step import ObservedStep, call, leaves_no_trace, observed_units, refuse_gradients
 from zeroamp.planning.mesh import device_of, ranks_of
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import unsharded_accumulation
@@ -116,23 +116,7 @@ def _refuse_problem(plan: Plan, state: WrapState, batch: object, optimizer: Opti
         )
     if problem := problem_with(optimizer, state.root):
         raise StepError(f"Ledger.verify(optimizer=) {problem}.")
-    if found := _unfinished(state):
-        raise StepError(
-            f"Ledger.verify must be called between two optimizer steps, but {found}. Call it before training, or after "
-            "a step once the gradients are None (optimizer.zero_grad())."
-        )
-
-
-def _unfinished(state: WrapState) -> str | None:
-    ignored = state.plan.ignored_fqns
-    for fqn, parameter in state.root.named_parameters():
-        if fqn not in ignored and not is_sharded(parameter):
-            return f"{fqn} is unsharded: a backward or an optimizer step has not ended"
-        if parameter.grad is not None:
-            return f"{fqn} has a gradient"
-    if state.step.shard_accumulator is not None and state.step.shard_accumulator.sums:
-        return "gradients of an unfinished optimizer step are accumulated"
-    return None
+    refuse_gradients(state, "Ledger.verify")
 
 
 def _refuse_differences(differences: list[str]) -> None:

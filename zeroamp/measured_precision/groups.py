@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
+from zeroamp.hooks.precision.module_casts import class_name
 from zeroamp.hooks.typed_groups import Holder
 from zeroamp.module_dtypes.patterns import find_matches, known_names
 from zeroamp.planning.groups import ParamPlan
@@ -69,7 +69,7 @@ def find_groups(model: nn.Module, plan: Plan, asked: str | Sequence[str]) -> lis
             exact[name] = patterns if own == covered else ()
         elif asked != BY_ROLE:
             raise ConfigError(
-                f"sensitivity(groups=): {name!r} matches no module of {_class_name(model)} below the root that no "
+                f"sensitivity(groups=): {name!r} matches no module of {class_name(model)} below the root that no "
                 f"earlier pattern matches. {nearest(name, known_names(model))} Print model.named_modules() to see "
                 "names and classes."
             )
@@ -93,14 +93,9 @@ def find_groups(model: nn.Module, plan: Plan, asked: str | Sequence[str]) -> lis
 def _role(fqn: str, module: nn.Module) -> str:
     """Return a pattern for modules like this one: its class, or the last parts of the name of a Linear."""
     *_, around, name = "", *fqn.split(".")
-    if _class_name(module) != "Linear" or name.isdecimal():
-        return _class_name(module)
+    if class_name(module) != "Linear" or name.isdecimal():
+        return class_name(module)
     return f"{around}.{name}" if around and not around.isdecimal() else name
-
-
-def _class_name(module: nn.Module) -> str:
-    """Return the name of a module's own class, not of the one that FSDP2 makes."""
-    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def _thirds(model: nn.Module, plan: Plan) -> dict[str, list[str]]:
@@ -109,7 +104,7 @@ def _thirds(model: nn.Module, plan: Plan) -> dict[str, list[str]]:
     blocks = [fqn for fqn, _ in model.named_modules() if fqn in units and not units & set(modules_around(fqn))]
     if not blocks:
         raise ConfigError(
-            f"sensitivity(groups={BY_DEPTH!r}): {_class_name(model)} has no units below its root. Name its blocks with "
+            f"sensitivity(groups={BY_DEPTH!r}): {class_name(model)} has no units below its root. Name its blocks with "
             "auto_wrap_policy, or pass a list of patterns."
         )
     thirds: dict[str, list[str]] = {}

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,10 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.fsdp import all_gathering_as_stored, end_failed_backward
-from zeroamp.hooks.collectives.collective_calls import issue
-from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.ledger.observed_step import call, leaves_no_trace
 from zeroamp.measured_precision.switch import PrecisionSwitch
+from zeroamp.measured_precision.together import run_together, sum_over_ranks
 from zeroamp.planning.mesh import device_of, local_part, num_copies
 from zeroamp.policies.errors import StepError
 from zeroamp.training.loss import loss_of as loss_of_output
@@ -47,23 +47,12 @@ class Run:
     gradient: Shards
 
 
-@contextmanager
-def _preserved_generators(root: nn.Module) -> Iterator[None]:
-    """Restore the generators that modules have as attributes. Those of torch itself are global."""
-    values = (value for module in root.modules() for value in vars(module).values())
-    before = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
-    try:
-        yield
-    finally:
-        for generator, state in before:
-            generator.set_state(state)
-
-
 class Runs:
     """Runs batches through a wrapped model, between two optimizer steps. No run leaves anything behind."""
 
     def __init__(self, state: WrapState, model: nn.Module, loss_of: LossOf | None, switch: PrecisionSwitch) -> None:
         self._state, self._model, self._loss_of, self._switch = state, model, loss_of, switch
+        self._device, self._num_ranks = device_of(state.mesh), dist.get_world_size(state.world)
         self._step = Step(state)
         names = {parameter: fqn for fqn, parameter in state.root.named_parameters()}
         self._parameters = {names[each]: each for each in self._step.gradients.averaged if each.requires_grad}
@@ -83,26 +72,37 @@ class Runs:
                 reduction.communication_dtype, reduction.reduce_dtype = dtypes
 
     def run(self, batches: Sequence[Any], low: Collection[str] = ()) -> Run:
-        """Run a forward and backward of each batch. Inside of `in_fp32`, the groups in `low` run in low precision."""
+        """Run a forward and backward of each batch. Inside of `in_fp32`, the groups in `low` run in low precision.
+
+        An error of one rank is raised on all.
+        """
         self._switch.low = frozenset(low)
-        loss = torch.zeros(1, dtype=torch.float64, device=device_of(self._state.mesh))
-        shards: dict[str, torch.Tensor] = {}
-        with leaves_no_trace(self._state), _preserved_generators(self._state.root):
+        with leaves_no_trace(self._state):
+            return run_together(partial(self._run_here, batches), self._state.world, self._device)
+
+    def _run_here(self, batches: Sequence[Any]) -> Run:
+        loss, shards = torch.zeros(1, dtype=torch.float64, device=self._device), dict[str, torch.Tensor]()
+        try:
             for batch in batches:
-                try:
-                    loss += self._backward(batch, len(batches)).double()
-                except BaseException:
-                    self._step.gradients.release()  # so that the end of the backward reduces nothing
-                    end_failed_backward(cast(FSDPModule, self._state.root))
-                    self._step.abandon()
-                    reshard(self._step.units)
-                    raise
+                loss += self._backward(batch, len(batches)).double()
                 for fqn, parameter in self._parameters.items():
                     if parameter.grad is not None:
                         shard = local_part(parameter.grad.detach()).div_(self._step.scaler.scale)
                         shards[fqn] = shards[fqn].add_(shard) if fqn in shards else shard
                 self._step.end()
-        return Run(float(self._sum(loss)) / dist.get_world_size(self._state.world), shards)
+        except BaseException as error:
+            self._step.gradients.release()  # so that the end of the backward reduces nothing
+            end_failed_backward(cast(FSDPModule, self._state.root))
+            self._step.abandon()
+            reshard(self._step.units)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise StepError(
+                    f"sensitivity: the forward and backward of a batch does not fit into memory: {error} Pass several "
+                    "smaller batches, checkpoint activations, or wrap the model at stage 3 or over more ranks: all but "
+                    "the first run have parameters and activations in fp32. Other groups= need as much."
+                ) from error
+            raise
+        return Run(float(sum_over_ranks(loss, self._state.world)) / self._num_ranks, shards)
 
     def _backward(self, batch: Any, num_batches: int) -> torch.Tensor:
         """Run one forward and backward, and return the loss, divided by the number of batches."""
@@ -112,8 +112,8 @@ class Runs:
         self._step.run_backward(self._step.scaler.scale_loss(loss), last=True)
         self._step.finish()
         if (whole := self._step.gradients.replicated) is not None:
-            sums = self._sum(torch.cat(whole.statistics(device_of(self._state.mesh))))
-            whole.set_gradients(sums, dist.get_world_size(self._state.world))
+            sums = sum_over_ranks(torch.cat(whole.statistics(self._device)), self._state.world)
+            whole.set_gradients(sums, self._num_ranks)
         return loss.detach()
 
     @torch.no_grad()
@@ -121,35 +121,23 @@ class Runs:
         """Return the squares of a gradient, or of its difference to the reference."""
         zero = torch.zeros((), device="cpu")  # torch takes it beside tensors of every device
         others: Shards = reference or {}
-
-        def square(fqn: str) -> list[torch.Tensor]:
+        squares = []
+        for fqn, parameter in self._parameters.items():
             difference = gradient.get(fqn, zero) - others.get(fqn, zero)
-            return [torch.linalg.vector_norm(difference, dtype=torch.float64).square()]
-
-        return {fqn: numbers[0] for fqn, numbers in self._sums(square).items()}
+            square = torch.linalg.vector_norm(difference, dtype=torch.float64).square()
+            squares.append(square.to(self._device) / num_copies(parameter, self._num_ranks))
+        sums = sum_over_ranks(torch.stack(squares), self._state.world)
+        return dict(zip(self._parameters, sums.tolist(), strict=True))
 
     @torch.no_grad()
-    def lost_in(self, dtype: torch.dtype, gradient: Shards) -> Mapping[str, Sequence[float]]:
-        """Return FQN -> numbers of elements: all, those that overflow in `dtype` at the loss scale, and new zeros."""
-        scale = self._step.scaler.scale
-
-        def lost(fqn: str) -> list[torch.Tensor]:
-            shard = gradient.get(fqn, torch.zeros(0, device="cpu"))
-            low = (shard * scale).to(dtype)
-            return [torch.tensor(shard.numel()), low.isinf().sum(), ((low == 0) & (shard != 0)).sum()]
-
-        return self._sums(lost)
-
-    def _sums(self, numbers_of: Callable[[str], Sequence[torch.Tensor]]) -> dict[str, list[float]]:
-        """Return FQN -> sums over all ranks of 0-D numbers of a parameter's shards, each shard counted once."""
-        device, num_ranks, rows = device_of(self._state.mesh), dist.get_world_size(self._state.world), []
-        for fqn, parameter in self._parameters.items():
-            numbers = torch.stack([each.to(device, torch.float64) for each in numbers_of(fqn)])
-            rows.append(numbers / num_copies(parameter, num_ranks))
-        return dict(zip(self._parameters, self._sum(torch.stack(rows)).tolist(), strict=True))
-
-    def _sum(self, numbers: torch.Tensor) -> torch.Tensor:
-        group = self._state.world
-        issued = IssuedCollective("all_reduce", numbers, "sensitivity", group)
-        issue(lambda: dist.all_reduce(numbers, group=group), issued, ())
-        return numbers
+    def lost_in(self, dtype: torch.dtype, gradient: Shards, fqns: Collection[str]) -> Mapping[str, float]:
+        """Return the shares of these parameters' gradients that overflow in `dtype` at the loss scale, and become 0."""
+        counts = torch.zeros(3, dtype=torch.float64, device="cpu")
+        for fqn in gradient.keys() & fqns:
+            shard = gradient[fqn]
+            low = (shard * self._step.scaler.scale).to(dtype)
+            lost = [shard.numel(), int(low.isinf().sum()), int(((low == 0) & (shard != 0)).sum())]
+            counts += torch.tensor(lost) / num_copies(self._parameters[fqn], self._num_ranks)
+        counts = sum_over_ranks(counts.to(self._device), self._state.world)
+        num, overflow, underflow = counts.tolist()
+        return {"overflow": overflow / max(num, 1), "underflow": underflow / max(num, 1)}

@@ -3,22 +3,19 @@
 import logging
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from zeroamp.hooks._torch.fsdp import set_accumulation_dtype, units_of
 from zeroamp.hooks.tensors import map_tensors, tensors_in
-from zeroamp.ledger.observed_step import is_sharded
+from zeroamp.ledger.observed_step import refuse_gradients
 from zeroamp.measured_precision.groups import BY_ROLE, ModuleGroup, find_groups
 from zeroamp.measured_precision.result import Sensitivity
 from zeroamp.measured_precision.runs import LossOf, Run, Runs, Squares, ratio
 from zeroamp.measured_precision.switch import PrecisionSwitch
-from zeroamp.measured_precision.together import run_together
 from zeroamp.planning.mesh import device_of, is_first_rank
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import ConfigError, StepError, WrapError
@@ -44,7 +41,7 @@ def sensitivity(
     """Measure what low precision of each group of modules costs, and which modules to keep in fp32.
 
     Call it on all ranks, between two optimizer steps. It runs 2 x groups + 5 forwards and backwards of all batches, and
-    a few more if it recommends several groups. It takes no optimizer step: parameters, gradients, buffers, random
+    a few more if it recommends groups. It takes no optimizer step: parameters, gradients, buffers, random
     states and counters are afterwards what they were, also if it raises. Meanwhile parameters are all-gathered in fp32,
     and each rank holds its shards of up to three fp32 gradients.
 
@@ -81,7 +78,7 @@ def sensitivity(
         group=state.world,
         device=device_of(state.mesh),
     )
-    with _put_aside(state), torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         return _Measurement(state, model, batches, loss_of, found, quick=quick).result(budget)
 
 
@@ -89,14 +86,12 @@ def _checked(
     state: WrapState, batches: Sequence[Any], groups: str | Sequence[str], budget: float | None, quick: object
 ) -> tuple[list[ModuleGroup], Description]:
     """Return the groups, and what must be equal on all ranks. Raises as `sensitivity` does."""
-    policy, current = state.plan.policy, state.step
+    policy = state.plan.policy
     if policy.mode != "autocast" or any(param.has_own_gather_dtype for param in state.plan.params):
-        found = f"{policy.mode} precision" if policy.mode != "autocast" else "zeroamp.param_gather_dtype"
-        dtype = "float16" if policy.low_dtype == torch.float16 else "bfloat16"
-        instead = {"bf16": '"bf16"', "fp16": '"fp16"', "fp32": "none"}.get(policy.mode, found)
+        found = "zeroamp.param_gather_dtype" if policy.mode == "autocast" else f"{policy.mode} precision"
         raise ConfigError(
-            f"sensitivity measures what torch.autocast costs, but the config sets {found}. Wrap the model with "
-            f'"torch_autocast": {{"enabled": true, "dtype": "{dtype}"}} for the measurement, in place of {instead}.'
+            f"sensitivity measures what torch.autocast costs, but the config sets {found}. For the measurement, wrap "
+            'the model with "torch_autocast": {"enabled": true, "dtype": "bfloat16"} (or "float16") in place of it.'
         )
     if low := [param.fqn for param in state.plan.params if param.dtypes.stored in LOW_DTYPES]:
         raise ConfigError(
@@ -106,17 +101,8 @@ def _checked(
     refuse_part(state, "sensitivity", "Measure the whole model.")
     if not state.axes.is_plain:
         raise WrapError("sensitivity is not supported with tensor or expert parallelism. Measure with data ranks only.")
-    current.refuse_after_failure("sensitivity")
-    current.refuse_unfinished("sensitivity")
-    named, ignored = state.root.named_parameters(), state.plan.ignored_fqns
-    pending = next((f"{fqn} is unsharded" for fqn, each in named if fqn not in ignored and not is_sharded(each)), None)
-    if current.shard_accumulator is not None and current.shard_accumulator.sums:
-        pending = "gradients are accumulated"
-    if pending is not None:
-        raise StepError(
-            f"sensitivity must be called between two optimizer steps, but {pending}. Call it before the first forward "
-            "of a step."
-        )
+    state.step.refuse_after_failure("sensitivity")
+    refuse_gradients(state, "sensitivity")
     if not isinstance(batches, list) or not batches:
         found = "an empty list" if isinstance(batches, list) else f"a {type(batches).__name__}"
         raise StepError(f"sensitivity(batches=) must be a list of batches, but is {found}. Pass [batch].")
@@ -146,24 +132,6 @@ def _halves(batches: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     return half(slice(0, num // 2)), half(slice(num // 2, num))
 
 
-@contextmanager
-def _put_aside(state: WrapState) -> Iterator[None]:
-    """Let no parameter have a gradient. At the end restore the gradients, and the dtype in which FSDP2 sums them."""
-    before = [(parameter, parameter.grad) for parameter in state.root.parameters()]
-    accumulates_in = state.step.accumulates_in
-    for parameter, _ in before:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in before:
-            parameter.grad = gradient
-        if state.step.accumulates_in != accumulates_in:
-            state.step.accumulates_in = accumulates_in
-            for unit in units_of(state.root):
-                set_accumulation_dtype(unit, accumulates_in)
-
-
 class _Measurement:
     """The runs of one call of `sensitivity`, and what follows from them."""
 
@@ -189,20 +157,27 @@ class _Measurement:
         self._begin, self._num_done, self._num_planned = time.perf_counter(), 0, 2 * len(self._measured) + 5
         self._log(
             f"{counted(len(self._measured), 'group')}: {self._num_planned} runs, each a forward and backward of "
-            f"{counted(len(batches), 'batch', 'batches')}, and a few more to recommend several groups"
+            f"{counted(len(batches), 'batch', 'batches')}, and a few more to recommend groups"
         )
 
     def result(self, budget: float | None) -> Sensitivity:
         """Run everything. The config's own run is the first one: FSDP2 sets its dtypes up in it."""
         as_configured = self._run(self._batches)
         with self._runs.in_fp32():
-            self._run_in_fp32()
+            with self._switch:  # counts FLOPs
+                self._fp32 = self._run(self._batches)
+            if not math.isfinite(self._fp32.loss):
+                raise StepError(
+                    "sensitivity: the loss in fp32 is not finite, so nothing can be compared with it. Its cause is in "
+                    "the batches or the weights, and not in low precision."
+                )
+            self._whole = self._runs.squares(self._fp32.gradient)
             config_change = ratio(self._difference(as_configured), self._whole)
             del as_configured
             first, second = (self._run(half) for half in _halves(self._batches))
             noise = ratio(self._runs.squares(first.gradient, second.gradient), self._whole) / 2
             del first, second
-            all_low = self._with_fp32([])
+            all_low = self._all_but([])
             low_change = ratio(all_low, self._whole)
             rows = [self._row(group) for group in self._measured]
             limit = noise if budget is None else budget
@@ -240,42 +215,17 @@ class _Measurement:
         self._log(f"run {self._num_done} of {self._num_planned}, {left:.0f} s left")
         return found
 
-    def _run_in_fp32(self) -> None:
-        """Run the reference, and refuse a loss that is not finite. An error of one rank is raised on all."""
-        self._fp32 = run_together(self._reference, self._state.world, device_of(self._state.mesh))
-        if not math.isfinite(self._fp32.loss):
-            raise StepError(
-                "sensitivity: the loss in fp32 is not finite, so nothing can be compared with it. Its cause is in the "
-                "batches or the weights, and not in low precision."
-            )
-        self._whole = self._runs.squares(self._fp32.gradient)
-        self._lost = self._runs.lost_in(self._dtype, self._fp32.gradient)
-
-    def _reference(self) -> Run:
-        try:
-            with self._switch:
-                return self._run(self._batches)
-        except torch.OutOfMemoryError as error:
-            raise StepError(
-                f"sensitivity: the run in fp32 does not fit into memory: {error} Pass several smaller batches, "
-                "checkpoint activations, or wrap the model at stage 3 or over more ranks. Other groups= need as much."
-            ) from error
-
     def _difference(self, found: Run) -> Squares:
         """Return the squares of the difference to the reference."""
         return self._runs.squares(found.gradient, self._fp32.gradient)
 
-    def _with_fp32(self, groups: Collection[ModuleGroup]) -> Squares:
+    def _all_but(self, groups: Collection[ModuleGroup]) -> Squares:
         """Return the difference with all groups but these in low precision, and note the change as a choice."""
         low = [each.name for each in self._groups if each not in groups]
         found = self._difference(self._run(self._batches, low))
         names, num_bytes = [each.name for each in groups], sum(map(self._bytes_saved, groups))
         self._choices.append({"in_fp32": names, "bytes": num_bytes, "gradient_change": ratio(found, self._whole)})
         return found
-
-    def _change_with(self, groups: Collection[ModuleGroup]) -> float:
-        """Return the change of the gradient with all groups but these in low precision."""
-        return ratio(self._with_fp32(groups), self._whole)
 
     def _bytes_saved(self, group: ModuleGroup) -> int:
         """Return the bytes that low precision of a group saves in one all-gather."""
@@ -286,53 +236,42 @@ class _Measurement:
         alone = self._run(self._batches, [group.name])
         difference = self._difference(alone)
         own = [param.fqn for param in group.params if param.fqn in self._whole]
-        row: dict[str, Any] = {
+        lost = self._runs.lost_in(self._dtype, self._fp32.gradient, own) if self._dtype == torch.float16 else {}
+        return {
             "group": group.name,
             "modules": list(group.modules),
             "loss_change": abs(alone.loss / self._fp32.loss - 1) if self._fp32.loss else math.inf,
             "gradient_change": ratio(difference, self._whole),
             "own_gradient_change": ratio(difference, self._whole, own),
-            "gradient_change_of_others": self._change_with([group]),
+            "gradient_change_of_others": ratio(self._all_but([group]), self._whole),
             "bytes_saved": self._bytes_saved(group),
             "flops_saved": 3 * self._switch.flops[group.name],  # a backward has about twice those of its forward
+            **lost,
         }
-        if self._dtype == torch.float16:
-            numel, overflow, underflow = (sum(self._lost[fqn][index] for fqn in own) for index in range(3))
-            row |= {"overflow": overflow / max(numel, 1), "underflow": underflow / max(numel, 1)}
-        return row
 
     def _choose(
         self, rows: Sequence[dict[str, Any]], low_change: float, limit: float
     ) -> tuple[list[ModuleGroup], float]:
         """Return groups to keep in fp32, with few bytes, and the change of the gradient in a run with them in fp32.
 
-        One group, if it is enough. Else groups are added, those first that change most per byte, until the change is
-        within the limit. Those that turn out not to be needed are left out again, the largest first.
+        Groups are added until the change is within the limit: first those of which one is enough, the smallest first,
+        and then those that change most per byte.
         """
-        if low_change <= limit:
-            return [], low_change
-        row_of = {row["group"]: row for row in rows}
-        usable = [each for each in self._measured if each.patterns and row_of[each.name]["gradient_change"] > 0]
+        measured = zip(self._measured, rows, strict=True)
+        usable = [(group, row) for group, row in measured if group.patterns and row["gradient_change"] > 0]
 
-        def worth(group: ModuleGroup) -> float:
-            row = row_of[group.name]
-            return float(row["gradient_change"] ** 2 / max(1, row["bytes_saved"]))
+        def order(pair: tuple[ModuleGroup, dict[str, Any]]) -> tuple[bool, float]:
+            _, row = pair
+            if row["gradient_change_of_others"] <= limit:
+                return False, row["bytes_saved"]
+            return True, -(row["gradient_change"] ** 2) / max(1, row["bytes_saved"])
 
-        def size(group: ModuleGroup) -> tuple[int, float]:
-            return row_of[group.name]["bytes_saved"], row_of[group.name]["gradient_change_of_others"]
-
-        if enough := [group for group in usable if size(group)[1] <= limit]:
-            best = min(enough, key=size)
-            return [best], size(best)[1]
         chosen, change = list[ModuleGroup](), low_change
-        for group in sorted(usable, key=worth, reverse=True):
-            if change > limit:
-                chosen.append(group)
-                change = self._change_with(chosen)
-        for group in sorted(chosen, key=size, reverse=True):
-            fewer = [each for each in chosen if each is not group]
-            if change <= limit and (of_fewer := self._change_with(fewer)) <= limit:
-                chosen, change = fewer, of_fewer
+        for group, _ in sorted(usable, key=order):
+            if change <= limit:
+                break
+            chosen.append(group)
+            change = ratio(self._all_but(chosen), self._whole)
         return chosen, change
 
     def _block(self, chosen: Sequence[ModuleGroup]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
+from zeroamp.hooks.module_changes import ModuleChanges
 from zeroamp.hooks.observers.tracing import OpRecorder
 from zeroamp.hooks.precision.module_casts import run_in_fp32
 from zeroamp.hooks.tensors import map_tensors
@@ -27,6 +28,7 @@ class PrecisionSwitch(OpRecorder):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, group_of: Mapping[nn.Module, str], device_type: str, dtype: torch.dtype) -> None:
+        """`group_of`: each module that runs -> the name of its group, the root first. `dtype`: the low precision."""
         super().__init__()
         self._group_of, self._device_type, self._dtype = group_of, device_type, dtype
         self.low: frozenset[str] = frozenset()
@@ -39,21 +41,17 @@ class PrecisionSwitch(OpRecorder):  # type: ignore[no-untyped-call]
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Wrap the forwards, and restore them at the end."""
-        before = {module: vars(module).get("forward") for module in self._group_of}
-        root, *inner = self._group_of
-        handles = [module.register_forward_pre_hook(self._pass_guard, prepend=True) for module in inner]
-        for module in (root, *inner):
-            self._wrap(module, self._group_of[module])
+        changes = ModuleChanges()
+        with changes.noting(self._group_of):
+            for module in list(self._group_of)[1:]:  # the root enters the config's autocast before its other hooks
+                module.register_forward_pre_hook(self._pass_guard, prepend=True)
+            for module, group in self._group_of.items():
+                self._wrap(module, group)
         try:
             yield
         finally:
             self._running = None
-            for handle in handles:
-                handle.remove()
-            for module, forward in before.items():
-                del module.forward
-                if forward is not None:
-                    module.forward = forward
+            changes.undo()
 
     def _pass_guard(self, module: nn.Module, _args: Any) -> None:
         """Switch autocast on for the module's other hooks, of which one refuses a forward without autocast."""

@@ -36,16 +36,14 @@ class _StopsWithOthers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the op; before a collective, ask the other ranks."""
-        if func.namespace == "c10d":
+        if "c10d" in func.namespace:
             self.exchange(has_failed=False)
         return run_op(func, args, kwargs or {})
 
     def exchange(self, *, has_failed: bool) -> None:
-        """Tell the other ranks whether this one has failed, and stop if another has."""
-        num_failed = torch.tensor([int(has_failed)], device=self._device)
-        issued = IssuedCollective("all_reduce", num_failed, "sensitivity", self._group)
-        issue(lambda: dist.all_reduce(num_failed, group=self._group), issued, ())
-        if int(num_failed) and not has_failed:
+        """Send to the other ranks whether this one has failed, and stop if another has."""
+        num_failed = int(sum_over_ranks(torch.tensor([int(has_failed)], device=self._device), self._group))
+        if num_failed and not has_failed:
             self.is_stopped = True
             raise _OtherRankError
 
@@ -57,6 +55,8 @@ def run_together(action: Callable[[], T], group: dist.ProcessGroup | None, devic
         Exception: the error of `action`, if it is the same on all ranks.
         ZeroAmpError: on all ranks, with the texts of the errors, if it raised on some.
     """
+    if dist.get_world_size(group) == 1:
+        return action()
 
     def on_this_rank() -> tuple[T | None, Description]:
         mode = _StopsWithOthers(group, device)
@@ -75,3 +75,10 @@ def run_together(action: Callable[[], T], group: dist.ProcessGroup | None, devic
     if found is None:
         raise AssertionError("expected a result, or an error of another rank")
     return found
+
+
+def sum_over_ranks(numbers: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Replace a tensor by its sum over the ranks, and return it."""
+    issued = IssuedCollective("all_reduce", numbers, "sensitivity", group)
+    issue(lambda: dist.all_reduce(numbers, group=group), issued, ())
+    return numbers

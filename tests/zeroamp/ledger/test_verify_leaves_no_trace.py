@@ -23,7 +23,7 @@ from zeroamp.wrapping.state import wrap_state
 LOW_SUMS = {"data_types": {"grad_accum_dtype": "bf16"}}
 OPTIONS = [
     {"stage": 0, "accumulation": 2},
-    {"stage": 1},
+    {"stage": 1, **LOW_SUMS},
     {"stage": 3, "accumulation": 2},
     {"stage": 2, "accumulation": 2, **LOW_SUMS},
     {"stage": 3, "accumulation": 2, "threshold": 0, **LOW_SUMS},
@@ -36,7 +36,7 @@ def raise_in_backward(_gradient):
 
 
 class Noisy(nn.Module):
-    """Batch statistics, random numbers of three kinds, and a backward that raises if asked to."""
+    """Batch statistics, random numbers of four kinds, and a backward that raises if asked to."""
 
     def __init__(self):
         super().__init__()
@@ -45,9 +45,11 @@ class Noisy(nn.Module):
         )
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("last", None)
+        self.generator = torch.Generator().manual_seed(3)
         self.raises = False
 
     def forward(self, x):
+        x = x + torch.rand(x.shape, generator=self.generator)
         self.calls = self.calls + 1
         self.last = x.detach().mean()
         x = x * (1 + random.random() + np.random.random())

@@ -17,9 +17,11 @@ from zeroamp.measured_precision.groups import find_groups
 from zeroamp.wrapping.state import wrap_state
 
 FP16 = {"dtype": "float16", "fp16": {"initial_scale_power": 10}}
-REPLICAS = {"zeroamp": {"dp_replicate_size": 2}}
-CASES = [{"stage": 0}, {"stage": 2}, {"stage": 3}, {"stage": 3, **FP16}]
-ORACLES = [(options, switchable.SixModules) for options in CASES]
+CASES = [
+    *(({"stage": stage}, switchable.SixModules) for stage in (0, 2, 3)),
+    ({"stage": 3, **FP16}, switchable.SixModules),
+    ({"stage": 3, "zeroamp": {"dp_replicate_size": 2}}, switchable.WithScale),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +65,13 @@ def measure(ranks, cls, options, *, more=None, **arguments):
     return first
 
 
-@pytest.mark.parametrize(("options", "cls"), [*ORACLES, ({"stage": 3, **REPLICAS}, switchable.WithScale)], ids=str)
+@pytest.mark.parametrize(("options", "cls"), CASES, ids=str)
 def test_every_number_is_that_of_plain_torch(ranks2, options, cls):
-    """Every change, the noise and the change of the whole are those of one process, at each stage."""
+    """Every change, the noise and the change of the whole are those of one process, at each stage.
+
+    All groups in low precision compute what the config computes. Bytes are those that an all-gather saves; FLOPs are
+    those of the products of a forward, times three.
+    """
     found = measure(ranks2, cls, options)
     dtype, scale = (torch.float16, 2.0**10) if "fp16" in options else (torch.bfloat16, 1.0)
     model, of_ranks = switchable.build(cls), [switchable.tokens(rank) for rank in range(2)]
@@ -76,31 +82,12 @@ def test_every_number_is_that_of_plain_torch(ranks2, options, cls):
     }
     assert (found.noise, found.low_change) == pytest.approx((noise, low), rel=1e-6)
     assert low > 1e-4
-
-
-@pytest.mark.parametrize("options", CASES, ids=str)
-def test_all_groups_low_compute_what_the_config_computes(ranks2, options):
-    found = measure(ranks2, switchable.SixModules, options)
     assert found.low_change == found.config_change
-
-
-def test_bytes_and_flops_are_those_of_the_low_modules(ranks2):
-    """Bytes are those that an all-gather saves; FLOPs are those of the products of a forward, times three."""
-    rows = measure(ranks2, switchable.SixModules, {"stage": 3}).rows
     width, num_tokens = switchable.WIDTH, 6 * 8
-    assert {name: row["bytes_saved"] for name, row in rows.items()} == {
-        "Embedding": 0,
-        "LayerNorm": 0,
-        "query": 2 * width * width,
-        "up": 4 * width * width,
-        "down": 4 * width * width,
-        "lm_head": 2 * switchable.VOCAB * width,
-        oracle.BETWEEN: 0,
-    }
     products = {"query": 1, "up": 2, "down": 2, "lm_head": switchable.VOCAB / width}
-    assert {name: row["flops_saved"] for name, row in rows.items()} == {
-        name: 3 * 2 * num_tokens * width * width * products.get(name, 0) for name in rows
-    }
+    for name, row in found.rows.items():
+        assert row["bytes_saved"] == 2 * width * width * products.get(name, 0)
+        assert row["flops_saved"] == 3 * 2 * num_tokens * width * width * products.get(name, 0)
 
 
 def _small_loss(model, batch):
@@ -109,14 +96,16 @@ def _small_loss(model, batch):
 
 def test_shares_that_fp16_loses_are_counted(ranks2):
     """At a scale of 2^24 most gradients overflow; those of a small loss at a scale of 2 become zero."""
-    options = {"stage": 3, "dtype": "float16"}
-    large = measure(ranks2, switchable.SixModules, options | {"fp16": {"initial_scale_power": 24}}).rows
-    fp16 = {"fp16": {"initial_scale_power": 1}}
-    small = measure(ranks2, switchable.SixModules, options | fp16, loss_of=_small_loss).rows
+
+    def shares(power, **arguments):
+        options = {"stage": 3, "dtype": "float16", "fp16": {"initial_scale_power": power}}
+        return measure(ranks2, switchable.SixModules, options, groups=["embed", "lm_head"], **arguments).rows
+
+    large, small = shares(24), shares(1, loss_of=_small_loss)
     model, of_ranks = switchable.build(switchable.SixModules), [switchable.tokens(rank) for rank in range(2)]
     gradient = oracle.run(model, of_ranks, set()).gradient
-    for module, group in oracle.MODULES.items():
-        own = torch.cat([each.flatten() for name, each in gradient.items() if name.split(".")[0] == module])
+    for group in ("embed", "lm_head"):
+        own = gradient[f"{group}.weight"]
         assert large[group]["overflow"] == float((own * 2.0**24).half().isinf().double().mean())
         assert small[group]["underflow"] == float((((own * 2.0**-17).half() == 0) & (own != 0)).double().mean())
     assert large["lm_head"]["overflow"] > 0.5
@@ -132,12 +121,12 @@ def test_a_planted_fault_is_found_and_recommended_alone(ranks2, stage):
     assert found.recommended_change < 0.05 < found.low_change
     assert "Difference" in found.text
     assert found.json["recommended"] == found.recommended
-    again = measure(ranks2, switchable.Planted, {"stage": stage}, more=found.recommended)
+    again = measure(ranks2, switchable.Planted, {"stage": stage}, more=found.recommended, groups=["last"])
     assert again.config_change == found.recommended_change, "a model that is wrapped with the block computes this"
 
 
 def test_a_recommendation_says_that_nothing_is_needed(ranks2):
-    found = measure(ranks2, switchable.SixModules, {"stage": 2}, budget=0.5)
+    found = measure(ranks2, switchable.SixModules, {"stage": 2}, budget=0.5, groups=["up"])
     assert (found.recommended, found.recommended_change) == ({}, None)
     assert found.advice.startswith("Nothing is needed: the gradient changes by 0.00")
 
@@ -158,17 +147,25 @@ def test_several_groups_are_recommended_if_one_is_not_enough(ranks2):
     assert found.recommended_change <= 0.001
 
 
-def test_groups_are_roles_thirds_or_patterns(ranks2):
-    thirds = measure(ranks2, switchable.SixModules, {"stage": 3}, groups="depth").rows
-    assert {name: row["modules"] for name, row in thirds.items()} == {
-        "first third of the blocks": ["query", "up"],
-        "middle third of the blocks": ["down"],
-        "last third of the blocks": ["lm_head"],
-        oracle.BETWEEN: ["", "embed", "norm"],
+def test_groups_are_roles_thirds_or_patterns():
+    model = switchable.build(switchable.SixModules)
+    plan = zeroamp.build_plan(model, config(), auto_wrap_policy={"Linear"})
+    found = {asked: find_groups(model, plan, asked) for asked in ("class and role", "depth", ("up", "Linear"))}
+    modules = {asked: {group.name: group.modules for group in groups} for asked, groups in found.items()}
+    assert modules == {
+        "class and role": {**{role: (module,) for module, role in oracle.MODULES.items()}, oracle.BETWEEN: ("",)},
+        "depth": {
+            "first third of the blocks": ("query", "up"),
+            "middle third of the blocks": ("down",),
+            "last third of the blocks": ("lm_head",),
+            oracle.BETWEEN: ("", "embed", "norm"),
+        },
+        ("up", "Linear"): {
+            "up": ("up",),
+            "Linear": ("query", "down", "lm_head"),
+            oracle.BETWEEN: ("", "embed", "norm"),
+        },
     }
-    patterns = measure(ranks2, switchable.SixModules, {"stage": 3}, groups=["up", "Linear"]).rows
-    assert patterns["Linear"]["modules"] == ["query", "down", "lm_head"]
-    assert patterns["up"]["modules"] == ["up"]
 
 
 def test_a_vector_beside_linears_hides_no_role():
@@ -185,18 +182,17 @@ def test_a_vector_beside_linears_hides_no_role():
 
 
 def _steps(options, calls):
-    """Train three steps, with `calls` before each; return what training computed, and what the calls left."""
+    """Train a step after each of `calls`; return what training computed, and what the calls left."""
     model = zeroamp.wrap_model(switchable.build(switchable.Noisy), config(**options), auto_wrap_policy={"Sequential"})
     train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     model.blocks[2].eval()
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(dist.get_rank())
     batch, reports, left = switchable.vectors(dist.get_rank(), 8), [], []
-    for _ in range(3):
+    for call in calls:
         before = _state(model)
-        if calls is not None:
-            calls(model, batch)
-            left += [name for name, value in _state(model).items() if value != before[name]]
+        call(model, batch)
+        left += [(call, name) for name, value in _state(model).items() if value != before[name]]
         report = None
         while report is None:
             train.backward(model(batch))
@@ -204,7 +200,7 @@ def _steps(options, calls):
         reports.append((report.loss, report.grad_norm))
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     numbers = (torch.rand(1), random.random(), float(np.random.random()))
-    return reports, full_parameters(model), buffers, numbers, dict(wrap_state(model).traffic.num_bytes), left
+    return (reports, full_parameters(model), buffers, numbers, dict(wrap_state(model).traffic.num_bytes)), left
 
 
 def _state(model):
@@ -221,77 +217,65 @@ def _state(model):
     }
 
 
+def _nothing(model, batch):
+    """Beside the other calls: training alone."""
+
+
 def _measure(model, batch):
     zeroamp.sensitivity(model, [batch], budget=1e-6)
 
 
+MEMORY, BOTH = torch.OutOfMemoryError, (0, 1)
 OUT_OF_MEMORY = "Tried to allocate 2.00 GiB. GPU 0 has 1.50 GiB free."
+TEXTS = {
+    ValueError: "ValueError: asked to raise",
+    torch.OutOfMemoryError: "sensitivity: the forward and backward of a batch does not fit into memory: "
+    f"{OUT_OF_MEMORY} Pass several smaller batches",
+}
+"""The error of a rank, in the error of all ranks."""
 
 
-def _out_of_memory(module, _args, _out):
-    raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+@dataclass(frozen=True)
+class Fails:
+    """A measurement of which one run fails on some ranks: in the loss, or in the forward or backward of a block."""
 
+    run: int
+    """1: as the config has it. 2: in fp32. 3 and 4: of half the batch. 5 and later: in low precision."""
+    place: str
+    error: type[Exception]
+    ranks: tuple[int, ...] = (1,)
 
-def _out_of_memory_on_one_rank(model, batch, *, is_in_forward):
-    """The second run, that in fp32, needs too much memory on rank 1, in the middle block."""
-    num, handles = 0, []
+    def __call__(self, model, batch):
+        num, handles = 0, []
 
-    def loss_of(model, batch):
-        nonlocal num
-        num += 1
-        if num == 2 and dist.get_rank() == 1 and is_in_forward:
-            handles.append(model.blocks[1][0].register_forward_hook(_out_of_memory))
-        if num == 2 and dist.get_rank() == 1 and not is_in_forward:
-            handles.append(model.blocks[1][0].register_full_backward_hook(_out_of_memory))
-        return model(batch)
+        def fail(*_):
+            raise self.error(OUT_OF_MEMORY if self.error is MEMORY else "asked to raise")
 
-    with pytest.raises(zeroamp.StepError) as caught:
-        zeroamp.sensitivity(model, [batch], loss_of)
-    for handle in handles:
-        handle.remove()
-    text = str(caught.value)
-    assert text.startswith("sensitivity failed on rank 1: sensitivity: the run in fp32 does not fit into memory: ")
-    assert OUT_OF_MEMORY in text
-    assert "Pass several smaller batches" in text
+        def loss_of(model, batch):
+            nonlocal num
+            num += 1
+            if num == self.run and dist.get_rank() in self.ranks:
+                block = model.blocks[1][0]
+                if self.place == "loss":
+                    fail()
+                add = block.register_forward_hook if self.place == "forward" else block.register_full_backward_hook
+                handles.append(add(fail))
+            return model(batch)
 
-
-def _out_of_memory_in_forward(model, batch):
-    _out_of_memory_on_one_rank(model, batch, is_in_forward=True)
-
-
-def _out_of_memory_in_backward(model, batch):
-    _out_of_memory_on_one_rank(model, batch, is_in_forward=False)
-
-
-def _raise_in_the_loss(model, batch):
-    num = 0
-
-    def loss_of(model, batch):
-        nonlocal num
-        num += 1
-        if num == 4:
-            raise ValueError("asked to raise in the loss")
-        return model(batch)
-
-    with pytest.raises(ValueError, match="asked to raise"):
-        zeroamp.sensitivity(model, [batch], loss_of)
-
-
-def _raise_in_the_backward(model, batch):
-    def loss_of(model, batch):
-        loss_of.num += 1
-        model.raises = loss_of.num == 4
-        return model(batch)
-
-    loss_of.num = 0
-    with pytest.raises(ValueError, match="asked to raise"):
-        zeroamp.sensitivity(model, [batch], loss_of)
-    model.raises = False
+        expected = (zeroamp.StepError, f"sensitivity failed on rank 1: {TEXTS[self.error]}")
+        if self.ranks == BOTH:
+            expected = (ValueError, "asked to raise")
+        with pytest.raises(expected[0]) as caught:
+            zeroamp.sensitivity(model, [batch], loss_of)
+        for handle in handles:
+            handle.remove()
+        assert str(caught.value).startswith(expected[1])
+        assert num == self.run
 
 
 def _compared(options, calls):
-    *plain, _ = _steps(options, None)
-    *found, left = _steps(options, calls)
+    plain, _ = _steps(options, [_nothing] * len(calls))
+    found, left = _steps(options, calls)
     return left, _is_equal(plain, found)
 
 
@@ -305,35 +289,21 @@ def _is_equal(a, b):
     return a == b
 
 
-LEAVES = [({"stage": 0}, _measure), ({"stage": 2, "accumulation": 2}, _measure), ({"stage": 3}, _measure),
-          ({"stage": 1, "accumulation": 2, "data_types": {"grad_accum_dtype": "bf16"}}, _measure),
-          ({"stage": 3, **FP16}, _measure), ({"stage": 2}, _raise_in_the_loss), ({"stage": 3}, _raise_in_the_loss),
-          ({"stage": 0}, _out_of_memory_in_forward), ({"stage": 3}, _out_of_memory_in_forward),
-          ({"stage": 2}, _out_of_memory_in_backward), ({"stage": 3}, _out_of_memory_in_backward),
-          ({"stage": 2}, _raise_in_the_backward), ({"stage": 3}, _raise_in_the_backward)]  # fmt: skip
+LEAVES = [
+    ({"stage": 0}, [_measure, Fails(2, "forward", MEMORY), Fails(6, "backward", ValueError)]),
+    ({"stage": 1, "accumulation": 2, "data_types": {"grad_accum_dtype": "bf16"}}, [_measure, _measure]),
+    ({"stage": 2, "accumulation": 2}, [_measure, Fails(2, "backward", MEMORY), Fails(1, "loss", ValueError)]),
+    ({"stage": 2}, [Fails(4, "loss", ValueError, BOTH), Fails(4, "backward", ValueError, BOTH)]),
+    ({"stage": 3}, [Fails(1, "backward", MEMORY), _measure, Fails(2, "forward", MEMORY), Fails(7, "loss", ValueError)]),
+    ({"stage": 3}, [Fails(4, "backward", ValueError, BOTH), Fails(6, "forward", MEMORY), Fails(2, "backward", MEMORY)]),
+    ({"stage": 3, **FP16}, [_measure, Fails(5, "loss", ValueError, BOTH)]),
+]
 
 
-@pytest.mark.parametrize(("options", "calls"), LEAVES, ids=lambda value: getattr(value, "__name__", str(value)))
+@pytest.mark.parametrize(("options", "calls"), LEAVES, ids=str)
 def test_nothing_is_left_behind(ranks2, options, calls):
-    """Three steps have the same bits with a call before each, also with one that raises."""
+    """Steps have the same bits with a call before each, also with one that raises: one error on all ranks."""
     assert ranks2.run(_compared, options, calls) == [([], True)] * 2
-
-
-def _gradients_of_a_plain_loop():
-    model = _wrapped(switchable.SixModules, {"stage": 2})
-    batch = switchable.tokens(dist.get_rank())
-    model(batch).backward()
-    before = {name: (parameter.grad, parameter.grad.to_local().clone()) for name, parameter in model.named_parameters()}
-    zeroamp.sensitivity(model, [batch, batch])
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not before[name][0] or not torch.equal(parameter.grad.to_local(), before[name][1])
-    ]
-
-
-def test_gradients_that_were_there_are_put_aside(ranks2):
-    assert ranks2.run(_gradients_of_a_plain_loop) == [[], []]
 
 
 def _refusal(case):
@@ -349,6 +319,8 @@ def _refusal(case):
         model = zeroamp.wrap_model(model, config(2), auto_wrap_policy={"Linear"})
     if case == "open step":
         zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0)).backward(model(batch))
+    elif case == "after a backward":
+        model(batch).backward()
     elif case == "after a forward":
         model(batch)
     elif case == "asleep":
@@ -371,15 +343,16 @@ def _refusal(case):
 REFUSED = {
     "not wrapped": ("WrapError", "is not wrapped. Call zeroamp.wrap_model first"),
     "asleep": ("WrapError", "is asleep"),
-    "open step": ("StepError", "sensitivity was called after 1 micro-batch"),
+    "open step": ("StepError", "must be called between two optimizer steps, but embed.weight has a gradient"),
+    "after a backward": ("StepError", "but embed.weight has a gradient. Call it before training, or after a step once"),
     "after a forward": ("StepError", "must be called between two optimizer steps, but embed.weight is unsharded"),
     "no batch": ("StepError", "must be a list of batches, but is an empty list"),
     "no list": ("StepError", "must be a list of batches, but is a Tensor. Pass [batch]"),
     "one sample": ("StepError", "got one batch of 1 sample(s). Pass two batches"),
     "other shapes": ("StepError", "the shapes of batch 0 is [(4, 8)] on rank 0, but [(5, 8)] on rank 1"),
-    "fp32": ("ConfigError", "the config sets fp32 precision. Wrap the model with"),
-    "bf16": ("ConfigError", '"dtype": "bfloat16"} for the measurement, in place of "bf16".'),
-    "fp16": ("ConfigError", '"dtype": "float16"} for the measurement, in place of "fp16".'),
+    "fp32": ("ConfigError", "the config sets fp32 precision. For the measurement, wrap the model with"),
+    "bf16": ("ConfigError", "the config sets bf16 precision. For the measurement, wrap the model with"),
+    "fp16": ("ConfigError", "the config sets fp16 precision. For the measurement, wrap the model with"),
     "low weights": ("ConfigError", "cannot run up.weight in fp32, because it is frozen and stored in a low precision"),
     "no match": (
         "ConfigError",

@@ -54,8 +54,8 @@ class Runs:
         self._state, self._model, self._loss_of, self._switch = state, model, loss_of, switch
         self._device, self._num_ranks = device_of(state.mesh), dist.get_world_size(state.world)
         self._step = Step(state)
-        names = {parameter: fqn for fqn, parameter in state.root.named_parameters()}
-        self._parameters = {names[each]: each for each in self._step.gradients.averaged if each.requires_grad}
+        named, ignored = state.root.named_parameters(), state.plan.ignored_fqns
+        self._parameters = {fqn: each for fqn, each in named if each.requires_grad and fqn not in ignored}
 
     @contextmanager
     def in_fp32(self) -> Iterator[None]:

@@ -40,10 +40,11 @@ def sensitivity(
 ) -> Sensitivity:
     """Measure what low precision of each group of modules costs, and which modules to keep in fp32.
 
-    Call it on all ranks, between two optimizer steps. It runs 2 x groups + 5 forwards and backwards of all batches, and
-    a few more if it recommends groups. It takes no optimizer step: parameters, gradients, buffers, random
+    Call it on all ranks, between two optimizer steps, without gradients. It runs 2 x groups + 5 forwards and backwards
+    of all batches, and a few more if it recommends groups. It takes no optimizer step: parameters, buffers, random
     states and counters are afterwards what they were, also if it raises. Meanwhile parameters are all-gathered in fp32,
-    and each rank holds its shards of up to three fp32 gradients.
+    and each rank holds its shards of up to three fp32 gradients. An error of one rank, also of `loss_of`, is raised on
+    all: each collective waits for an exchange of errors, so the runs are slower than those of a training.
 
     Args:
         model: a wrapped model in mode `torch_autocast`, on any number of ranks.
@@ -57,8 +58,8 @@ def sensitivity(
 
     Raises:
         ConfigError: a pattern matches nothing, or the config does not use `torch_autocast`.
-        StepError: there is an unfinished optimizer step, batches are missing or differ in shape between ranks, the loss
-            in fp32 is not finite, or the run in fp32 does not fit into memory.
+        StepError: there is an unfinished optimizer step or a gradient, batches are missing or differ in shape between
+            ranks, the loss in fp32 is not finite, a run does not fit into memory, or a run failed on some ranks.
         PeerError: the backend ended a collective, because it timed out or another rank's process ended.
         WrapError: the model is not wrapped, is asleep, or has a tensor, expert or pipeline axis.
 

@@ -112,16 +112,15 @@ def test_shares_that_fp16_loses_are_counted(ranks2):
     assert small["lm_head"]["underflow"] > 0
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_planted_fault_is_found_and_recommended_alone(ranks2, stage):
-    found = measure(ranks2, switchable.Planted, {"stage": stage}, budget=0.05)
+def test_a_planted_fault_is_found_and_recommended_alone(ranks2):
+    found = measure(ranks2, switchable.Planted, {"stage": 3}, budget=0.05)
     assert next(iter(found.rows)) == "Difference"
     assert found.rows["Difference"]["gradient_change"] > 10 * found.rows["first"]["gradient_change"]
     assert found.recommended == {"zeroamp": {"overrides": [{"modules": ["Difference"], "compute": "fp32"}]}}
     assert found.recommended_change < 0.05 < found.low_change
     assert "Difference" in found.text
     assert found.json["recommended"] == found.recommended
-    again = measure(ranks2, switchable.Planted, {"stage": stage}, more=found.recommended, groups=["last"])
+    again = measure(ranks2, switchable.Planted, {"stage": 3}, more=found.recommended, groups=["last"])
     assert again.config_change == found.recommended_change, "a model that is wrapped with the block computes this"
 
 
@@ -218,11 +217,11 @@ def _state(model):
 
 
 def _nothing(model, batch):
-    """Beside the other calls: training alone."""
+    """Train without a measurement, for comparison."""
 
 
 def _measure(model, batch):
-    zeroamp.sensitivity(model, [batch], budget=1e-6)
+    zeroamp.sensitivity(model, [batch], budget=1e-6, groups=["Linear"])
 
 
 MEMORY, BOTH = torch.OutOfMemoryError, (0, 1)
@@ -291,7 +290,7 @@ def _is_equal(a, b):
 
 LEAVES = [
     ({"stage": 0}, [_measure, Fails(2, "forward", MEMORY), Fails(6, "backward", ValueError)]),
-    ({"stage": 1, "accumulation": 2, "data_types": {"grad_accum_dtype": "bf16"}}, [_measure, _measure]),
+    ({"stage": 1, "accumulation": 2, "data_types": {"grad_accum_dtype": "bf16"}}, [_measure]),
     ({"stage": 2, "accumulation": 2}, [_measure, Fails(2, "backward", MEMORY), Fails(1, "loss", ValueError)]),
     ({"stage": 2}, [Fails(4, "loss", ValueError, BOTH), Fails(4, "backward", ValueError, BOTH)]),
     ({"stage": 3}, [Fails(1, "backward", MEMORY), _measure, Fails(2, "forward", MEMORY), Fails(7, "loss", ValueError)]),
@@ -300,7 +299,7 @@ LEAVES = [
 ]
 
 
-@pytest.mark.parametrize(("options", "calls"), LEAVES, ids=str)
+@pytest.mark.parametrize(("options", "calls"), LEAVES, ids=[f"{i}, {case[0]}" for i, case in enumerate(LEAVES)])
 def test_nothing_is_left_behind(ranks2, options, calls):
     """Steps have the same bits with a call before each, also with one that raises: one error on all ranks."""
     assert ranks2.run(_compared, options, calls) == [([], True)] * 2

@@ -66,17 +66,6 @@ def batch_sizes(*, ranks: int, micro_batch_size: int, accumulation: int) -> dict
     }
 
 
-def refuse_other_options(run: Run, options: dict[str, str]) -> None:
-    """Raise ValueError if an option that a resumed run cannot change has another value than at its start."""
-    for name in ("model", "data", "seed", "seq_len", "mask_prompt", "lr"):  # the rate comes from the checkpoint
-        if (before := run.args.get(name, options[name])) != options[name]:
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(
-                f"{option} was {before} when the run began, but is {options[name]}. Pass the value from its start to "
-                "go on, or another --out to begin anew."
-            )
-
-
 def note_change(run: Run, sizes: dict[str, int]) -> str | None:
     """Set the batch sizes of a resumed run. Return a line about what changed, which the run stores too, or None."""
     before, run.batch_sizes, run.world_size = run.batch_sizes, sizes, sizes["ranks"]
@@ -86,6 +75,6 @@ def note_change(run: Run, sizes: dict[str, int]) -> str | None:
     if before[BATCH] == sizes[BATCH]:
         changes.append(f"{BATCH} is still {sizes[BATCH]}")
     else:
-        changes.append(f"set {BATCH} in the config to keep it")
+        changes.append(f"--train-batch-size {before[BATCH]} keeps it")
     run.changes.append(f"after step {len(run.losses)}: {', '.join(changes)}")
     return run.changes[-1]

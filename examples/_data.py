@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import yaml
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 # One short line for every conversation. Without it, SmolLM2's template adds a default system line of 21 tokens, which
@@ -20,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 SYSTEM_PROMPT = "Answer briefly."
 # The label that cross-entropy leaves out of the loss (torch's default ignore_index).
 IGNORED_LABEL = -100
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class DataError(ValueError):
@@ -100,6 +102,11 @@ def pack_labelled(
             "more text or a smaller --seq-len."
         )
     both = torch.tensor([tokens, labels], dtype=torch.int64)[:, : num_sequences * seq_len]
+    if (both[1] == IGNORED_LABEL).all():
+        raise DataError(
+            f"--mask-prompt: the {name} part has no answer of an assistant, and only answers would be trained on. Add "
+            "answers to --data, or leave --mask-prompt out."
+        )
     return both.view(2, num_sequences, seq_len).transpose(0, 1)
 
 
@@ -213,12 +220,20 @@ def read_jsonl(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Document]
     Raises DataError for a line in another form; the error names the line.
     """
     if not path.is_file():
-        raise DataError(f"--data {path}: no such file. Pass a JSON-lines file, or leave --data out for the corpus.")
+        found = "is a folder" if path.is_dir() else "no such file"
+        raise DataError(f"--data {path}: {found}. Pass a JSON-lines file, or leave --data out for the corpus.")
     documents = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                documents.append(_jsonl_document(line, f"{path}, line {number}", tokenizer))
+                where = f"{path}, line {number}"
+                try:
+                    documents.append(_jsonl_document(line, where, tokenizer))
+                except TemplateError as error:
+                    raise DataError(
+                        f"{where}: the tokenizer's chat template refuses this conversation ({error}). Change its roles "
+                        "and their order, or the template. Questions and answers begin with a system message."
+                    ) from error
     return documents
 
 
@@ -226,7 +241,7 @@ def _jsonl_document(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not valid JSON ({error}). Write one JSON object per line.") from error
+        raise DataError(f"{where}: not valid JSON ({error.msg}). Write one JSON object per line.") from error
     match record:
         case {"text": str(text)} if text:
             return Document(key=text, text=text + (tokenizer.eos_token or ""))
@@ -237,16 +252,17 @@ def _jsonl_document(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -
             return _document([*asked, messages[0]["content"]][0], messages, tokenizer)
     found = f"keys {sorted(record)}" if isinstance(record, dict) else f"a JSON {type(record).__name__}"
     if isinstance(record, dict) and isinstance(record.get("messages"), list):
-        wrong = next((each for each in record["messages"] if not _is_message(each)), "no message")
-        found = f"among its messages {json.dumps(wrong)}"
+        wrong = next((each for each in record["messages"] if not _is_message(each)), None)
+        found = "no message" if wrong is None else f"among its messages {json.dumps(wrong)}"
     raise DataError(
-        f'{where} must be {{"text": "…"}}, {{"question": "…", "answer": "…"}} or {{"messages": [{{"role": "user", '
-        f'"content": "…"}}, …]}}, with non-empty strings, but has {found}. Correct or remove the line.'
+        f'{where} must be {{"text": "…"}} or {{"question": "…", "answer": "…"}} with non-empty strings, or '
+        f'{{"messages": [{{"role": "user", "content": "…"}}, …]}} with the roles {", ".join(ROLES)}, but has {found}. '
+        "Correct or remove the line."
     )
 
 
 def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(field), str) for field in ("role", "content"))
+    return isinstance(message, dict) and message.get("role") in ROLES and isinstance(message.get("content"), str)
 
 
 def _read_chatterbot(tokenizer: PreTrainedTokenizerBase) -> list[Document]:

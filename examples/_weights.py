@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -59,7 +60,15 @@ def build_model(name: str, *, seed: int) -> tuple[PreTrainedModel, PreTrainedTok
     if name in (TINY, SMOLLM2):
         return *load_model(name, seed=seed), None
     files = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
-    folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=files))
+    folder = Path(name)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=files))
+        except HFValidationError as error:
+            raise WeightsError(
+                f"--model {name}: no such folder, and no name of the hub ({error}). Pass a folder with a config.json "
+                f"and safetensors, a name like owner/model, {SMOLLM2} or {TINY}."
+            ) from error
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     return model, AutoTokenizer.from_pretrained(folder), folder

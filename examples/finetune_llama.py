@@ -18,7 +18,6 @@ or hub name. `docs/tutorial.md` goes from own data to an answer. For Llama 3 8B 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -28,13 +27,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _checkpoints import BATCH, CHECKPOINTS, StopSignal, batch_sizes, note_change, refuse_other_options, resume
-from _data import Document, labelled_batches, pack_labelled, read_documents, split_documents
+from _checkpoints import BATCH, CHECKPOINTS, StopSignal, batch_sizes, note_change, resume
+from _data import IGNORED_LABEL, DataError, Document, labelled_batches, pack_labelled, read_documents, split_documents
 from _evaluation import answer, held_out_loss
 from _launch import COLLECTIVE_TIMEOUT, start_process_group
 from _optimizer import optimizer_and_scheduler
+from _options import OptionError, notes_on_start, options_of, positive_int, read_config, refuse_other_options
 from _output import Run, plot_losses, wandb_log
-from _weights import FROM_4_BITS, SMOLLM2, build_model
+from _weights import FROM_4_BITS, SMOLLM2, WeightsError, build_model
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import PreTrainedTokenizerBase
 
@@ -52,7 +52,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Read the command line, train, and save."""
     args = parse_arguments(arguments)
     device = start_process_group(timedelta(seconds=args.timeout))
-    finetune(args, device)
+    try:
+        finetune(args, device)
+    except (DataError, OptionError, WeightsError, zeroamp.ConfigError) as error:  # the user's to mend: no traceback
+        raise SystemExit(f"rank {dist.get_rank()}: {error}") from error
     dist.destroy_process_group()
 
 
@@ -91,11 +94,13 @@ def finetune(
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / LEDGER_FILE).write_text(f"{zeroamp.explain(model)}\n", encoding="utf-8")
         print(f"{zeroamp.explain(model).summary()}\nThe whole ledger is in {args.out / LEDGER_FILE}.\n")
+        num_labels = [int((rows[:, 1] != IGNORED_LABEL).sum()) for rows in (train_rows, held_out_rows)]
         print(f"{len(train_rows)} training and {len(held_out_rows)} held-out sequences of {args.seq_len} tokens")
+        print("{} of the training tokens have a label, {} of the held-out ones".format(*num_labels))
         epochs = args.steps * sizes[BATCH] / len(train_rows)
         print(f"{args.steps} steps of {sizes[BATCH]} sequences are {epochs:.1f} epochs")
     run = resume(model, train, args.resume, args.out / CHECKPOINTS)
-    options = {name: str(value) for name, value in vars(args).items()}
+    options = options_of(args)
     if run is None:
         run = Run(args=options, world_size=world_size, batch_sizes=sizes)
         run.held_out_before, run.answers = evaluate(), ask()
@@ -107,6 +112,9 @@ def finetune(
         change = note_change(run, sizes)
         if rank == 0:
             print(f"resuming after step {len(run.losses)}", *filter(None, [change]), sep="\n", flush=True)
+    for note in notes_on_start(run, options, getattr(model.config, "max_position_embeddings", None)):
+        if rank == 0:
+            print(f"note: {note}", flush=True)
     with zeroamp.RunReport(train, args.out / RUN_FILE):
         is_complete = train_loop(model, train, train_rows, args, device, run, evaluate, on_save)
     if not is_complete:
@@ -200,17 +208,6 @@ def load_rows(
     return packed(train, name="training"), packed(held_out, name="held-out")[: args.eval_sequences], train[0]
 
 
-def read_config(args: argparse.Namespace) -> dict[str, object]:
-    """The config in the file --config, with the batch sizes of the command line."""
-    config = json.loads(args.config.read_text(encoding="utf-8"))
-    asked = {
-        "train_batch_size": args.train_batch_size,
-        "train_micro_batch_size_per_gpu": args.micro_batch_size,
-        "gradient_accumulation_steps": args.grad_accum,
-    }
-    return config | {key: value for key, value in asked.items() if value is not None}
-
-
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line. `make demo` takes fewer steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -244,14 +241,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     if args.seq_len < 2:
         parser.error("--seq-len 1: a sequence predicts each token from the ones before it; give 2 or more")
     return args
-
-
-def positive_int(text: str) -> int:
-    """An integer of at least 1, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"found {value}; give 1 or more")
-    return value
 
 
 if __name__ == "__main__":

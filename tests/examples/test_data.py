@@ -121,6 +121,11 @@ def test_a_conversation_is_known_by_its_first_question(tokenizer, tmp_path):
         ("{", "not valid JSON"),
         ("[1]", "but has a JSON list"),
         ('{"messages": [{"role": "user", "content": "a"}, "b"]}', r'but has among its messages "b"\.'),
+        (
+            '{"messages": [{"role": "usr", "content": "a"}]}',
+            r'the roles system, .* but has among its messages \{"role": "u',
+        ),
+        ('{"messages": []}', r"but has no message\."),
     ],
 )
 def test_a_json_line_of_no_kind_is_refused_by_its_number(tokenizer, tmp_path, line, found):
@@ -129,10 +134,13 @@ def test_a_json_line_of_no_kind_is_refused_by_its_number(tokenizer, tmp_path, li
         _data.read_jsonl(path, tokenizer)
 
 
-def _without_template():
+def _with_template(template):
     tokenizer = _weights.load_model("tiny", seed=0)[1]
-    tokenizer.chat_template = None
+    tokenizer.chat_template = template
     return tokenizer
+
+
+_without_template = partial(_with_template, None)
 
 
 REFUSED = {
@@ -152,6 +160,23 @@ REFUSED = {
     ),
     "a missing file": (
         lambda folder: _data.read_documents(folder / "none.jsonl", _without_template()), r"none\.jsonl: no such file",
+    ),
+    "a folder": (lambda folder: _data.read_documents(folder, _without_template()), "is a folder"),
+    "a conversation that the chat template refuses": (
+        lambda folder: _data.read_documents(
+            write(folder, '{"question": "a", "answer": "b"}'), _with_template("{{ raise_exception('no system') }}")
+        ),
+        "line 1: the tokenizer's chat template refuses .*no system",
+    ),
+    "answers only, and none": (
+        lambda folder: _data.pack_labelled(
+            _data.read_documents(
+                write(folder, '{"messages": [{"role": "user", "content": "a"}]}'),
+                _with_template(_weights.CHATML_TEMPLATE),
+            ),
+            _with_template(_weights.CHATML_TEMPLATE), seq_len=2, name="training", mask_prompt=True,
+        ),
+        "the training part has no answer",
     ),
     "questions without a chat template": (
         lambda folder: _data.read_documents(write(folder, '{"question": "a", "answer": "b"}'), _without_template()),

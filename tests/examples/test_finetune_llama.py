@@ -1,5 +1,6 @@
 """The fine-tuning example: its whole path at tiny size as its users start it, and its parts."""
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -16,10 +17,10 @@ if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is No
 
 # The example's files import each other as scripts do, from the folder of the script that runs.
 sys.path.insert(0, str(EXAMPLES))
-import _checkpoints  # noqa: E402
 import _data  # noqa: E402
 import _evaluation  # noqa: E402
 import _optimizer  # noqa: E402
+import _options  # noqa: E402
 import _output  # noqa: E402
 import _weights  # noqa: E402
 import finetune_llama  # noqa: E402
@@ -153,13 +154,42 @@ def test_a_question_is_asked_as_the_data_ask(template):
     assert _evaluation.answer(model, tokenizer, None, example, torch.device("cpu")) == []
 
 
-def test_a_resumed_run_refuses_other_options():
+def test_a_resumed_run_refuses_other_options(tmp_path):
     """A run of an earlier version, which did not store an option, may have it."""
     run = _output.Run(args={"lr": "0.1", "seed": "0"}, world_size=1)
-    options = {**run.args, "model": "tiny", "data": "a.jsonl", "seq_len": "8", "mask_prompt": "False"}
-    _checkpoints.refuse_other_options(run, options)
+    given = argparse.Namespace(
+        config=tmp_path / "a.json",
+        data=tmp_path / "a.jsonl",
+        model="tiny",
+        seq_len=8,
+        warmup=1,
+        mask_prompt=False,
+        lr=0.1,
+        seed=0,
+        steps=2,
+        **dict.fromkeys(_options.BATCH_SIZES.values()),
+    )
+    given.config.write_text('{"zero_optimization": {"stage": 3}}')
+    given.data.write_text("one")
+    options = _options.options_of(given)
+    _options.refuse_other_options(run, options)
+    assert list(_options.notes_on_start(run, options, 8)) == []
     with pytest.raises(ValueError, match=r"--lr was 0.1 when the run began, but is 1.0. Pass the value"):
-        _checkpoints.refuse_other_options(run, options | {"lr": "1.0"})
+        _options.refuse_other_options(run, options | {"lr": "1.0"})
+    run.args, run.losses = options, [0.0] * 3
+    given.data = given.data.rename(tmp_path / "moved.jsonl")
+    _options.refuse_other_options(run, _options.options_of(given))
+    given.data.write_text("another")
+    with pytest.raises(ValueError, match="content of --data was"):
+        _options.refuse_other_options(run, _options.options_of(given))
+    given.config.write_text('{"bf16": {"enabled": true}}')
+    given.steps = 3
+    notes = list(_options.notes_on_start(run, _options.options_of(given), 4))
+    for text, note in zip(("--seq-len 8", "bf16, zero_opt", "--steps was 2", "nothing more"), notes, strict=True):
+        assert text in note
+    given.config.write_text("{")
+    with pytest.raises(ValueError, match="a.json: not valid JSON"):
+        _options.options_of(given)
 
 
 def test_wandb_gets_the_steps_of_a_run(monkeypatch):

@@ -13,6 +13,7 @@ from zeroamp.hooks._torch.dtensor import split_dim
 from zeroamp.planning.mesh import shard_size
 from zeroamp.planning.mesh_axes import MeshAxes
 from zeroamp.planning.plan import Plan
+from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import WrapError
 from zeroamp.policies.extensions import extensions_of
 from zeroamp.policies.policy import Policy
@@ -48,6 +49,8 @@ def _of_pipeline(plan: Plan) -> Iterator[str]:
     if plan.replicated is not None:
         yield f"the 0-D parameter {plan.replicated.params[0].fqn}"
     yield from (extension.needs_train_step for extension in plan.extensions if extension.needs_train_step)
+    if (dtype := plan.policy.grad_accum_dtype) != torch.float32 and torch.__version__ >= (2, 15):  # type: ignore[operator]
+        yield f"data_types.grad_accum_dtype {short_name(dtype)} on torch 2.15, where autograd sums"
     if plan.policy.offload.to_cpu:
         yield "zero_optimization.offload_param"
 

@@ -13,9 +13,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.fsdp import all_gathering_as_stored, end_failed_backward
+from zeroamp.hooks.collectives.collective_calls import issue
+from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.ledger.observed_step import call, leaves_no_trace
 from zeroamp.measured_precision.switch import PrecisionSwitch
-from zeroamp.measured_precision.together import run_together, sum_over_ranks
+from zeroamp.measured_precision.together import run_together
 from zeroamp.planning.mesh import device_of, local_part, num_copies
 from zeroamp.policies.errors import StepError
 from zeroamp.training.loss import loss_of as loss_of_output
@@ -102,7 +104,7 @@ class Runs:
                     "the first run have parameters and activations in fp32. Other groups= need as much."
                 ) from error
             raise
-        return Run(float(sum_over_ranks(loss, self._state.world)) / self._num_ranks, shards)
+        return Run(float(self._sum(loss)) / self._num_ranks, shards)
 
     def _backward(self, batch: Any, num_batches: int) -> torch.Tensor:
         """Run one forward and backward, and return the loss, divided by the number of batches."""
@@ -112,7 +114,7 @@ class Runs:
         self._step.run_backward(self._step.scaler.scale_loss(loss), last=True)
         self._step.finish()
         if (whole := self._step.gradients.replicated) is not None:
-            sums = sum_over_ranks(torch.cat(whole.statistics(self._device)), self._state.world)
+            sums = self._sum(torch.cat(whole.statistics(self._device)))
             whole.set_gradients(sums, self._num_ranks)
         return loss.detach()
 
@@ -126,7 +128,7 @@ class Runs:
             difference = gradient.get(fqn, zero) - others.get(fqn, zero)
             square = torch.linalg.vector_norm(difference, dtype=torch.float64).square()
             squares.append(square.to(self._device) / num_copies(parameter, self._num_ranks))
-        sums = sum_over_ranks(torch.stack(squares), self._state.world)
+        sums = self._sum(torch.stack(squares))
         return dict(zip(self._parameters, sums.tolist(), strict=True))
 
     @torch.no_grad()
@@ -138,6 +140,13 @@ class Runs:
             low = (shard * self._step.scaler.scale).to(dtype)
             lost = [shard.numel(), int(low.isinf().sum()), int(((low == 0) & (shard != 0)).sum())]
             counts += torch.tensor(lost) / num_copies(self._parameters[fqn], self._num_ranks)
-        counts = sum_over_ranks(counts.to(self._device), self._state.world)
+        counts = self._sum(counts.to(self._device))
         num, overflow, underflow = counts.tolist()
         return {"overflow": overflow / max(num, 1), "underflow": underflow / max(num, 1)}
+
+    def _sum(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Replace a tensor by its sum over the ranks, and return it."""
+        group = self._state.world
+        issued = IssuedCollective("all_reduce", numbers, "sensitivity", group)
+        issue(lambda: dist.all_reduce(numbers, group=group), issued, ())
+        return numbers

@@ -7,6 +7,7 @@
 | `zeroamp.dry_run.traced_micro_batch` | the same | allocations and frees, for `zeroamp plan` |
 | `zeroamp.hooks.observers.observed_dtypes` | a wrapped model | compute dtypes, for `Ledger.verify` |
 | `zeroamp.ledger.dtype_reads` | the same, in another run | weights whose dtype the model reads |
+| `zeroamp.measured_precision.switch` | the same, in fp32 | FLOPs of groups of modules, for `sensitivity` |
 | `zeroamp.cli.observed` | a script | bytes of collectives, for `zeroamp compare` |
 """
 

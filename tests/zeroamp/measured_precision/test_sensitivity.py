@@ -259,7 +259,12 @@ class Fails:
                     fail()
                 add = block.register_forward_hook if self.place == "forward" else block.register_full_backward_hook
                 handles.append(add(fail))
-            return model(batch)
+            try:
+                return model(batch)
+            except self.error:
+                raise
+            except Exception as error:  # that another rank has failed
+                raise RuntimeError("replaced by the loop") from error
 
         expected = (zeroamp.StepError, f"sensitivity failed on rank 1: {TEXTS[self.error]}")
         if self.ranks == BOTH:

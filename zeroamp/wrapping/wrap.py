@@ -140,9 +140,7 @@ def wrap_model(
     world = None if axes is None else process_group(axes.whole)
 
     def build() -> Plan:
-        asked = as_policy(policy)
-        if axes is not None and axes.stages is not None:
-            asked = replace(asked, is_of_pipeline=True)
+        asked = replace(as_policy(policy), is_of_pipeline=axes is not None and axes.stages is not None)
         check_device(asked, device_type)
         return build_plan(model, asked, auto_wrap_policy, example_inputs, device_type, ignored_params)
 

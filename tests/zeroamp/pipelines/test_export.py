@@ -196,7 +196,7 @@ def _no_memory(*_args):
         ("the disk is full", "No space left on device"),
     ],
 )
-def test_an_error_of_one_rank_is_raised_on_all_and_old_weights_stay(ranks4, tmp_path, how, text):
+def test_one_ranks_error_is_raised_on_all_and_old_weights_stay(ranks4, tmp_path, how, text):
     save_file({"old": torch.ones(1)}, tmp_path / "model.safetensors")
     before = (tmp_path / "model.safetensors").read_bytes()
     for found in ranks4.run(_not_exported, how, str(tmp_path)):

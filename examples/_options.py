@@ -45,7 +45,7 @@ def options_of(args: argparse.Namespace) -> dict[str, str]:
     config = {key: value for key, value in read_config(args).items() if key not in BATCH_SIZES}
     content = "" if args.data is None else hashlib.sha256(args.data.read_bytes()).hexdigest()
     options = {name: str(value) for name, value in vars(args).items()}
-    return options | {"config": json.dumps(config), "content of --data": content}
+    return options | {"content of --config": json.dumps(config), "content of --data": content}
 
 
 def refuse_other_options(run: Run, options: dict[str, str]) -> None:
@@ -64,7 +64,8 @@ def notes_on_start(run: Run, options: dict[str, str], max_length: int | None) ->
     """Yield lines about what the user may not have meant, at a first start or a later one."""
     if max_length is not None and int(options["seq_len"]) > max_length:
         yield f"--seq-len {options['seq_len']} is more than the {max_length} tokens that the model was made for"
-    before, now = (json.loads(each.get("config", options["config"])) for each in (run.args, options))
+    config = "content of --config"
+    before, now = (json.loads(each.get(config, options[config])) for each in (run.args, options))
     if changed := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
         yield f"the config has other values than when the run began: {', '.join(changed)}"
     if (steps := run.args.get("steps", options["steps"])) != options["steps"]:

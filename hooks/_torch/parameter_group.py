@@ -234,10 +234,11 @@ class ParameterGroup:
             unsharded = getattr(parameter, "unsharded_param", None)
             if unsharded is None:
                 return None
-            if parameter.unsharded_accumulated_grad is not None:
+            gradient, total = unsharded.grad, parameter.unsharded_accumulated_grad
+            if total is not None and total is not gradient:  # from torch 2.15 on it is autograd's gradient
                 has_sums = True
                 used.append(index)
-            elif unsharded.grad is not None:
+            elif gradient is not None:
                 used.append(index)
             elif unsharded.requires_grad:
                 lacks_gradient = True

@@ -65,7 +65,8 @@ def load_function(source: str, option: str) -> Callable[..., Any]:
     """
     module, _, name = source.rpartition(":")
     if not module or not name:
-        raise WrapError(f"{option} {source} names no function. {_what_to_write(source, option)}")
+        other = "is no folder and " if option == "--model" else ""
+        raise WrapError(f"{option} {source} {other}names no function. {_what_to_write(source, option)}")
     file = Path(module) if module.endswith(".py") else None
     for folder in (Path.cwd(), *([] if file is None else [file.resolve().parent])):
         if str(folder) not in sys.path:

@@ -133,13 +133,16 @@ def test_the_file_itself_runs_with_real_tensors(python_file):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("organisation/model", "names no function. .* hf download organisation/model config.json --local-dir model$"),
-        ("some_file.py", r"names no function. Write some_file.py:function\.$"),
+        (
+            "organisation/model",
+            "is no folder and names no function. .* hf download organisation/model config.json --local-dir ",
+        ),
+        ("some_file.py", r"is no folder and names no function. Write some_file.py:function\.$"),
         (
             "module:",
-            "names no function. Name a folder with a transformers config.json, or write package.module:function",
+            "is no folder and names no function. Name a folder with a transformers config.json, or write package.mod",
         ),
-        (":factory", "names no function. Name a folder"),
+        (":factory", "is no folder and names no function. Name a folder"),
         ("no/such.py:build", "must be a folder with a transformers config.json, package.module:function or"),
     ],
 )

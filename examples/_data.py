@@ -28,6 +28,10 @@ class DataError(ValueError):
     """The given text cannot be used for training. The message names the place, the problem and the remedy."""
 
 
+class _TemplateError(DataError):
+    """A chat template refuses a conversation."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
     """One piece of text. Documents with the same `key` are all held out, or all trained on."""
@@ -104,8 +108,8 @@ def pack_labelled(
     both = torch.tensor([tokens, labels], dtype=torch.int64)[:, : num_sequences * seq_len]
     if (both[1] == IGNORED_LABEL).all():
         raise DataError(
-            f"--mask-prompt: the {name} part has no answer of an assistant, and only answers would be trained on. Add "
-            "answers to --data, or leave --mask-prompt out."
+            f"--mask-prompt: the {name} part has no answer of an assistant in its full rows, and only answers would be "
+            "trained on. Add answers to --data, pass a smaller --seq-len, or leave --mask-prompt out."
         )
     return both.view(2, num_sequences, seq_len).transpose(0, 1)
 
@@ -229,11 +233,8 @@ def read_jsonl(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Document]
                 where = f"{path}, line {number}"
                 try:
                     documents.append(_jsonl_document(line, where, tokenizer))
-                except TemplateError as error:
-                    raise DataError(
-                        f"{where}: the tokenizer's chat template refuses this conversation ({error}). Change its roles "
-                        "and their order, or the template. Questions and answers begin with a system message."
-                    ) from error
+                except _TemplateError as error:
+                    raise DataError(f"{where}: {error}") from error
     return documents
 
 
@@ -301,4 +302,10 @@ def _render(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBa
             "data: questions and answers need a tokenizer with a chat template, but this model's tokenizer has none. "
             'Pass a chat model with --model, or lines with "text" in --data.'
         )
-    return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except (TemplateError, ValueError) as error:  # a ValueError: no message
+        raise _TemplateError(
+            f"the tokenizer's chat template refuses a conversation ({error}). Change its roles and their order, or the "
+            "template. Questions with answers begin with a system message; --mask-prompt renders their beginnings."
+        ) from error

@@ -36,6 +36,8 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
         config = json.loads(args.config.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise OptionError(f"--config {args.config}: not valid JSON ({error}). Correct the file.") from error
+    if not isinstance(config, dict):
+        raise OptionError(f"--config {args.config}: must be a JSON object, but is a {type(config).__name__}.")
     asked = {key: getattr(args, option) for key, option in BATCH_SIZES.items()}
     return config | {key: value for key, value in asked.items() if value is not None}
 
@@ -50,14 +52,20 @@ def options_of(args: argparse.Namespace) -> dict[str, str]:
 
 def refuse_other_options(run: Run, options: dict[str, str]) -> None:
     """Raise OptionError if an option that a resumed run cannot change has another value than at its start."""
-    # Learning rates are the checkpoint's. A file may have moved, but has the same content.
-    for name in ("model", "content of --data", "seed", "seq_len", "mask_prompt", "lr", "warmup"):
+    # Learning rates are the checkpoint's.
+    for name in ("model", "seed", "seq_len", "mask_prompt", "lr", "warmup"):
         if (before := run.args.get(name, options[name])) != options[name]:
-            option = name if " " in name else f"--{name.replace('_', '-')}"
             raise OptionError(
-                f"{option} was {before} when the run began, but is {options[name]}. Pass the value from its start to "
-                "go on, or another --out to begin anew."
+                f"--{name.replace('_', '-')} was {before} when the run began, but is {options[name]}. Pass the value "
+                "from its start to go on, or another --out to begin anew."
             )
+    # The file may have moved. An older run stored its path alone.
+    name = "content of --data" if "content of --data" in run.args else "data"
+    if run.args.get(name, options[name]) != options[name]:
+        raise OptionError(
+            f"--data {options['data']} has other content than --data {run.args['data']} when the run began. Pass that "
+            "data to go on, or another --out to begin anew."
+        )
 
 
 def notes_on_start(run: Run, options: dict[str, str], max_length: int | None) -> Iterator[str]:

@@ -122,7 +122,7 @@ class Policy:
     optimizer: OptimizerBlock | None
     scheduler: SchedulerBlock | None
 
-    is_of_pipeline: bool = False
+    is_of_pipeline: bool = field(default=False, compare=False)
     """Whether the policy is that of a part of a pipeline, whose schedule sums micro-batches unsharded at all stages.
     `wrap_model` sets it."""
 

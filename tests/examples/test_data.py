@@ -166,7 +166,7 @@ REFUSED = {
         lambda folder: _data.read_documents(
             write(folder, '{"question": "a", "answer": "b"}'), _with_template("{{ raise_exception('no system') }}")
         ),
-        "line 1: the tokenizer's chat template refuses .*no system",
+        "line 1: the tokenizer's chat template refuses a conversation .*no system",
     ),
     "answers only, and none": (
         lambda folder: _data.pack_labelled(

@@ -180,7 +180,7 @@ def test_a_resumed_run_refuses_other_options(tmp_path):
     given.data = given.data.rename(tmp_path / "moved.jsonl")
     _options.refuse_other_options(run, _options.options_of(given))
     given.data.write_text("another")
-    with pytest.raises(ValueError, match="content of --data was"):
+    with pytest.raises(ValueError, match="moved.jsonl has other content than"):
         _options.refuse_other_options(run, _options.options_of(given))
     given.config.write_text('{"bf16": {"enabled": true}}')
     given.steps = 3

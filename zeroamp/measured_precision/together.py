@@ -1,8 +1,8 @@
 """Ends a run on all ranks if it fails on one of them, and raises one error on all.
 
 A rank that raises in a forward or backward leaves the others in a collective that never ends. So before each collective
-of the run, and at its end, the ranks compare their errors. A rank that has failed does so where it would have made its
-next collective, and the others stop there.
+of the run, and at its end, the ranks compare their errors. A failed rank makes this comparison in place of its next
+collective, and the others stop there.
 """
 
 from collections.abc import Callable
@@ -34,13 +34,14 @@ class _StopsWithOthers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the op; before a collective, compare errors with the other ranks."""
-        if "c10d" in func.namespace and not self.have_same_error(""):
+        # A run that has caught this error meets it again: the other ranks make no further collective of the run.
+        if "c10d" in func.namespace and (self.is_stopped or not self.have_same_error("")):
             self.is_stopped = True
             raise _OtherRankError
         return run_op(func, args, kwargs or {})
 
     def have_same_error(self, text: str) -> bool:
-        """Return whether all ranks have failed with this text, or none if it is ""."""
+        """Return whether all ranks have failed with this text; with "", whether no rank has failed."""
         return is_alike({"error": text}, "sensitivity", self._group, self._device)
 
 

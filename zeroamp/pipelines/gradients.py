@@ -160,6 +160,11 @@ def is_counted(weight: torch.Tensor) -> bool:
     return bool(_tied.get(weight, True))  # type: ignore[no-untyped-call]
 
 
+def is_summed(weight: torch.Tensor) -> bool:
+    """Return whether `sum_tied_gradients` got the weight."""
+    return weight in _tied
+
+
 def _local_gradient(weight: nn.Parameter) -> torch.Tensor:
     """Return this rank's shard of the gradient; zeros, which become the gradient, if there is none."""
     if weight.grad is None:

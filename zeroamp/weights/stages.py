@@ -6,6 +6,7 @@ are of one part are all-gathered in buckets by the ranks of its stage. These ran
 the stages. Before that, all ranks exchange the bucket's names and shapes: an error of one rank is raised on all.
 """
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain, groupby
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroamp.pipelines.gradients import is_counted
+from zeroamp.pipelines.gradients import is_counted, is_summed
 from zeroamp.planning.mesh import device_of, is_first_rank
 from zeroamp.policies.errors import CheckpointError
 from zeroamp.rank_group import RankGroup
@@ -44,9 +45,13 @@ def weights_of_stages(
     models, stages, mesh = models_of(state), state.axes.stages, state.axes.whole
     stage = 0 if stages is None else stages.get_local_rank()
     own: dict[str, Weight] = {}
+    copies: list[tuple[str, str]] = []
 
     def find() -> list[tuple[Place, str, bool]]:
         found = []
+        if is_first_rank(state.mesh):
+            for model in models:
+                copies.extend(_untrained_copies(model))
         for number, model in enumerate(models):
             for weight in filter(partial(_is_first_copy, model), find_weights(model)):
                 names = weight.written_names if is_published else weight.names[:1]
@@ -55,6 +60,7 @@ def weights_of_stages(
         return found if is_first_rank(state.mesh) else []  # the ranks of one stage have the same parts
 
     places = _places(chain.from_iterable(RankGroup.for_saving(mesh, call).run(find)))
+    _refuse_different_copies(chain.from_iterable(RankGroup.for_saving(mesh, call).run(lambda: copies)))
     for (number, source), names in groupby(_in_order_of_model(places), key=places.__getitem__):
         outline = outline_of_model(models[number]) if is_published and source == stage else None
         named = [(name, own[name]) for name in names if source == stage]
@@ -76,12 +82,34 @@ def weights_of_stages(
 
 
 def _is_first_copy(model: Any, weight: Weight) -> bool:
-    """Return whether a weight is written. The second copy of a weight that two stages have is not.
+    """Return whether a weight is written. The second copy of a weight that two stages have is not written.
 
-    transformers lists the names that are tied to another one. `sum_tied_gradients` gets both copies of others.
+    transformers lists the names that are tied to another one. Other copies are known once `sum_tied_gradients` got
+    them.
     """
     tied = getattr(model, "all_tied_weights_keys", None)
     return not all(name in tied for name in weight.names) if tied else is_counted(weight.tensor)
+
+
+def _untrained_copies(model: Any) -> Iterator[tuple[str, str]]:
+    """Yield (name of the tied weight, SHA-256 of the shard) of copies that `sum_tied_gradients` did not get."""
+    tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    for weight in find_weights(model) if tied else ():
+        for name in {tied.get(name, name) for name in weight.names} & {*tied.values()}:
+            if not is_summed(weight.tensor):
+                shard = weight.local.detach().cpu().contiguous().flatten().view(torch.uint8)
+                yield name, hashlib.sha256(shard.numpy().tobytes()).hexdigest()
+
+
+def _refuse_different_copies(found: Iterable[tuple[str, str]]) -> None:
+    """Raise CheckpointError if two stages trained copies of a tied weight apart: only one of them would be written."""
+    shards: dict[str, str] = {}
+    for name, digest in found:
+        if shards.setdefault(name, digest) != digest:
+            raise CheckpointError(
+                f"Two stages have copies of the tied weight {name} with different values, so that one would be lost. "
+                "Call zeroamp.sum_tied_gradients in each optimizer step, which trains them as one weight."
+            )
 
 
 def _take(buckets: Iterator[Bucket], outline: Any, bucket: Bucket) -> list[tuple[str, torch.Size, torch.dtype]]:

@@ -156,6 +156,22 @@ def test_parts_of_a_transformers_model_are_written_as_the_whole_one(ranks4, tmp_
         assert (ours / name).read_bytes() == (whole / name).read_bytes(), name
 
 
+def _copies_trained_apart():
+    mesh = mesh_of(**DATA)
+    part = zeroamp.wrap_model(_llama_part(mesh["pp"].get_local_rank(), True), {}, mesh["dp"])
+    if mesh["pp"].get_local_rank() == 1:
+        with torch.no_grad():
+            part.lm_head.weight.add_(1.0)
+    train = zeroamp.PipelineStep([part], _optimizer([part]))
+    with pytest.raises(zeroamp.CheckpointError, match="copies of the tied weight model.embed_tokens.weight with diff"):
+        next(zeroamp.iter_weights(train.model))
+
+
+def test_copies_that_were_trained_apart_are_an_error_on_all_ranks(ranks4):
+    pytest.importorskip("transformers", reason="the model is transformers'")
+    ranks4.run(_copies_trained_apart)
+
+
 def _not_exported(how, folder):
     """The text of the error of an export that fails, on this rank."""
     mesh = mesh_of(**DATA)

@@ -33,5 +33,5 @@ def unsharded_accumulation(policy: Policy) -> torch.dtype:
 
 
 def sharded_accumulation(policy: Policy) -> torch.dtype:
-    """Return the dtype in which sharded gradients are summed over several micro-batches; fp32 if there is no such sum."""
+    """Return the dtype in which sharded gradients are summed over several micro-batches; fp32 where none are summed."""
     return policy.grad_accum_dtype if policy.stage >= 2 and not policy.is_of_pipeline else torch.float32

@@ -85,7 +85,7 @@ test-torch-%: .venv-torch-%/.installed
 	touch $@
 
 ON_FSDP2 := tests/hooks tests/zeroamp/planning tests/zeroamp/wrapping tests/zeroamp/checkpoint tests/zeroamp/meshes \
-	tests/zeroamp/training/test_parity.py tests/zeroamp/training/test_plain_loop.py tests/zeroamp/training/test_step.py
+	tests/zeroamp/training tests/zeroamp/pipelines tests/zeroamp/weights tests/test_host_time.py
 FOR_FSDP2 := --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'pytest-xdist>=3.8' 'safetensors>=0.8' 'transformers>=5.0'
 
 # The same on the newest torch, which each run looks for. First it checks the private names of torch, and names each one that is gone, with its reason.

@@ -205,10 +205,7 @@ def discard_unsharded_gradients(units: Iterable[FSDPModule]) -> None:
 
 
 def end_failed_backward(root: FSDPModule) -> None:
-    """End a backward that raised, if one did: FSDP2 would not end the next one. All gradients are discarded.
-
-    Otherwise nothing changes, except that groups are resharded.
-    """
+    """Discard unsharded gradients and, if a backward raised, end it: FSDP2 would not end the next one."""
     discard_unsharded_gradients(units_of(cast(nn.Module, root)))
     if hasattr(FSDPModule, "reset_iter_state"):
         FSDPModule.reset_iter_state(root)  # the class's: the method on the instance also resets zeroamp's state

@@ -45,22 +45,23 @@ def weights_of_stages(
     models, stages, mesh = models_of(state), state.axes.stages, state.axes.whole
     stage = 0 if stages is None else stages.get_local_rank()
     own: dict[str, Weight] = {}
-    copies: list[tuple[str, str]] = []
 
-    def find() -> list[tuple[Place, str, bool]]:
-        found = []
-        if is_first_rank(state.mesh):
-            for model in models:
-                copies.extend(_untrained_copies(model))
+    def find() -> tuple[list[tuple[Place, str, bool]], list[tuple[str, str]]]:
+        found: list[tuple[Place, str, bool]] = []
+        copies: list[tuple[str, str]] = []
         for number, model in enumerate(models):
-            for weight in filter(partial(_is_first_copy, model), find_weights(model)):
+            weights = list(find_weights(model))
+            for weight in filter(partial(_is_first_copy, model), weights):
                 names = weight.written_names if is_published else weight.names[:1]
                 own.update((name, weight) for name in names)
                 found += [((number, stage), name, weight.is_parameter) for name in names]
-        return found if is_first_rank(state.mesh) else []  # the ranks of one stage have the same parts
+            if is_first_rank(state.mesh):
+                copies += _unsummed_copies(model, weights)
+        return (found, copies) if is_first_rank(state.mesh) else ([], [])  # the ranks of one stage have the same parts
 
-    places = _places(chain.from_iterable(RankGroup.for_saving(mesh, call).run(find)))
-    _refuse_different_copies(chain.from_iterable(RankGroup.for_saving(mesh, call).run(lambda: copies)))
+    found, copies = zip(*RankGroup.for_saving(mesh, call).run(find), strict=True)
+    places = _places(chain.from_iterable(found))
+    _refuse_different_copies(chain.from_iterable(copies))
     for (number, source), names in groupby(_in_order_of_model(places), key=places.__getitem__):
         outline = outline_of_model(models[number]) if is_published and source == stage else None
         named = [(name, own[name]) for name in names if source == stage]
@@ -91,10 +92,10 @@ def _is_first_copy(model: Any, weight: Weight) -> bool:
     return not all(name in tied for name in weight.names) if tied else is_counted(weight.tensor)
 
 
-def _untrained_copies(model: Any) -> Iterator[tuple[str, str]]:
+def _unsummed_copies(model: Any, weights: Iterable[Weight]) -> Iterator[tuple[str, str]]:
     """Yield (name of the tied weight, SHA-256 of the shard) of copies that `sum_tied_gradients` did not get."""
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    for weight in find_weights(model) if tied else ():
+    for weight in weights:
         for name in {tied.get(name, name) for name in weight.names} & {*tied.values()}:
             if not is_summed(weight.tensor):
                 shard = weight.local.detach().cpu().contiguous().flatten().view(torch.uint8)

@@ -58,7 +58,7 @@ def model_tensors(root: nn.Module, excluded: Container[str]) -> dict[str, torch.
 
 def load_extra_states(root: nn.Module, saved: dict[str, Any]) -> None:
     """Pass each saved extra state to its module's `set_extra_state`."""
-    keys = {file_name(key): key for key in root.state_dict()}
+    keys = {file_name(key): key for key in root.state_dict(keep_vars=True)}
     root.load_state_dict({keys[name]: value for name, value in saved.items()}, strict=False)
 
 

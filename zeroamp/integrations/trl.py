@@ -1,4 +1,4 @@
-"""TRL: its SFT, DPO, KTO and reward trainers on zeroamp. Tested with trl 1.16.0, transformers 5.23.0 and peft 0.21.2.
+"""TRL: its SFT, DPO, KTO and reward trainers on zeroamp. Tested with trl 1.16.0, transformers 5.24.0 and peft 0.21.2.
 
 [Note: The head outside of its module]
 Most trainers of TRL replace `model.forward`: a call with `fused_lm_head=True` computes log-probabilities of chunks from

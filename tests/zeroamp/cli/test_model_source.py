@@ -76,7 +76,7 @@ def test_a_folder_that_names_its_architecture_is_that_class(tmp_path):
     ("entries", "words"),
     [
         ({"hidden_size": 8}, "ValueError: Unrecognized model in"),
-        ({"model_type": "llama", "hidden_size": "wide"}, "Field 'hidden_size' expected int, got str"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "got str|'str' and 'int'"),
         ({"model_type": "llama", "architectures": ["LlamaOfTomorrow"]}, "has no attribute LlamaOfTomorrow"),
     ],
 )
@@ -84,7 +84,7 @@ def test_a_config_json_that_is_no_model_says_what_is_wrong(tmp_path, entries, wo
     with pytest.raises(zeroamp.WrapError) as raised:
         load_model(str(folder_of(tmp_path, **entries)))
     assert str(raised.value).startswith(f"--model {tmp_path}")
-    assert words in str(raised.value)
+    assert any(each in str(raised.value) for each in words.split("|"))  # each release of transformers has its own
 
 
 def test_code_in_a_folder_is_neither_run_nor_asked_about(tmp_path, monkeypatch):

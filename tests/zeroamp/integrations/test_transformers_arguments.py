@@ -150,6 +150,17 @@ REFUSED_ARGUMENTS = {
 """Argument of a Trainer -> words of its refusal."""
 
 
+def test_an_old_transformers_is_named(monkeypatch):
+    from zeroamp.integrations.transformers import ZeroampTrainer
+
+    monkeypatch.setattr("transformers.Trainer.create_optimizer", lambda self: None)
+    monkeypatch.setattr("transformers.__version__", "5.2.0")
+    with pytest.raises(
+        ImportError, match=r"^ZeroampTrainer needs transformers 5\.3 or newer, but 5\.2\.0 is installed"
+    ):
+        ZeroampTrainer(zeroamp={})
+
+
 def test_arguments_that_a_wrapped_model_cannot_honour(tmp_path):
     args = arguments(3, tmp_path)
     for name in REFUSED_ARGUMENTS:

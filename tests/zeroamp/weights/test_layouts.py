@@ -84,7 +84,7 @@ def test_operations_on_whole_tensors(tmp_path):
         parts = parts_of_model(model, stored, set(state))
     finally:
         conversion_mapping._checkpoint_conversion_mapping_cache.pop("fused_llama")
-        conversion_mapping.USER_REGISTERED_MAPPINGS.discard("fused_llama")
+        getattr(conversion_mapping, "USER_REGISTERED_MAPPINGS", set()).discard("fused_llama")
     assert list(parts) == names
     for part, expected in zip(parts.values(), whole.chunk(3), strict=True):
         assert torch.equal(part.read(), expected)
@@ -96,7 +96,8 @@ def _described(model):
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     rules = get_model_conversion_mapping(outline_of_model(model))
-    return [(rule.source_patterns, rule.target_patterns, rule.scope_prefix) for rule in rules]
+    names = ("source_patterns", "target_patterns", "scope_prefix")  # transformers 5.3 has no prefix
+    return [[getattr(rule, name, None) for name in names] for rule in rules]
 
 
 def _load_experts(folder):

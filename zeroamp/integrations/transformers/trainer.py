@@ -1,5 +1,6 @@
 """`ZeroampMixin`: runs any subclass of transformers' Trainer on zeroamp."""
 
+import inspect
 import json
 import logging
 import math
@@ -67,8 +68,14 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
 
         Raises:
             ConfigError: there is no config, or an argument is set that a wrapped model cannot honour.
+            ImportError: transformers is older than 5.3.
             WrapError: the model is spread over devices.
         """
+        if "model" not in inspect.signature(Trainer.create_optimizer).parameters:  # since 5.3
+            raise ImportError(
+                f"{type(self).__name__} needs transformers 5.3 or newer, but {transformers.__version__} is installed. "
+                "Run: pip install 'zeroamp[transformers]'"
+            )
         if not self.is_for_trl and any(cls.__module__.startswith("trl.") for cls in type(self).__mro__):
             raise ConfigError(
                 f"{type(self).__name__} is a trainer of TRL, which reads weights outside of their modules. Put "

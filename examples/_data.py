@@ -227,12 +227,14 @@ def read_jsonl(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Document]
         found = "is a folder" if path.is_dir() else "no such file"
         raise DataError(f"--data {path}: {found}. Pass a JSON-lines file, or leave --data out for the corpus.")
     documents = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 where = f"{path}, line {number}"
                 try:
-                    documents.append(_jsonl_document(line, where, tokenizer))
+                    documents.append(_jsonl_document(line.decode(), where, tokenizer))
+                except UnicodeDecodeError as error:
+                    raise DataError(f"{where}: not UTF-8 ({error.reason}). Save the file as UTF-8.") from error
                 except _TemplateError as error:
                     raise DataError(f"{where}: {error}") from error
     return documents

@@ -30,7 +30,7 @@ def documents(*texts):
 
 def write(tmp_path, *lines):
     path = tmp_path / "data.jsonl"
-    path.write_text("\n".join(lines))
+    path.write_text("\n".join(lines), errors="surrogateescape")
     return path
 
 
@@ -119,6 +119,7 @@ def test_a_conversation_is_known_by_its_first_question(tokenizer, tmp_path):
     ("line", "found"),
     [
         ("{", "not valid JSON"),
+        ('{"text": "caf\udce9"}', "not UTF-8 .* Save the file as UTF-8"),  # Latin-1
         ("[1]", "but has a JSON list"),
         ('{"messages": [{"role": "user", "content": "a"}, "b"]}', r'but has among its messages "b"\.'),
         (

@@ -187,6 +187,8 @@ def test_a_resumed_run_refuses_other_options(tmp_path):
     notes = list(_options.notes_on_start(run, _options.options_of(given), 4))
     for text, note in zip(("--seq-len 8", "bf16, zero_opt", "--steps was 2", "nothing more"), notes, strict=True):
         assert text in note
+    given.config.write_text('{"scheduler": {"type": "WarmupLR"}}')
+    assert not any("--steps was" in note for note in _options.notes_on_start(run, _options.options_of(given), 8))
     given.config.write_text("{")
     with pytest.raises(ValueError, match="a.json: not valid JSON"):
         _options.options_of(given)

@@ -150,6 +150,8 @@ class _Measurement:
         by_size = sorted(groups, key=lambda group: -sum(param.numel for param in group.params))
         self._measured = by_size[:_NUM_QUICK] if quick else groups
         self._choices: list[dict[str, Any]] = []
+        self._all_but_these: dict[frozenset[str], Squares] = {}
+        """Names of groups in fp32, all others in low precision -> the difference to the reference."""
         self._dtype = state.plan.policy.param_dtype
         of = {fqn: group.name for group in groups for fqn in group.modules}
         of_modules = {module: of[fqn] for fqn, module in state.root.named_modules() if fqn in of}
@@ -222,11 +224,15 @@ class _Measurement:
 
     def _all_but(self, groups: Collection[ModuleGroup]) -> Squares:
         """Return the difference with all groups but these in low precision, and note the change as a choice."""
-        low = [each.name for each in self._groups if each not in groups]
-        found = self._difference(self._run(self._batches, low))
-        names, num_bytes = [each.name for each in groups], sum(map(self._bytes_saved, groups))
-        self._choices.append({"in_fp32": names, "bytes": num_bytes, "gradient_change": ratio(found, self._whole)})
-        return found
+        names = [each.name for each in groups]
+        if (in_fp32 := frozenset(names)) not in self._all_but_these:
+            found = self._difference(
+                self._run(self._batches, [each.name for each in self._groups if each not in groups])
+            )
+            self._all_but_these[in_fp32] = found
+            num_bytes = sum(map(self._bytes_saved, groups))
+            self._choices.append({"in_fp32": names, "bytes": num_bytes, "gradient_change": ratio(found, self._whole)})
+        return self._all_but_these[in_fp32]
 
     def _bytes_saved(self, group: ModuleGroup) -> int:
         """Return the bytes that low precision of a group saves in one all-gather."""

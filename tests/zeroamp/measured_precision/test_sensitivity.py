@@ -122,6 +122,8 @@ def test_a_planted_fault_is_found_and_recommended_alone(ranks2):
     assert found.recommended_change < 0.05 < found.low_change
     assert "Difference" in found.text
     assert found.json["recommended"] == found.recommended
+    in_fp32 = [tuple(choice["in_fp32"]) for choice in found.json["choices"]]
+    assert len(set(in_fp32)) == len(in_fp32)  # a choice that was measured is not run again
     again = measure(ranks2, switchable.Planted, {"stage": 3}, more=found.recommended, groups=["last"])
     assert again.config_change == found.recommended_change, "a model that is wrapped with the block computes this"
 

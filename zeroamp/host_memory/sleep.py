@@ -52,7 +52,8 @@ def sleep(model: nn.Module, optimizers: Optimizers = (), what: Sequence[Part] = 
             of `optimizers`. They can sleep and wake one by one, in any order.
 
     Raises:
-        StepError: inside an optimizer step, or a part of `what` is unknown or sleeps already.
+        StepError: inside an optimizer step, a part of `what` is unknown or sleeps already, or `optimizers` has
+            something else, such as a TrainStep.
         WrapError: the model is not wrapped.
     """
     asleep: _Sleep | None = getattr(model, _ATTRIBUTE, None)
@@ -61,7 +62,9 @@ def sleep(model: nn.Module, optimizers: Optimizers = (), what: Sequence[Part] = 
         refuse_joined(state, "sleep")
         asleep = asleep or _Sleep(state)
     state = asleep.state
-    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    given = [*optimizers] if isinstance(optimizers, Iterable) else [optimizers]
+    if wrong := [type(each).__name__ for each in given if not isinstance(each, torch.optim.Optimizer)]:
+        raise StepError(f"zeroamp.sleep(optimizers=) must be optimizers, but has a {wrong[0]}. Pass train.optimizers.")
     _refuse_parts("sleep", what, lambda part: part in asleep.copies, "asleep already. Call wake first")
     if state.step.is_open:
         raise StepError(f"zeroamp.sleep was called {state.step.phase.value}. Call it between two optimizer steps.")

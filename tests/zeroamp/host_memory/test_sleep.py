@@ -94,6 +94,7 @@ def _refused(folder):
     others = {
         "again": lambda: zeroamp.wake(model, ["grads"]),
         "wrong": lambda: zeroamp.sleep(model, optimizer, ["buffers"]),
+        "no optimizer": lambda: zeroamp.sleep(model, step),
         "inside": inside,
     }
     return {**texts, **errors_of(others)}
@@ -105,6 +106,7 @@ REFUSED = {
     "nested": "params, which is asleep already. Call wake first",
     "again": "grads, which is awake already",
     "wrong": r"must be a list of params, grads, optimizer, but is \['buffers'\]",
+    "no optimizer": r"must be optimizers, but has a TrainStep. Pass train\.optimizers",
     "inside": "zeroamp.sleep was called between the micro-batches",
 }
 

@@ -35,7 +35,8 @@ WORLD_SIZE = 8
 SLEEP_CYCLES, SLEEP_S = 4_000_000, 0.0005
 """About 2 ms on a GPU, hundreds of times as long as a kernel of these models; 0.5 ms on a CPU, which has no streams."""
 PLAIN = "plain"
-EVERYWHERE: dict[str, dict[str, str]] = {PLAIN: {}, "again": {}, "memory filled": {}, "streams that sleep": {}}
+SLEEPING = "streams that sleep"
+EVERYWHERE: dict[str, dict[str, str]] = {PLAIN: {}, "again": {}, "memory filled": {}, SLEEPING: {}}
 """Variant -> environment variables of its process."""
 ON_CUDA = {
     "launches that block": {"CUDA_LAUNCH_BLOCKING": "1"},
@@ -112,7 +113,7 @@ def trained(place: Place, variant: str) -> dict[str, str]:
             training = zeroamp_training(place, stage, gradient_accumulation_steps=2 if stage == 2 else 1)
             for _ in range(num_steps):
                 training.step()
-            if variant != PLAIN:
+            if variant == SLEEPING:
                 planted("wrong bit when disturbed", dict(training.model.named_parameters()))
             found[f"stage {stage} of {WORLD_SIZE}"] = training.digest()
     with ranks.one_rank(place.device), _disturbed(place, variant):
@@ -126,7 +127,7 @@ def trained(place: Place, variant: str) -> dict[str, str]:
 @contextmanager
 def _disturbed(place: Place, variant: str) -> Iterator[None]:
     """Sleep in the streams of all-gathers and reductions: before and after each collective and each sum over ranks."""
-    if variant != "streams that sleep":
+    if variant != SLEEPING:
         yield
         return
 

@@ -71,6 +71,8 @@ above `SIZES_MB[0]`. An assumption, not measured."""
 FIRST_RUN_S, OTHERS_S, WHOLE_S = 60.0, 100.0, 150.0
 """Seconds of the first start, of another one, and of all, on a GPU. The whole part has 180."""
 ON_CPU = 5
+"""Factor of all time limits on a CPU."""
+RANKS_ON_CPU = 4
 TIMEOUT = timedelta(seconds=45)
 """Of a collective."""
 _REPEATS, _AT_ONCE = 5, 4
@@ -78,7 +80,7 @@ _REPEATS, _AT_ONCE = 5, 4
 
 def run(place: Place) -> Result:
     """Start the ranks, and judge what they answer."""
-    count = torch.cuda.device_count() if place.on_cuda else 4
+    count = torch.cuda.device_count() if place.on_cuda else RANKS_ON_CPU
     if count < 2:
         return Result(verdict="not measured", reason=f"it needs two GPUs, and torch sees {count} here")
     num_ranks = max(number for number in (2, 4, 8) if number <= count)

@@ -14,28 +14,37 @@ from zeroamp.hooks.collectives import tree_sum
 
 SCRIPT = """
 import logging
+import sys
 import torch
 import torch.distributed as dist
 import zeroamp
 import zeroamp.deepspeed as deepspeed
 
-CONFIGURE
-root, before = logging.getLogger(), [(log.level, list(log.handlers)) for log in (logging.getLogger(), LOGGER)]
 dist.init_process_group("gloo")
-torch.manual_seed(0)
+root, zeroamps = logging.getLogger(), logging.getLogger("zeroamp")
 cfg = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "steps_per_print": 2}
-model = zeroamp.wrap_model(torch.nn.Sequential(torch.nn.Linear(4, 8)), zeroamp.policy_from_config(cfg))
-train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-for _ in range(4):
-    train.backward(model(torch.ones(3, 4)).mean().bfloat16())  # a warning
-    train.step()
-deepspeed.utils.log_dist("of each rank")
-unchanged = before == [(log.level, log.handlers) for log in (root, LOGGER)]
-logging.basicConfig(format="late: %(message)s", force=True)
-LOGGER.warning("the last")
+for is_configured in (True, False):
+    if is_configured:
+        logging.basicConfig(format="mine: %(message)s")
+    before = [(log.level, list(log.handlers)) for log in (root, zeroamps)]
+    torch.manual_seed(0)
+    model = zeroamp.wrap_model(torch.nn.Sequential(torch.nn.Linear(4, 8)), zeroamp.policy_from_config(cfg))
+    train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(4):
+        train.backward(model(torch.ones(3, 4)).mean().bfloat16())  # a warning
+        train.step()
+    deepspeed.utils.log_dist("of each rank")
+    unchanged = before == [(log.level, log.handlers) for log in (root, zeroamps)]
+    assert unchanged is is_configured
+    logging.basicConfig(format="late: %(message)s", force=True)
+    zeroamps.warning("the last")
+    root.handlers.clear()  # as before any configuration
+    dist.barrier()
+    if is_configured and dist.get_rank() == 0:
+        print("unconfigured from here", file=sys.stderr, flush=True)
+    dist.barrier()
 dist.destroy_process_group()
-assert unchanged is EXPECTED, unchanged
-""".replace("LOGGER", 'logging.getLogger("zeroamp")')
+"""
 
 MESSAGES = {
     "the size": r"^(.*)wrapped Sequential in",
@@ -45,26 +54,20 @@ MESSAGES = {
     "after the user configured logging": r"^(.*)the last",
 }
 OURS, WARNING = "[zeroamp] INFO: ", "[zeroamp] WARNING: "
+EXPECTED = [[[], [], ["mine: "], [], ["late: "]], [[OURS], [OURS] * 2, [WARNING], [OURS] * 2, ["late: "]]]
+"""What is before each message: where the user configured logging, and where not."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("configure", "expected"),
-    [
-        pytest.param("", [[OURS], [OURS] * 2, [WARNING], [OURS] * 2, ["late: "]], id="unconfigured"),
-        pytest.param(
-            "logging.basicConfig(format='mine: %(message)s')",
-            [[], [], ["mine: "], [], ["late: "]],
-            id="configured",
-        ),
-    ],
-)
-def test_each_message_is_printed_once_per_job(tmp_path, configure, expected):
+def test_each_message_is_printed_once_per_job(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.replace("CONFIGURE", configure).replace("EXPECTED", str(configure != "")))
+    script.write_text(SCRIPT)
     output = torchrun(script)
-    found = {name: re.findall(pattern, output, re.MULTILINE) for name, pattern in MESSAGES.items()}
-    assert found == dict(zip(MESSAGES, expected, strict=True)), output
+    found = [
+        {name: re.findall(pattern, part, re.MULTILINE) for name, pattern in MESSAGES.items()}
+        for part in output.split("unconfigured from here\n")
+    ]
+    assert found == [dict(zip(MESSAGES, each, strict=True)) for each in EXPECTED], output
 
 
 def _lines_where_triton_fails():

@@ -64,7 +64,7 @@ CASES = {
     "overflows": ((2,), "llama_untied", "fp16", 3, 8),
     "a unit that runs several times": ((2,), "recurrent", "autocast", 3, 8),
     "parameters that only a rank's last micro-batch uses": ((2,), "chosen", "bf16", 2, 8),
-    "adapters": ((2, 4), "lora", "autocast", 2, 8),
+    "adapters": ((2,), "lora", "autocast", 2, 8),
     "dropout": ((1, 2, 4), "dropout", "autocast", 3, 4),
     "experts": ((1, 4), "moe", "bf16", 2, 8),
     # 12 is no power of two, but its tree has the subtrees that 1, 2 and 4 ranks add.

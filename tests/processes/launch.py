@@ -1,11 +1,17 @@
-"""Runs a script, alone or under torchrun, or a module, with a bound, leaving no process behind."""
+"""Runs a script alone, under torchrun or on the fixtures' ranks, or a module. Bounded; no process is left behind."""
 
 import json
 import os
+import runpy
 import signal
+import socket
 import subprocess
 import sys
+import warnings
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,3 +71,36 @@ def script(*arguments, timeout_s=240, cwd=ROOT):
         raise AssertionError(f"no end after {timeout_s} s:\n{output}") from None
     assert process.returncode == 0, output
     return output
+
+
+def on_ranks(ranks, path, *arguments):
+    """Return what a script prints on ranks of a fixture, which have imported torch already."""
+    return "".join(ranks.run(as_rank, ROOT / path, *map(str, arguments)))
+
+
+def as_rank(path, *arguments):
+    """Run a script in the place of torchrun's process of this rank, and return what it prints."""
+    import torch.distributed as dist
+
+    from tests.processes.trainer import forget_accelerate
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        ports = [probe.getsockname()[1]]
+    dist.broadcast_object_list(ports)
+    dist.destroy_process_group()  # the script starts its own, with a store of its own
+    if "accelerate" in sys.modules:
+        forget_accelerate()
+    of_torchrun = {
+        "LOCAL_RANK": os.environ["RANK"], "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"], "TORCHELASTIC_RUN_ID": "none",
+        "MASTER_PORT": str(ports[0]),
+    }  # fmt: skip
+    with (
+        mock.patch.dict(os.environ, of_torchrun),
+        mock.patch.object(sys, "argv", [str(path), *arguments]),
+        mock.patch.object(sys, "path", [str(Path(path).parent), *sys.path]),
+        warnings.catch_warnings(action="ignore"),
+        redirect_stdout(StringIO()) as printed,
+    ):
+        runpy.run_path(str(path), run_name="__main__")
+    return printed.getvalue()

@@ -104,7 +104,8 @@ def _serve(rank: int, world_size: int, device: str, port: int, connection: Conne
         if connection.recv() is None:  # else every rank has answered
             return
         # A thread of each gloo group wakes up a hundred times a second: leave none to idle ranks.
-        dist.destroy_process_group()
+        if dist.is_initialized():  # a script ends its own
+            dist.destroy_process_group()
 
 
 def _num_threads() -> int:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import cli
 from tests.processes.launch import ROOT, environment
 
 REQUIRED = ("transformers", "tokenizers", "yaml", "matplotlib", "safetensors", "plotly")
@@ -31,7 +33,7 @@ def _started(command, folder):
     """Start a command of the page in a folder."""
     arguments = command.replace("\\\n", " ").replace("examples/", f"{ROOT}/examples/")
     launcher = f"{sys.executable} -m torch.distributed.run --standalone"
-    shell = arguments.replace("torchrun", launcher).replace("zeroamp ", f"{sys.executable} -m zeroamp ", 1)
+    shell = arguments.replace("torchrun", launcher)
     return subprocess.Popen(
         ["bash", "-c", f"exec {shell}"], cwd=folder, env=environment(), stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -43,6 +45,14 @@ def _output(command, folder):
         text, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, text
     return text
+
+
+def _of_cli(command):
+    """Return what a `zeroamp` command of the page prints in this folder."""
+    _, *arguments = shlex.split(command.replace("\\\n", " ").replace("examples/", f"{ROOT}/examples/"))
+    code, printed, errors = cli.run(*arguments)
+    assert code == 0, errors
+    return printed
 
 
 def _killed_after(command, folder, line):
@@ -83,7 +93,8 @@ def test_a_reader_gets_from_data_to_an_answer_through_a_kill(tmp_path, monkeypat
     answer = _write_model_and_data(tmp_path)
     download, plan, train, report = _blocks("bash")
     assert download.startswith("hf download")
-    assert re.search(r"^ +3 +2 .* yes ", _output(plan, tmp_path), re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    assert re.search(r"^ +3 +2 .* yes ", _of_cli(plan), re.MULTILINE)
     faster = (("1e-3", "1e-2"), ("--steps 60", "--steps 40"))  # a random model has to learn more than SmolLM2
     for before, after in faster:
         assert before in train
@@ -94,14 +105,13 @@ def test_a_reader_gets_from_data_to_an_answer_through_a_kill(tmp_path, monkeypat
     resume = train.replace(two_ranks, one_rank)
     _killed_after(train, tmp_path, "step 14/")
     output = _output(resume, tmp_path)
-    assert "resuming after step 10" in output
+    assert re.search(r"^resuming after step [12]0$", output, re.MULTILINE)  # the kill may come later on a busy machine
     assert "ranks 2 -> 1, gradient_accumulation_steps 2 -> 4, train_batch_size is still 16" in output
     assert "held-out loss after step 30" in output
     assert f"after: {answer}" in output
     assert "before" in output
-    _output(report, tmp_path)
+    _of_cli(report)
     assert (tmp_path / "runs" / "tutorial" / "run.html").stat().st_size > 10**6
-    monkeypatch.chdir(tmp_path)
     with redirect_stdout(StringIO()) as printed:
         exec(compile(_blocks("python")[0], "docs/tutorial.md", "exec"), {})
     assert printed.getvalue().strip() == answer

@@ -16,7 +16,7 @@ from tests.processes.training import config, full_parameters, same_bits
 NAME = "encoder"
 NUM_STEPS = 2  # what is left after the first one is found in the second
 NUM_MICRO = 2
-STAGES = (0, 1, 2, 3)
+STAGES = ((0, 3), (1, 2))  # by turns: each loop has mistakes at all stages
 RIGHT = "right"
 PLAIN, WITH = "plain loop", "with `TrainStep`"
 
@@ -34,7 +34,7 @@ class Mistake:
     expected: dict = field(default_factory=dict)
     """Options of the loop without the mistake that has the same result."""
     remedy: str = ""
-    """Pattern of the text of the error at stage 3."""
+    """Pattern of the text of the error at stage 2 or 3."""
 
 
 def _scheduled(optimizer):
@@ -199,7 +199,7 @@ def _outcome(stage, name):
 
 
 def _outcomes(name):
-    return [_outcome(stage, name) for stage in STAGES]
+    return [_outcome(stage, name) for stage in STAGES[list(MISTAKES).index(name) % 2]]
 
 
 def _table():
@@ -211,12 +211,10 @@ def _table():
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_an_error_or_right(ranks2, name):
-    """A mistake is an error or right at each stage as the docs have it."""
+    """A mistake is an error or right, at stages 0 and 1 and at stages 2 and 3, as the docs have it."""
     by_rank = ranks2.run(_outcomes, name)
     assert by_rank[0] == by_rank[1]
-    stage_0, stage_1, stage_2, stage_3 = (each.partition(":")[0] for each in by_rank[0])
-    assert (stage_0, stage_2) == (stage_1, stage_3)
-    row = [MISTAKES[name].text, MISTAKES[name].loop, stage_0, stage_3]
+    row = [MISTAKES[name].text, MISTAKES[name].loop, *(each.partition(":")[0] for each in by_rank[0])]
     assert row in _table(), f"docs/from-fsdp2.md needs the row: | {' | '.join(row)} |\n{by_rank[0]}"
     assert "WRONG" not in row
     assert re.search(MISTAKES[name].remedy, by_rank[0][-1]), by_rank[0][-1]

@@ -104,13 +104,13 @@ class _NanoGPT:
     def export(self):
         """Write the weights: DDP as a state dict, zeroamp as safetensors and as a whole state dict."""
         if self.stage is not None:
-            zeroamp.export_hf(self.model, self.folder / str(self.stage))
+            zeroamp.export_hf(self.model, self.folder)
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             state = get_model_state_dict(self.model, options=options)
             if dist.get_rank() == 0:
-                torch.save(state, self.folder / f"{self.stage}.pt")
+                torch.save(state, self.folder / "model.pt")
         elif dist.get_rank() == 0:
-            torch.save(self.model.module.state_dict(), self.folder / "ddp.pt")
+            torch.save(self.model.module.state_dict(), self.folder / "model.pt")
 
     def run(self, steps, tokens=None, *, is_evaluated=False):
         """Train, with an evaluation before every second step; not before the first one if `is_evaluated`.
@@ -126,15 +126,15 @@ class _NanoGPT:
 
 
 def _language_model(stage, folder, **more):
-    """As in nanoGPT. The weights are exported before the last two steps."""
+    """As in nanoGPT. The weights are exported before the last step."""
     training = _NanoGPT(stage, folder, **more)
-    tokens = training.run(range(3))
+    tokens = training.run(range(2))
     training.export()
-    training.run(range(3, 5), tokens)
+    training.run([2], tokens)
     return training.losses
 
 
-def _images(stage, _folder):
+def _images(stage):
     """As in torch's example of ImageNet: batch norm, and an accuracy that is added over the ranks."""
     data = _seeded()
     layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
@@ -179,7 +179,7 @@ class _Recurrent(nn.Module):
         return self.decoder(output), hidden
 
 
-def _recurrent(stage, _folder):
+def _recurrent(stage):
     """As in torch's word language model: the hidden state outlives a step, and the loop itself updates."""
     data = _seeded()
     model = _parallel(_Recurrent(), stage)
@@ -199,7 +199,7 @@ def _recurrent(stage, _folder):
     return losses
 
 
-def _gan(stage, _folder):
+def _gan(stage):
     """As in DeepSpeed's example: two backwards before a step, and the generator's loss runs through the other model."""
     data = _seeded()
     generator = nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 8))
@@ -235,64 +235,97 @@ def _gan(stage, _folder):
     return losses
 
 
-SCRIPTS = {"nanoGPT": _language_model, "ImageNet": _images, "word language model": _recurrent, "GAN": _gan}
+SCRIPTS = {"ImageNet": _images, "word language model": _recurrent, "GAN": _gan}
 
 
-def _losses(script, folder):
+def _losses(script):
     """{stage: losses}; those of DDP for the stage None."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # an LSTM returns views
-        return {stage: SCRIPTS[script](stage, folder) for stage in (None, 0, 3)}
+        return {stage: SCRIPTS[script](stage) for stage in (None, 0, 3)}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_converted_script_has_the_losses_of_ddp(ranks2, script, tmp_path):
-    for losses in ranks2.run(_losses, script, tmp_path):
+def test_a_converted_script_has_the_losses_of_ddp(ranks2, script):
+    for losses in ranks2.run(_losses, script):
         expected = losses.pop(None)
         assert losses == dict.fromkeys(losses, expected)
-    if script == "nanoGPT":
-        saved = torch.load(tmp_path / "ddp.pt", weights_only=True)
-        exported = load_file(tmp_path / "3" / "model.safetensors")
-        assert saved.keys() - exported.keys() == {"head.weight"}, "the tied weight has one name"
-        assert all(torch.equal(value, saved[name]) for name, value in exported.items())
-        whole = torch.load(tmp_path / "3.pt", weights_only=True)
-        assert all(torch.equal(value, saved[name]) for name, value in whole.items())
-        build("llama_tied").load_state_dict(whole)
 
 
-def _nanogpts(stages, folder, **more):
-    return {stage: _language_model(stage, folder, **more) for stage in stages}
+NANO_GPTS = {
+    "DDP": (None, {}),
+    **{f"stage {stage}": (stage, {}) for stage in (0, 3)},
+    **{f"TrainStep, stage {stage}": (stage, {"has_train_step": True}) for stage in (0, 1, 2)},
+    "compiled": (3, {"is_compiled": True}),
+    "DDP, clipped": (None, {"clip": 0.5}),
+    **{f"clipped, stage {stage}": (stage, {"clip": 0.5}) for stage in (0, 3)},
+}
 
 
-def test_torchs_clipping_at_stage_0_has_the_losses_of_ddp(ranks2, tmp_path):
-    for losses in ranks2.run(_nanogpts, (None, 0, 3), tmp_path, clip=0.5):
-        assert losses[0] == losses[None]
-        assert losses[3] == pytest.approx(losses[None], rel=1e-3)
+def _nano_gpts(folder):
+    found = {}
+    for name, (stage, more) in NANO_GPTS.items():
+        (folder / name).mkdir(exist_ok=True)
+        found[name] = _language_model(stage, folder / name, **more)
+    return found
 
 
-def test_train_step_has_the_order_of_ddp_at_stages_0_and_1(ranks2, tmp_path):
-    for losses in ranks2.run(_nanogpts, (None, 0, 1, 2, 3), tmp_path, has_train_step=True):
-        assert losses[0] == losses[1] == losses[None]
-        assert losses[2] == losses[3] == pytest.approx(losses[None], rel=1e-3)
-    expected, *found = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("ddp", 0, 1, 2, 3))
-    has_bits = [all(torch.equal(state[name], expected[name]) for name in state) for state in found]
-    assert has_bits == [True, True, False, False], "a loss in bf16 may not show the order"
+@pytest.fixture(scope="module")
+def nano_gpts(ranks2, tmp_path_factory):
+    """Return {name: losses} of each rank, and the folder of the exports."""
+    folder = tmp_path_factory.mktemp("exports")
+    return ranks2.run(_nano_gpts, folder), folder
 
 
-def test_a_model_may_be_compiled_before_wrap_model(ranks2, tmp_path):
-    for losses in ranks2.run(_nanogpts, (None, 3), tmp_path, is_compiled=True):
-        assert losses[3] == losses[None]
+def _exported(folder, name):
+    """Return the weights of a run as safetensors, and as a whole state dict."""
+    state = torch.load(folder / name / "model.pt", weights_only=True)
+    return load_file(folder / name / "model.safetensors"), state
+
+
+def test_converted_nanogpt_has_the_losses_and_weights_of_ddp(nano_gpts):
+    by_rank, folder = nano_gpts
+    assert all(losses["stage 0"] == losses["stage 3"] == losses["DDP"] for losses in by_rank)
+    saved = torch.load(folder / "DDP" / "model.pt", weights_only=True)
+    exported, whole = _exported(folder, "stage 3")
+    assert saved.keys() - exported.keys() == {"head.weight"}, "the tied weight has one name"
+    assert all(torch.equal(value, saved[name]) for name, value in exported.items())
+    assert all(torch.equal(value, saved[name]) for name, value in whole.items())
+    build("llama_tied").load_state_dict(whole)
+
+
+def test_torchs_clipping_at_stage_0_has_the_losses_of_ddp(nano_gpts):
+    for losses in nano_gpts[0]:
+        assert losses["clipped, stage 0"] == losses["DDP, clipped"] != losses["DDP"]
+        assert losses["clipped, stage 3"] == pytest.approx(losses["DDP, clipped"], rel=1e-3)
+
+
+def test_train_step_has_the_order_of_ddp_at_stages_0_and_1(nano_gpts):
+    by_rank, folder = nano_gpts
+    for losses in by_rank:
+        assert losses["TrainStep, stage 0"] == losses["TrainStep, stage 1"] == losses["DDP"]
+        assert losses["TrainStep, stage 2"] == pytest.approx(losses["DDP"], rel=1e-3)
+    expected = torch.load(folder / "DDP" / "model.pt", weights_only=True)
+    states = [_exported(folder, f"TrainStep, stage {stage}")[1] for stage in (0, 1, 2)]
+    has_bits = [all(torch.equal(state[name], expected[name]) for name in state) for state in states]
+    assert has_bits == [True, True, False], "a loss in bf16 may not show the order"
+
+
+def test_a_model_may_be_compiled_before_wrap_model(nano_gpts):
+    by_rank, folder = nano_gpts
+    assert all(losses["compiled"] == losses["DDP"] for losses in by_rank)
     names = build("llama_tied").state_dict().keys()
-    assert load_file(tmp_path / "3" / "model.safetensors").keys() == names - {"head.weight"}
-    assert torch.load(tmp_path / "3.pt", weights_only=True).keys() == names
+    exported, whole = _exported(folder, "compiled")
+    assert exported.keys() == names - {"head.weight"}
+    assert whole.keys() == names
 
 
-NUM_STEPS, SAVED_AT = 5, 2
+NUM_STEPS, SAVED_AT = 4, 2
 
 
-def _resumed(stage, folder):
+def _resumed(folder):
     """Return {how: losses after the checkpoint}, and the names of two checkpoints without `step` and of one with it."""
-    first = _NanoGPT(stage, folder)
+    first = _NanoGPT(3, folder)
     tokens = first.run(range(SAVED_AT))
     first.evaluate()
     if dist.get_rank() == 0:
@@ -305,7 +338,7 @@ def _resumed(stage, folder):
     first.run(range(SAVED_AT, NUM_STEPS), tokens, is_evaluated=True)
     found = {"not stopped": first.losses}
     for how in ("resumed", "evaluated again", "another batch"):
-        again = _NanoGPT(stage, folder, **json.loads((folder / "model_args.json").read_text()))
+        again = _NanoGPT(3, folder, **json.loads((folder / "model_args.json").read_text()))
         extra = zeroamp.load_checkpoint(folder, again.model, zeroamp.TrainStep(again.model, again.optimizer))
         tokens = _batch() if how == "another batch" else extra["tokens"]
         if how == "evaluated again":
@@ -316,9 +349,8 @@ def _resumed(stage, folder):
     return found, [path.name for path in paths]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_resume_needs_the_batch_drawn_ahead_and_no_second_evaluation(ranks2, stage, tmp_path):
-    by_rank = ranks2.run(_resumed, stage, tmp_path)
+def test_a_resume_needs_the_batch_drawn_ahead_and_no_second_evaluation(ranks2, tmp_path):
+    by_rank = ranks2.run(_resumed, tmp_path)
     for losses, names in by_rank:
         assert losses["resumed"] == losses["not stopped"]
         assert losses["another batch"] != losses["not stopped"]

@@ -39,7 +39,6 @@ def _trained(cfg, mesh_shape, context):
 
 CASES = {
     "stage 0": (config(0, accumulation=2), None, torch.inference_mode),
-    "stage 3": (config(3, accumulation=2), None, torch.inference_mode),
     "stage 3, no_grad": (config(3, accumulation=2), None, torch.no_grad),
     "replicas": (config(3, accumulation=2), (2, 1), torch.inference_mode),
 }

@@ -33,8 +33,8 @@ def _left_gradients(stage, options):
 
 @pytest.mark.parametrize(
     ("stage", "options"),
-    [(0, {}), (3, {}), (3, {"data_types": {"grad_accum_dtype": "bf16"}})],
-    ids=["stage 0", "stage 3", "accumulated in bf16"],
+    [(0, {}), (3, {"data_types": {"grad_accum_dtype": "bf16"}})],
+    ids=["stage 0", "stage 3, accumulated in bf16"],
 )
 def test_gradients_before_the_first_backward_are_refused_by_name(ranks2, stage, options):
     for error, differing in ranks2.run(_left_gradients, stage, options):
@@ -75,8 +75,7 @@ def _beside_backwards(stage, between, retain):
     return full_parameters(model), norms
 
 
-@pytest.mark.parametrize("retain", [False, True], ids=["another forward", "the same graph"])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("stage", "retain"), [(0, False), (3, True)], ids=["another forward", "the same graph"])
 def test_gradients_of_inputs_change_nothing(ranks2, stage, retain):
     """Gradients of inputs and forwards change nothing where the config clips and accumulates."""
     expected = ranks2.run(_beside_backwards, stage, False, retain)
@@ -121,8 +120,8 @@ def test_two_models_train_as_in_one_process(ranks2):
             assert same_bits(model, expected) == []
 
 
-def _two_steps_of_one_model(stage):
-    training = SmallTraining(config(stage), lambda parameters: torch.optim.SGD(parameters[::2], lr=0.1))
+def _two_steps_of_one_model():
+    training = SmallTraining(config(3), lambda parameters: torch.optim.SGD(parameters[::2], lr=0.1))
     model, first = training.model, training.train
     second = zeroamp.TrainStep(model, torch.optim.SGD(list(model.parameters())[1::2], lr=0.1))
     first.backward(training.loss(0), is_last=False)
@@ -138,9 +137,8 @@ def _two_steps_of_one_model(stage):
     return loss, float(training.loss(3).detach()), [train.num_steps for train in (first, second)]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_two_train_steps_of_one_model_know_each_other(ranks2, stage):
-    for loss, after, counts in ranks2.run(_two_steps_of_one_model, stage):
+def test_two_train_steps_of_one_model_know_each_other(ranks2):
+    for loss, after, counts in ranks2.run(_two_steps_of_one_model):
         assert loss > after, "the second step trained on its last micro-batch alone"
         assert loss < 1.5 * after, "the loss of the discarded micro-batch is discarded"
         assert counts == [1, 1]

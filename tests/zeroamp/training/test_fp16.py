@@ -37,13 +37,13 @@ def _resume():
         return [training.step(factor=1e30 if mark == "x" else 1.0).loss_scale for mark in marks]
 
     sgd = partial(torch.optim.SGD, lr=0.0)
-    whole = advance(SmallTraining(cfg, sgd), ".x.xx......")
-    training = SmallTraining(cfg, sgd)
+    whole = advance(SmallTraining(cfg, sgd, name="conv"), ".x.xx....")
+    training = SmallTraining(cfg, sgd, name="conv")
     first = advance(training, ".x.xx")
     saved = training.train.state_dict()
-    training = SmallTraining(cfg, sgd)
+    training = SmallTraining(cfg, sgd, name="conv")
     training.train.load_state_dict(saved)
-    return whole, first + advance(training, "......"), saved
+    return whole, first + advance(training, "...."), saved
 
 
 def test_the_scale_and_its_counters_survive_a_state_dict(ranks2):

@@ -28,7 +28,7 @@ def _one_process(num_ranks, factor, **more):
     return parameters
 
 
-def _trained(cfg, factor=None, mesh_shape=None):
+def _trained(cfg, factor=None, mesh_shape=None, num_steps=NUM_STEPS):
     def sgd(parameters):
         return torch.optim.SGD(parameters, lr=LR, momentum=0.9)
 
@@ -37,7 +37,7 @@ def _trained(cfg, factor=None, mesh_shape=None):
         for module in training.model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(factor)
-    reports = [training.step(micro) for micro in range(NUM_STEPS * cfg["gradient_accumulation_steps"])]
+    reports = [training.step(micro) for micro in range(num_steps * cfg["gradient_accumulation_steps"])]
     norms = [report.grad_norm for report in reports if report is not None]
     return training.parameters(), norms
 
@@ -86,7 +86,7 @@ PATHS = {
 def _sum_and_mean(stage, mesh_shape, options, keys):
     """The norms of the first step."""
     cfgs = [config(stage, **options, zeroamp={"reduce": reduce, **keys}) for reduce in ("sum", "mean")]
-    return [_trained(cfg, None, mesh_shape)[1][0] for cfg in cfgs]
+    return [_trained(cfg, None, mesh_shape, 1)[1][0] for cfg in cfgs]
 
 
 @pytest.mark.parametrize("path", slow_but(PATHS, *(path for path in PATHS if "replicas" not in path)))

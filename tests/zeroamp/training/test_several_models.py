@@ -124,11 +124,10 @@ def _differences(loop):
     """{(stage, with TrainStep): what differs from one process}."""
     expected, parameters = LOOPS[loop](None, False)
     found = {}
-    for stage in (0, 3):
-        for with_train_step in (False, True):
-            losses, ours = LOOPS[loop](stage, with_train_step)
-            differing = [name for pair in zip(ours, parameters, strict=True) for name in same_bits(*pair)]
-            found[stage, with_train_step] = differing, losses == expected
+    for stage, with_train_step in ((0, False), (3, True)):
+        losses, ours = LOOPS[loop](stage, with_train_step)
+        differing = [name for pair in zip(ours, parameters, strict=True) for name in same_bits(*pair)]
+        found[stage, with_train_step] = differing, losses == expected
     return found
 
 

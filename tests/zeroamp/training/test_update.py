@@ -95,8 +95,9 @@ def _kind(value):
     return type(value).__name__, placements, value.shape, value.stride(), value.dtype, value.requires_grad
 
 
+# AdamW is the optimizer where a case names none.
 CASES = {
-    **{kind: {"kind": kind} for kind in OPTIMIZERS},
+    **{kind: {"kind": kind} for kind in OPTIMIZERS if kind != "AdamW"},
     **{change: {"change": change} for change in CHANGES},
     "stage 1": {"stage": 1, "change": "loading the optimizer"},
     "on replicas": {"mesh_shape": (2, 2)},
@@ -104,7 +105,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(CASES, "AdamW", "loading a checkpoint", "stage 1"))
+@pytest.mark.parametrize("name", slow_but(CASES, "loading a checkpoint", "stage 1"))
 def test_parameters_and_state_are_those_of_the_optimizer_on_dtensors(request, tmp_path, name):
     ranks = request.getfixturevalue("ranks4" if "mesh_shape" in CASES[name] else "ranks2")
     (ours, state), (theirs, on_dtensors) = (

@@ -211,17 +211,17 @@ def _batch(step, micro):
     return torch.randn(4, 4, generator=torch.Generator().manual_seed(index))
 
 
-def _train(model, call, target, *, after=None, train=None, context=contextlib.nullcontext):
-    """Return the whole gradients of each step, by FQN.
+def _train(model, call, *targets, after=None, train=None, context=contextlib.nullcontext):
+    """Return the whole gradients of the last step, by FQN.
 
-    call, after: called before each forward, and after each backward. train: a `TrainStep`.
+    call, after: called before each forward, and after each backward, with each target. train: a `TrainStep`.
     """
     sharded = dict(model.named_parameters())
     optimizer = torch.optim.SGD(sharded.values(), lr=0.1) if train is None else None
-    module, found = TARGETS[target](model), []
+    modules = [TARGETS[target](model) for target in targets]
     for step in range(NUM_STEPS):
         for micro in range(NUM_MICRO):
-            if call is not None:
+            for module in modules if call is not None else []:
                 call(model, module, micro + 1 == NUM_MICRO)
             with context():
                 loss = model(_batch(step, micro))
@@ -229,11 +229,12 @@ def _train(model, call, target, *, after=None, train=None, context=contextlib.nu
                 (loss / NUM_MICRO).backward()
             else:
                 train.backward(loss)
-            if after is not None:
+            for module in modules if after is not None else []:
                 after(model, module, micro + 1 == NUM_MICRO)
         if train is not None:
             train.clip_grad_norm()
-        found.append({fqn: parameter.grad.full_tensor().clone() for fqn, parameter in sharded.items()})
+        if step + 1 == NUM_STEPS:
+            found = {fqn: parameter.grad.full_tensor().clone() for fqn, parameter in sharded.items()}
         if train is not None:
             train.update()
         else:
@@ -247,12 +248,7 @@ def _autocast():
 
 
 def _differing(ours, expected, rtol=0.0):
-    return [
-        (step, fqn)
-        for step, (left, right) in enumerate(zip(ours, expected, strict=True))
-        for fqn in right
-        if not torch.allclose(left[fqn], right[fqn], rtol=rtol, atol=rtol)
-    ]
+    return [fqn for fqn in expected if not torch.allclose(ours[fqn], expected[fqn], rtol=rtol, atol=rtol)]
 
 
 def _outcome(run, expected):
@@ -266,33 +262,45 @@ def _outcome(run, expected):
 CHANGES_GRADIENTS = re.compile("sync|all_reduce|last_backward|factor|iter_state|finaliz")
 
 
-def _plain(names, shape):
-    """{(method, target): outcome} of a plain loop whose units have typed groups."""
-    found, untouched = {}, _train(_of_fsdp2(shape, ""), None, "root", context=_autocast)
+def _runs(names, kind):
+    """The methods, each with the targets that a training calls it on: both in one where it changes no gradient."""
+    seen = []
     for name in names:
         method = METHODS[name]
-        for target in method.targets:
-            calls, expected = {"call": method.call, "target": target, "after": method.after}, untouched
-            if method.plain == AS_FSDP2 and CHANGES_GRADIENTS.search(name):
-                expected = _train(_of_fsdp2(shape, name), **calls, context=_autocast)
-            found[name, target] = _outcome(lambda: _train(_wrapped(shape, 0), **calls), expected)  # noqa: B023
+        if method in seen:  # two names of one case
+            continue
+        seen.append(method)
+        if getattr(method, kind) == AS_FSDP2 and not CHANGES_GRADIENTS.search(name):
+            yield name, method.targets
+        else:
+            yield from ((name, (target,)) for target in method.targets)
+
+
+def _plain(names, shape):
+    """{(method, targets): outcome} of a plain loop whose units have typed groups."""
+    found, untouched = {}, _train(_of_fsdp2(shape, ""), None, context=_autocast)
+    for name, targets in _runs(names, "plain"):
+        method, expected = METHODS[name], untouched
+        if method.plain == AS_FSDP2 and CHANGES_GRADIENTS.search(name):
+            expected = _train(_of_fsdp2(shape, name), method.call, *targets, after=method.after, context=_autocast)
+        run = lambda: _train(_wrapped(shape, 0), method.call, *targets, after=method.after)  # noqa: B023, E731
+        found[name, targets] = _outcome(run, expected)
     return found
 
 
 def _with_step(names, shape):
-    """{(method, target): outcome} of a loop with `TrainStep`."""
+    """{(method, targets): outcome} of a loop with `TrainStep`."""
 
-    def run(call, target):
+    def run(call, *targets):
         model = _wrapped(shape, 0, NUM_MICRO)
         train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
         train.zero_grad()
-        return _train(model, call, target, train=_Both(train))
+        return _train(model, call, *targets, train=_Both(train))
 
-    expected = run(None, "root")
+    expected = run(None)
     return {
-        (name, target): _outcome(lambda: run(METHODS[name].call, target), expected)  # noqa: B023
-        for name in names
-        for target in METHODS[name].targets
+        (name, targets): _outcome(lambda: run(METHODS[name].call, *targets), expected)  # noqa: B023
+        for name, targets in _runs(names, "with_step")
     }
 
 
@@ -303,21 +311,25 @@ FLAGS_OF_STEP = (
 
 
 def _with_flags_on(stage):
-    """Differences that each flag of `TrainStep` makes which is set to True before each forward."""
+    """What the flags of `TrainStep` change that are set to True before each forward."""
 
     def run(call):
         model = _wrapped((2,), 0, NUM_MICRO, stage)
         train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
         return _train(model, call, "root", train=_Both(train))
 
+    def set_all(_model, module, _is_last):
+        for name in FLAGS_OF_STEP:
+            getattr(module, name)(True)
+
     expected = run(None)
-    return {name: _outcome(lambda: run(_value(name, True)), expected) for name in FLAGS_OF_STEP}  # noqa: B023
+    return _outcome(lambda: run(set_all), expected)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_flags_that_are_on_change_nothing_with_train_step(ranks2, stage):
     """`True` is FSDP2's default, and `TrainStep` sets these flags for each micro-batch: only `False` is an error."""
-    assert ranks2.run(_with_flags_on, stage) == [dict.fromkeys(FLAGS_OF_STEP, AS_FSDP2)] * 2
+    assert ranks2.run(_with_flags_on, stage) == [AS_FSDP2] * 2
 
 
 class _Both:
@@ -336,11 +348,11 @@ class _Both:
 
 def _check(by_rank, kind):
     for found in by_rank:
-        for (name, target), outcome in found.items():
+        for (name, targets), outcome in found.items():
             expected = getattr(METHODS[name], kind)
-            assert outcome.partition(":")[0] == expected, (name, target, outcome)
+            assert outcome.partition(":")[0] == expected, (name, targets, outcome)
             if expected != AS_FSDP2:
-                assert re.search(METHODS[name].remedy, outcome), (name, target, outcome)
+                assert re.search(METHODS[name].remedy, outcome), (name, targets, outcome)
 
 
 RUNS = {
@@ -397,13 +409,16 @@ def test_the_table_of_the_docs_has_each_public_method():
     assert _table() == rows, f"docs/from-fsdp2.md needs these rows:\n{text}"
 
 
-MODEL_WIDE = ("set_requires_gradient_sync", "set_requires_all_reduce", "set_force_sum_reduction_for_comms")
+MODEL_WIDE = {
+    (2,): ("set_requires_gradient_sync", "set_force_sum_reduction_for_comms"),
+    (2, 1): ("set_requires_gradient_sync", "set_requires_all_reduce"),
+}
 
 
 def _with_model_wide(shape):
     """Differences from FSDP2 alone where small parameters of all units are in one group."""
     found = {}
-    for name in MODEL_WIDE:
+    for name in MODEL_WIDE[shape]:
         for target in TARGETS:
             model, call = _wrapped(shape, 1000), METHODS[name].call
             assert [group.kind for group in wrap_state(model).plan.groups].count("model-wide") == 1
@@ -432,11 +447,14 @@ def _with_some_factors(shape):
     return outcomes
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=["shards", "replicas"])
+@pytest.mark.parametrize("shape", MODEL_WIDE, ids=["shards", "replicas"])
 def test_the_group_of_all_units_follows_its_units(ranks2, shape):
     for found in ranks2.run(_with_model_wide, shape):  # reducing more often adds in another order
         assert not any(found.values()), found
-    for alone, on_all, at_the_end in ranks2.run(_with_some_factors, shape):
+
+
+def test_the_group_of_all_units_follows_equal_factors(ranks2):
+    for alone, on_all, at_the_end in ranks2.run(_with_some_factors, (2,)):
         assert re.match("StepError: set_gradient_divide_factor: the root .*8.0, but blocks.0 by None", alone), alone
         assert on_all == AS_FSDP2
         assert re.match("StepError: set_gradient_divide_factor: the root .*4.0, but blocks.0 by 8.0", at_the_end)
@@ -467,7 +485,7 @@ def _after_a_reset(shape, threshold):
     ours.zero_grad()
     ours(_batch(0, 1)).backward()
     whole = [{fqn: p.grad.full_tensor() for fqn, p in model.named_parameters()} for model in (ours, expected)]
-    return _differing(whole[:1], whole[1:])
+    return _differing(*whole)
 
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="this torch has no reset_iter_state")

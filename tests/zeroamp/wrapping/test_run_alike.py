@@ -12,14 +12,14 @@ from zeroamp.wrapping.run_alike import run_alike
 
 KINDS = {"config": CONFIG, "model": MODEL, "optimizer": OPTIMIZER, "step": STEP, "harmless": HARMLESS}
 SHARED = ("accumulation count", "gradient clipping", "depth", "tying", "a frozen layer", "lr", "a scheduler")
-"""Kinds that are tried at every stage that they list, as those of a step; the others at the first."""
+"""Kinds that are tried at the first and the last stage that they list, as those of a step; the others at the first."""
 
 
 def _all_kinds(what):
     """Try kind after kind in one process group: return the error of each, as class and text."""
     found = {}
     for name, kind in KINDS[what].items():
-        for stage in kind.stages if name in SHARED or what == "step" else kind.stages[:1]:
+        for stage in sorted({kind.stages[0], kind.stages[-1 if name in SHARED or what == "step" else 0]}):
             try:
                 found[name, stage] = "", f"{train(kind, stage)} steps"
             except Exception as error:

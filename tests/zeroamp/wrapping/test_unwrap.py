@@ -147,7 +147,6 @@ KEPT = {"data_types": {"keep_in_fp32_modules": ["encoder.layers.1"]}}
     [
         ("llama_tied", config(3), _checkpoint_blocks, None),
         ("llama_tied", config(2), None, (2, 1)),
-        ("scaled_llama", config(2), None, None),
         ("scaled_llama", config(3, threshold=0), None, (1, 2)),
         ("conv", config(0), None, None),
         ("encoder", config(3, dtype=None, bf16={"enabled": True}, **KEPT), None, None),
@@ -155,7 +154,7 @@ KEPT = {"data_types": {"keep_in_fp32_modules": ["encoder.layers.1"]}}
         ("recurrent", config(2), None, None),
         ("llama_untied", config(3), _compile_a_block, None),
     ],
-    ids=["checkpointed", "HSDP 2x1", "0-D", "HSDP 1x2", "conv", "bf16", "other dims", "recurrent", "compiled"],
+    ids=["checkpointed", "HSDP 2x1", "0-D, HSDP 1x2", "conv", "bf16", "other dims", "recurrent", "compiled"],
 )
 def test_the_model_is_what_it_was_and_trains_on(ranks2, name, cfg, prepare, mesh_shape):
     """Classes, entries, hooks, ties and weights are back. Copies and files work. A second wrap has the same bits.

@@ -186,7 +186,7 @@ def _root_and_parts():
 
     def train(model):
         optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-        for index in range(6):
+        for index in range(4):
             torch.manual_seed(index)
             part = (model, model[0], model[1])[index % 3]
             loss = part(torch.randn(4, 8)).float().square().mean()
@@ -202,7 +202,7 @@ def _root_and_parts():
     found = []
     expected = copy.deepcopy(model)
     losses = train(expected)
-    for stage in range(4):
+    for stage in (0, 3):
         wrapped = _wrap(copy.deepcopy(model), stage, {"Sequential"}, None)
         found += [] if train(wrapped) == losses else [f"losses at stage {stage}"]
         found += same_bits(full_parameters(wrapped), dict(expected.named_parameters()))

@@ -434,6 +434,8 @@ MORE_MODELS = {
     "recurrent": Recurrent,
     "skips": lambda: Skips(residual=False),
     "residual_skips": lambda: Skips(residual=True),
+    "two_blocks": partial(Llama, tied=True, num_blocks=2),
+    "two_blocks_untied": partial(Llama, tied=False, num_blocks=2),
     **{name: partial(model, VOCAB, WIDTH) for name, model in EMBEDDING_MODELS.items()},
 }
 

@@ -122,7 +122,7 @@ def train(
 class SmallTraining:
     """A small model on this rank, its optimizer and its `TrainStep`, whose calls a test makes one by one."""
 
-    def __init__(self, cfg, make_optimizer=None, make_scheduler=None, *, name="llama_tied", on_shards=False, **more):
+    def __init__(self, cfg, make_optimizer=None, make_scheduler=None, *, name="two_blocks", on_shards=False, **more):
         """Wrap the model and build the others.
 
         make_optimizer: parameters -> the optimizer, or several, in place of SGD. make_scheduler: optimizer -> its

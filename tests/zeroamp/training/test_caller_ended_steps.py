@@ -13,7 +13,7 @@ from tests.processes.training import Run, SmallTraining, adamw, check_errors, ch
 from tests.selection import SUMS_ARE_IN_FP32, slow_but
 from zeroamp.training.step import step_of
 
-NAME = "llama_tied"
+NAME = "two_blocks"
 COUNTS = (3, 1)
 CLIP = 0.5
 FP16 = {"dtype": None, "fp16": {"enabled": True, "loss_scale": 1024}}

@@ -80,8 +80,8 @@ def _trained(name, stage, loss_fn, options, *, is_inside=True):
 @pytest.mark.parametrize(
     ("name", "stage", "loss_fn", "in_one_process", "options"),
     [
-        ("llama_untied", 0, outside, outside, {}),
-        ("llama_untied", 3, outside, outside, {}),
+        ("two_blocks_untied", 0, outside, outside, {}),
+        ("two_blocks_untied", 3, outside, outside, {}),
         # The in_proj of its MultiheadAttention is fp32, and autocast casts it.
         ("encoder", 3, of_two_forwards, of_two_forwards, {"comm": "fp32"}),
         ("encoder", 0, with_a_reference, _with_an_uncached_reference, {"comm": "fp32"}),
@@ -105,7 +105,7 @@ def test_under_train_autocast_it_has_the_bits_of_one_process(ranks2, name, stage
 )
 def test_a_low_precision_loss_is_warned_of_once_with_the_remedy(ranks2, options, text):
     (_, warnings), (_, of_second_rank) = ranks2.run(
-        _trained, "llama_untied", 3, _of_low_logits, options, is_inside=False
+        _trained, "two_blocks_untied", 3, _of_low_logits, options, is_inside=False
     )
     assert len(warnings) == 1
     assert "bf16" in warnings[0]

@@ -43,7 +43,7 @@ def _batch():
 class _NanoGPT:
     """nanoGPT's loop: it draws the next batch ahead, sends gradients once per step, and evaluates before some steps."""
 
-    def __init__(self, stage, folder, *, name="llama_tied", clip=0.0, is_compiled=False, has_train_step=False):
+    def __init__(self, stage, folder, *, name="two_blocks", clip=0.0, is_compiled=False, has_train_step=False):
         self.stage, self.folder, self.clip = stage, folder, clip
         model = build(name, seed=1337 + dist.get_rank())  # DDP sends the first rank's weights
         if is_compiled:
@@ -291,7 +291,7 @@ def test_converted_nanogpt_has_the_losses_and_weights_of_ddp(nano_gpts):
     assert saved.keys() - exported.keys() == {"head.weight"}, "the tied weight has one name"
     assert all(torch.equal(value, saved[name]) for name, value in exported.items())
     assert all(torch.equal(value, saved[name]) for name, value in whole.items())
-    build("llama_tied").load_state_dict(whole)
+    build("two_blocks").load_state_dict(whole)
 
 
 def test_torchs_clipping_at_stage_0_has_the_losses_of_ddp(nano_gpts):
@@ -314,7 +314,7 @@ def test_train_step_has_the_order_of_ddp_at_stages_0_and_1(nano_gpts):
 def test_a_model_may_be_compiled_before_wrap_model(nano_gpts):
     by_rank, folder = nano_gpts
     assert all(losses["compiled"] == losses["DDP"] for losses in by_rank)
-    names = build("llama_tied").state_dict().keys()
+    names = build("two_blocks").state_dict().keys()
     exported, whole = _exported(folder, "compiled")
     assert exported.keys() == names - {"head.weight"}
     assert whole.keys() == names
@@ -329,7 +329,7 @@ def _resumed(folder):
     tokens = first.run(range(SAVED_AT))
     first.evaluate()
     if dist.get_rank() == 0:
-        (folder / "model_args.json").write_text(json.dumps({"name": "llama_tied"}))
+        (folder / "model_args.json").write_text(json.dumps({"name": "two_blocks"}))
     train = zeroamp.TrainStep(first.model, first.optimizer)
     extra = {"step": SAVED_AT, "tokens": tokens}
     paths = [zeroamp.save_checkpoint(folder / "unnamed", first.model, train) for _ in range(2)]

@@ -26,11 +26,11 @@ def _freeze(model):
 
 
 def _share_linear_across_units(model: Llama):
-    model.blocks[2].out = model.blocks[0].out
+    model.blocks[1].out = model.blocks[0].out
 
 
 def _tie_weights_across_units(model: Llama):
-    model.blocks[2].down.weight = model.blocks[0].down.weight
+    model.blocks[1].down.weight = model.blocks[0].down.weight
 
 
 def _use_twice(model: Llama):
@@ -42,7 +42,7 @@ def _use_twice(model: Llama):
 class Case:
     """A training on some ranks, and what is passed to the oracle."""
 
-    model: str = "llama_tied"
+    model: str = "two_blocks"
     world_size: int = 2
     mesh_shape: tuple[int, int] | None = None
     stages: tuple[int, ...] = (0, 1, 2, 3)
@@ -65,7 +65,7 @@ CASES = {
         world_size=1, options=FP16, oracle={"autocast": torch.float16, "loss_scale": 1024.0}
     ),
     "autocast in fp16": Case(stages=(1, 3), options=FP16, oracle={"autocast": torch.float16, "loss_scale": 1024.0}),
-    "a group per unit and dtype": Case(model="llama_untied", options={"threshold": 0}),
+    "a group per unit and dtype": Case(model="two_blocks_untied", options={"threshold": 0}),
     "bf16": Case(stages=(0, 3), options=BF16, oracle={"low_model": torch.bfloat16}),
     "fp32": Case(stages=(1, 2), options=FP32, oracle={"autocast": None}),
     "micro-batches accumulated on each rank, reduced once": Case(
@@ -91,8 +91,8 @@ CASES = {
     ),
     "8 ranks": Case(model="encoder", world_size=8),
     "8 replicas": Case(model="encoder", world_size=8, mesh_shape=(8, 1), stages=(1, 2, 3)),
-    "frozen parameters, left out of the norm": Case(model="llama_untied", stages=(0, 3), prepare=_freeze),
-    "modules used twice": Case(stages=(0, 3), options={"comm": "fp32"}, prepare=_use_twice),
+    "frozen parameters, left out of the norm": Case(model="two_blocks_untied", stages=(0, 3), prepare=_freeze),
+    "modules used twice": Case(model="llama_tied", stages=(0, 3), options={"comm": "fp32"}, prepare=_use_twice),
     # Its blocks run six times, and one of their modules only the last time.
     "units that run again": Case(model="recurrent", stages=(0, 3), options={"comm": "fp32"}),
     "units that run again, micro-batches": Case(
@@ -101,8 +101,8 @@ CASES = {
         options={"comm": "fp32", "accumulation": 2},
         oracle={"accumulation": 2, "reduce_each": True},
     ),
-    "a Linear of two units": Case(model="llama_untied", stages=(1, 3), prepare=_share_linear_across_units),
-    "a weight of two units": Case(model="llama_untied", prepare=_tie_weights_across_units),
+    "a Linear of two units": Case(model="two_blocks_untied", stages=(1, 3), prepare=_share_linear_across_units),
+    "a weight of two units": Case(model="two_blocks_untied", prepare=_tie_weights_across_units),
 }
 SLOW = {
     "autocast, conv",

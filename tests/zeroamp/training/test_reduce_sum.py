@@ -9,7 +9,7 @@ from tests.oracles import one_process
 from tests.processes.training import SmallTraining, config, same_bits, wrapped
 from tests.selection import slow_but
 
-NAME = "llama_tied"
+NAME = "two_blocks"
 NUM_STEPS = 2
 LR = 1 / 128
 

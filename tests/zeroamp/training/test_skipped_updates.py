@@ -16,7 +16,7 @@ from tests.oracles import one_process
 from tests.processes.training import SmallTraining, adamw, check_runs, config, same_bits, train
 from zeroamp.planning.mesh import local_part
 
-NAME = "llama_tied"
+NAME = "two_blocks"
 BF16 = {"dtype": None, "bf16": {"enabled": True}}
 SKIP = {"zeroamp": {"skip_nonfinite_steps": True}}
 

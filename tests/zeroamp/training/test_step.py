@@ -14,7 +14,7 @@ from tests.processes.ranks import RankError
 from tests.processes.training import SmallTraining, check_errors, config, errors_of, same_bits, wrapped
 from zeroamp.wrapping.step_state import StepPhase, StepState
 
-NAME = "llama_tied"
+NAME = "two_blocks"
 
 
 def _vector(training):
@@ -148,7 +148,7 @@ class Output:
 
 
 def _plain_backward(how, options):
-    model = wrapped("llama_untied", config(3, **options))
+    model = wrapped("two_blocks_untied", config(3, **options))
     forward = model.forward
     if how == "registered method":
         zeroamp.register_forward_method(model, "logits")

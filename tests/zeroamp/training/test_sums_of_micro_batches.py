@@ -205,10 +205,10 @@ def _reductions(traffic):
 def _traffic_of(options):
     """Compare the planned step with a run, and return dtypes of the ledger, of a verified step, and reductions."""
     training = SmallTraining(config(**options))
-    planned, counted = planned_and_counted(training.model, batch("llama_tied", 0))
+    planned, counted = planned_and_counted(training.model, batch("two_blocks", 0))
     assert planned == counted
     ledger = zeroamp.explain(training.model)
-    seen = ledger.verify(training.model, batch("llama_tied", 0), loss_fn=lambda output: output.float().sum())
+    seen = ledger.verify(training.model, batch("two_blocks", 0), loss_fn=lambda output: output.float().sum())
     assert seen.is_traffic_as_planned
     expected = {row["communication"] for row in ledger.group_rows() if row["param"] == "bf16"}
     assert {dtype for row in seen.to_dict()["groups"] if row["expected"]["param"] == "bf16"
@@ -253,7 +253,7 @@ def _sent_by_steps(counts, stage, options):
         zeroamp.traffic(model).reset()
         for micro in range(count):
             model.set_requires_gradient_sync(micro + 1 == count)
-            loss_of(model, batch("llama_tied", micro)).backward()
+            loss_of(model, batch("two_blocks", micro)).backward()
         found.append(_reductions(zeroamp.traffic(model)))
         model.zero_grad()
     return found

@@ -23,7 +23,7 @@ from zeroamp.checkpoint import load as load_module
 from zeroamp.training.step import step_of
 from zeroamp.training.update import OptimizerUpdate, works_on_shards
 
-NAME = "llama_tied"
+NAME = "two_blocks"
 
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1}),

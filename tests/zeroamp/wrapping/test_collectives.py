@@ -19,7 +19,9 @@ NATIVE = {"zeroamp": {"reduce_accumulate_dtype": "native"}}
 
 def _counted(stage, accumulation, options, mesh_shape=None):
     """Return the calls and elements that reach the process group in an optimizer step; zeroamp counts the same."""
-    training = SmallTraining(config(stage, accumulation=accumulation, **options), mesh_shape=mesh_shape)
+    training = SmallTraining(
+        config(stage, accumulation=accumulation, **options), name="llama_tied", mesh_shape=mesh_shape
+    )
     with Collectives() as collectives:
         for _ in range(accumulation):
             training.step()

@@ -67,7 +67,7 @@ def _odd(cfg, mesh_shape=None):
     return model, lambda index: model(torch.ones(2, 3) * (index + 1)), lambda: list(model.parameters())
 
 
-def _small(cfg, mesh_shape=None, name="llama_untied"):
+def _small(cfg, mesh_shape=None, name="two_blocks_untied"):
     training = SmallTraining(cfg, name=name, mesh_shape=mesh_shape)
     return training.model, training.loss, lambda: list(training.model.parameters())
 
@@ -139,11 +139,11 @@ def _without_one_variant(when):
 
     is_wrapped = False
     with a_kernel(fails) as seen, log_lines() as lines:
-        training = SmallTraining(config(2), adamw, name="llama_untied")
+        training = SmallTraining(config(2), adamw, name="two_blocks_untied")
         is_wrapped = True
         losses = [training.step(index).loss for index in range(2)]
         tried = len(seen)
-        SmallTraining(config(2), adamw, name="llama_untied").step(0)  # a second model
+        SmallTraining(config(2), adamw, name="two_blocks_untied").step(0)  # a second model
     assert tried >= 1
     return losses, training.parameters(), [line for line in lines if "Failed to find C compiler" in line]
 

@@ -12,7 +12,7 @@ from tests.models.small import build
 from tests.processes.training import check_same_run, config, train, wrapped
 from zeroamp.wrapping.model_checks import check_device
 
-NAME = "llama_untied"
+NAME = "two_blocks_untied"
 
 
 def _error_of(cfg, mesh_shape=None):

@@ -40,7 +40,7 @@ def test_a_tensor_parallel_parameter_without_a_mesh_is_refused(ranks2, on_meta):
 
 
 def test_other_subclasses_and_lazy_parameters_are_refused():
-    model = build("llama_tied")
+    model = build("two_blocks")
     model.head.weight = model.embed.weight = nn.Parameter(TwoTensor(*[model.head.weight.detach()] * 2))
     with pytest.raises(zeroamp.WrapError, match="embed.weight is a TwoTensor, a tensor subclass"):
         build_plan(model, policy(config(3)))

@@ -13,7 +13,7 @@ from zeroamp.planning.mesh import Ranks
 from zeroamp.wrapping.state import wrap_state
 from zeroamp.wrapping.summary import size_summary
 
-FEW, TIMES = 3, 6
+FEW, TIMES = 4, 10
 
 OPTIONS = {
     "stage 1 with accumulation": {"stage": 1, "accumulation": 2, "clip": 1.0},

@@ -13,7 +13,7 @@ from tests.processes.training import Run, check_same_run, config, full_parameter
 from tests.selection import slow_but
 from zeroamp.training.step import step_of
 
-NAME = "llama_untied"
+NAME = "two_blocks_untied"
 IGNORED = ("embed.weight", "blocks.0.out.weight", "norm.weight")
 
 

@@ -13,7 +13,7 @@ from zeroamp.planning.plan import build_plan
 
 
 def _keeps_frozen_parameters():
-    model = build("llama_tied").bfloat16()
+    model = build("two_blocks").bfloat16()
     model.blocks[0].requires_grad_(False)
     model.register_buffer("table", torch.ones(3, dtype=torch.bfloat16))
     zeroamp.wrap_model(model, policy(config(3)))
@@ -27,7 +27,7 @@ def test_frozen_parameters_and_buffers_stay_as_stored(ranks2):
 
 
 def _holds_the_shards_and_one_group():
-    model = build("llama_untied").bfloat16()
+    model = build("two_blocks_untied").bfloat16()
     plan = build_plan(model, policy(config(3)))
     shards = sum(4 * -(-p.shape[0] // 2) * p[:1].numel() for p in model.parameters())
     largest = max(4 * group.numel for group in plan.groups)
@@ -46,8 +46,8 @@ def test_wrapping_holds_the_shards_and_one_group_in_fp32(ranks2):
 def test_the_plan_of_a_traced_run_is_that_of_the_fp32_model():
     autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": "auto"}
     cfg = policy(config(3, torch_autocast=autocast))
-    inputs = (batch("llama_tied", 0),)
-    plans = [build_plan(build("llama_tied").to(dtype), cfg, None, inputs) for dtype in (torch.float32, torch.bfloat16)]
+    inputs = (batch("two_blocks", 0),)
+    plans = [build_plan(build("two_blocks").to(dtype), cfg, None, inputs) for dtype in (torch.float32, torch.bfloat16)]
     assert plans[0] == plans[1]
     assert {param.dtypes.stored for param in plans[1].params} == {torch.float32}
 

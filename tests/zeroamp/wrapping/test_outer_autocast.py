@@ -11,7 +11,7 @@ from tests.measuring.logs import log_lines
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import config, wrapped
 
-NAME = "llama_tied"  # its head is an fp32 leaf that autocast casts
+NAME = "two_blocks"  # its head is an fp32 leaf that autocast casts
 NUM_STEPS = 2
 OUTER = {
     "none": nullcontext,

@@ -61,7 +61,7 @@ def test_a_lookup_that_is_computed_again_costs_one_more_gather(ranks2, name, num
 
 def _states():
     """Return which own units are sharded: at each block's forward and backward, and after the backward."""
-    model = wrapped("llama_untied", config(3, threshold=LARGE))
+    model = wrapped("two_blocks_untied", config(3, threshold=LARGE))
     found = []
 
     def note(*_args):
@@ -73,7 +73,7 @@ def _states():
         module.register_forward_pre_hook(note)
         if index == 0:
             module.register_full_backward_hook(note)
-    loss = model(batch("llama_untied", 0))
+    loss = model(batch("two_blocks_untied", 0))
     note()
     loss.backward()
     note()
@@ -87,7 +87,7 @@ def test_when_an_embedding_and_a_head_are_sharded(ranks2):
 
 
 def _shared_buffers():
-    state = wrap_state(wrapped("llama_untied", config(3, threshold=LARGE)))
+    state = wrap_state(wrapped("two_blocks_untied", config(3, threshold=LARGE)))
     units = {unit: groups_of(module._get_fsdp_state()) for unit, module in state.units.items()}
     return {unit: own[0]._reduce_scatter_comm.shares_buffers for unit, own in units.items() if own}
 
@@ -100,7 +100,7 @@ def test_the_large_receive_buffers_are_not_shared(ranks2):
 
 def _regularise():
     """Add a term to the loss outside of the forward; return the error's text."""
-    training = SmallTraining(config(3, threshold=LARGE), name="llama_untied")
+    training = SmallTraining(config(3, threshold=LARGE), name="two_blocks_untied")
     loss = training.loss() + 0.01 * training.model.embed.weight.pow(2).sum()
     with pytest.raises(zeroamp.StepError) as error:
         training.train.backward(loss)
@@ -115,7 +115,7 @@ def test_a_weight_read_after_the_forward_is_an_error(ranks2):
 
 
 def _error_of_a_lost_peer(group):
-    model = SmallTraining(config(3, threshold=LARGE), name="llama_untied").model
+    model = SmallTraining(config(3, threshold=LARGE), name="two_blocks_untied").model
     issued = IssuedCollective("reduce_scatter", torch.empty(4), group, None)
     return str(peer_lost(RuntimeError("gloo/ timed out"), issued, wrap_state(model).listeners))
 
@@ -151,8 +151,8 @@ def test_a_weight_read_outside_of_its_module_is_an_error(ranks2, name, module):
 
 
 def _rows_before_the_backward():
-    model = wrapped("llama_untied", config(3, threshold=LARGE), fields={"hpz_partition_size": 2})
-    model(batch("llama_untied", 0))
+    model = wrapped("two_blocks_untied", config(3, threshold=LARGE), fields={"hpz_partition_size": 2})
+    model(batch("two_blocks_untied", 0))
     return [len(module.weight.to_local()) for module in (model.embed, model.blocks[0].out)]
 
 

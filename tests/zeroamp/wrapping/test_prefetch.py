@@ -19,7 +19,7 @@ def _reverse(model):
 
 def _log(size, prepare=None, threshold=0):
     """The gathers of one step, with the blocks' forwards and backwards between them."""
-    training = SmallTraining(config(3, threshold=threshold), fields={"prefetch_bucket_size": size})
+    training = SmallTraining(config(3, threshold=threshold), name="llama_tied", fields={"prefetch_bucket_size": size})
     if prepare is not None:
         prepare(training.model)
     with Gathers() as gathers, Collectives() as collectives:

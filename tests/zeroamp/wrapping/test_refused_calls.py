@@ -62,14 +62,14 @@ def test_a_refused_call_leaves_the_model_as_it_was(ranks2):
 
 def _set_after_a_forward(stage):
     """What set_model_state_dict of whole tensors raises after a forward with gradients; whether the remedy loads."""
-    model = wrapped("llama_untied", config(stage))
-    whole = {name: tensor + 1 for name, tensor in build("llama_untied").state_dict().items()}
+    model = wrapped("two_blocks_untied", config(stage))
+    whole = {name: tensor + 1 for name, tensor in build("two_blocks_untied").state_dict().items()}
     options = StateDictOptions(full_state_dict=True)
 
     def load():
         set_model_state_dict(model, dict(whole), options=options)  # puts shards into the dict that it is given
 
-    loss_of(model, batch("llama_untied", 0))
+    loss_of(model, batch("two_blocks_untied", 0))
     error = _raised(zeroamp.WrapError, load)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -88,7 +88,7 @@ def test_whole_tensors_for_unsharded_parameters_are_refused(ranks2, stage):
 
 def _loads_of_saved_ranks(stage, shape, folder, is_rebuilt=False):
     """Save the state dict of each rank by `torch.save`. Return what each raises when this rank loads it, by rank."""
-    model = wrapped("llama_untied", config(stage), mesh_shape=shape)
+    model = wrapped("two_blocks_untied", config(stage), mesh_shape=shape)
     shards = lambda: {name: local_part(each.detach()).clone() for name, each in model.named_parameters()}  # noqa: E731
     before = shards()
     torch.save({"model": model.state_dict()}, folder / f"{dist.get_rank()}.pt")
@@ -135,7 +135,7 @@ def _called_from_outside():
     model.hidden = lambda tokens: model.blocks[0](model.embed(tokens))
     zeroamp.register_forward_method(model, "hidden")
     with torch.no_grad():
-        hidden = model.hidden(batch("llama_untied", 0))
+        hidden = model.hidden(batch("two_blocks_untied", 0))
     assert hidden.shape == (2, 12, 32)
     loss = training.loss(1)
     with training.train.autocast():  # between forward and backward the root's own parameters are unsharded
@@ -207,7 +207,7 @@ class _Lora(nn.Module):
 
 
 def _with_adapters(folder):
-    model = build("llama_untied")
+    model = build("two_blocks_untied")
     model.blocks[0].out = _Lora(model.blocks[0].out)
     zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)))
     return _raised(zeroamp.CheckpointError, lambda: zeroamp.export_hf(model, folder))

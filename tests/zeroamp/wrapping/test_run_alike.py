@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.differences.kinds import CONFIG, HARMLESS, MODEL, OPTIMIZER, STEP
-from benchmarks.differences.training import train
+from benchmarks.differences.training import NUM_STEPS, train
 from tests.selection import slow_but
 from zeroamp.policies.errors import ConfigError, WrapError
 from zeroamp.wrapping.run_alike import run_alike
@@ -43,7 +43,7 @@ def test_each_kind_is_one_error_on_all_ranks_that_names_it(ranks2, what):
 
 def test_what_one_rank_shows_of_itself_may_differ(ranks2):
     for found in ranks2.run(_all_kinds, "harmless"):
-        assert set(found.values()) == {("", "4 steps")}
+        assert set(found.values()) == {("", f"{NUM_STEPS} steps")}
 
 
 def _compared(case):

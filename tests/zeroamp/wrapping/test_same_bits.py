@@ -18,7 +18,7 @@ from tests.selection import slow_but
 
 NUM_STEPS = 2  # AdamW reads its state from the second one on
 CLIP = 0.1  # low enough that every step clips
-BLOCK = 10_272 + 64  # elements of one of the three blocks of "llama": Linear layers and norms
+BLOCK = 10_272 + 64  # elements of a block of "llama": Linear layers and norms
 OWN = 1000  # as the threshold: embeddings and heads, of 2,560 elements, are units of their own
 BF16 = {"dtype": None, "bf16": {"enabled": True}}
 
@@ -27,7 +27,7 @@ BF16 = {"dtype": None, "bf16": {"enabled": True}}
 class Case:
     """What is trained, and what the oracle is told of it."""
 
-    model: str = "llama_tied"
+    model: str = "two_blocks"
     stages: tuple[int, ...] = (3,)
     world_size: int = 2
     mesh: tuple[int, int] | None = None
@@ -88,7 +88,7 @@ def to_low_in_part_and_back(model):
     model.float()
 
 
-def own(model="llama_untied", **more):
+def own(model="two_blocks_untied", **more):
     return Case(model=model, options={"threshold": OWN, **more.pop("options", {})}, **more)
 
 
@@ -107,8 +107,8 @@ CASES = {
     "offload": Case(stages=(2, 3), options={"accumulation": 3, "threshold": 0}, fields=ON_CPU, oracle=ACCUMULATED),
     "offload, stages 0 and 1": Case(stages=(0, 1), fields=ON_CPU),
     # An evaluation in another order leaves gathers that nothing waited for. The next step must not use them.
-    "prefetch, reversed, evaluations": Case(fields=AHEAD, before=reverse, between=evaluate),
-    "live units": Case(model="llama_untied", fields={"max_live_parameters": 2 * BLOCK}, between=evaluate),
+    "prefetch, reversed, evaluations": Case(model="llama_tied", fields=AHEAD, before=reverse, between=evaluate),
+    "live units": Case(model="two_blocks_untied", fields={"max_live_parameters": BLOCK}, between=evaluate),
     "hpZ, a group per unit, evaluations": Case(
         world_size=4, options={"accumulation": 2, "threshold": 0}, fields=HPZ, between=evaluate, oracle=TWICE
     ),
@@ -123,7 +123,7 @@ CASES = {
     "own units, bf16": own(options=BF16, oracle={"low_model": torch.bfloat16}),
     "own units, frozen head": own(before=freeze_head),
     "own units, two groups": own("chunked_calls", options=HEAD_BIAS_IN_FP32),
-    "own units, live units": own(options={"accumulation": 2}, fields={"max_live_parameters": 2 * BLOCK}, oracle=TWICE),
+    "own units, live units": own(options={"accumulation": 2}, fields={"max_live_parameters": BLOCK}, oracle=TWICE),
     "a head that is read, no own units": own("chunked_reads", options=NOT_OWN),
     "methods of FSDP2": Case(options={"accumulation": 2, "threshold": 0}, after=set_by_methods_of_fsdp2, oracle=TWICE),
     "moved": Case(stages=(1, 3), between=move),
@@ -175,12 +175,12 @@ def _compiled_with_inductor():
         for block in model.blocks:
             block.compile(fullgraph=True)
 
-    return train("llama_tied", config(3), NUM_STEPS, prepare=compile_with_inductor).losses
+    return train("two_blocks", config(3), NUM_STEPS, prepare=compile_with_inductor).losses
 
 
 @pytest.mark.slow
 def test_inductor_compiles_each_block_whole_and_trains(ranks2):
-    losses, _, _ = one_process.train("llama_tied", world_size=2, num_steps=NUM_STEPS)
+    losses, _, _ = one_process.train("two_blocks", world_size=2, num_steps=NUM_STEPS)
     ours = ranks2.run(_compiled_with_inductor)[0]
     # inductor fuses and reorders bf16 arithmetic: 2^-8 per rounding, over a few steps.
     torch.testing.assert_close(torch.tensor(ours), torch.tensor([ranks[0] for ranks in losses]), rtol=2e-2, atol=0)

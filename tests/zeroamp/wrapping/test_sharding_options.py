@@ -55,7 +55,9 @@ def test_an_impossible_secondary_partition_is_refused(ranks4, size, stage, mesh_
 
 def _gathered(max_live):
     """Which parameters are whole after a forward, and after the backward of the first of two micro-batches."""
-    training = SmallTraining(config(3, threshold=0, accumulation=2), fields={"max_live_parameters": max_live})
+    training = SmallTraining(
+        config(3, threshold=0, accumulation=2), name="llama_tied", fields={"max_live_parameters": max_live}
+    )
     loss = training.loss()
     after_forward = _whole(training.model)
     training.train.backward(loss)

@@ -45,7 +45,7 @@ def _steps(options, *, num_steps=2, hides_waits=False, records=True):
     in_background = options.pop("in_background", False)
     fields = options.pop("fields", {})
     piece = options.pop("piece", nodes.BYTES_OF_A_PIECE)
-    model = wrapped("llama_untied", mesh_shape=mesh_shape, cfg=config(**options), fields=fields)
+    model = wrapped("two_blocks_untied", mesh_shape=mesh_shape, cfg=config(**options), fields=fields)
     gather_in_background(model, enable=in_background)
     step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     originals = gradient_reduction._is_kept, Stream.wait_event, nodes.BYTES_OF_A_PIECE
@@ -58,10 +58,10 @@ def _steps(options, *, num_steps=2, hides_waits=False, records=True):
             if not records:
                 torch.Tensor.record_stream = lambda *_: None
             for index in range(num_steps * options.get("accumulation", 1)):
-                step.backward(loss_of(model, batch("llama_untied", index)))
+                step.backward(loss_of(model, batch("two_blocks_untied", index)))
                 if before_step == "evaluate":
                     with torch.no_grad():
-                        loss_of(model, batch("llama_untied", 9))
+                        loss_of(model, batch("two_blocks_untied", 9))
                 if before_step == "discard" and index == 0:
                     step.zero_grad()
                 else:

@@ -145,14 +145,14 @@ KEPT = {"data_types": {"keep_in_fp32_modules": ["encoder.layers.1"]}}
 @pytest.mark.parametrize(
     ("name", "cfg", "prepare", "mesh_shape"),
     [
-        ("llama_tied", config(3), _checkpoint_blocks, None),
-        ("llama_tied", config(2), None, (2, 1)),
+        ("two_blocks", config(3), _checkpoint_blocks, None),
+        ("two_blocks", config(2), None, (2, 1)),
         ("scaled_llama", config(3, threshold=0), None, (1, 2)),
         ("conv", config(0), None, None),
         ("encoder", config(3, dtype=None, bf16={"enabled": True}, **KEPT), None, None),
         ("odd_rows", config(3), None, None),
         ("recurrent", config(2), None, None),
-        ("llama_untied", config(3), _compile_a_block, None),
+        ("two_blocks_untied", config(3), _compile_a_block, None),
     ],
     ids=["checkpointed", "HSDP 2x1", "0-D, HSDP 1x2", "conv", "bf16", "other dims", "recurrent", "compiled"],
 )
@@ -166,11 +166,11 @@ def test_the_model_is_what_it_was_and_trains_on(ranks2, name, cfg, prepare, mesh
 
 def _unwrapped():
     """A model that was unwrapped, a reference to one of its shards, and the errors of what was built for it."""
-    there = There("llama_tied", config(3))
+    there = There("two_blocks", config(3))
     model, train, optimizer = there.model, there.training.train, there.training.optimizer
     loss = there.training.loss(1)
     shard = weakref.ref(next(model.parameters()))
-    engine = zeroamp.deepspeed.initialize(model=build("llama_tied"), optimizer=adamw, config=config(2))[0]
+    engine = zeroamp.deepspeed.initialize(model=build("two_blocks"), optimizer=adamw, config=config(2))[0]
     zeroamp.unwrap_model(model)
     module = zeroamp.unwrap_model(engine.module)
     texts = errors_of(
@@ -181,7 +181,7 @@ def _unwrapped():
             "optimizer": optimizer.step,
             "earlier forward": loss.backward,
             "explain": lambda: zeroamp.explain(model),
-            "engine.backward": lambda: engine.backward(module(batch("llama_tied", 0))),
+            "engine.backward": lambda: engine.backward(module(batch("two_blocks", 0))),
             "engine.step": engine.step,
             "engine.zero_grad": engine.zero_grad,
             "again": lambda: zeroamp.unwrap_model(model),
@@ -227,7 +227,7 @@ def _quantized():
 
 
 def _refused():
-    training = SmallTraining(config(3, accumulation=2), name="llama_tied")
+    training = SmallTraining(config(3, accumulation=2), name="two_blocks")
     model, train = training.model, training.train
     unwrap = partial(zeroamp.unwrap_model, model)
     _inside.model = model
@@ -266,7 +266,7 @@ def _refused():
 
     def on_one_rank():
         if dist.get_rank() == 0:
-            _inside(model.norm.register_forward_hook, lambda: model(batch("llama_tied", 0)))
+            _inside(model.norm.register_forward_hook, lambda: model(batch("two_blocks", 0)))
         else:
             unwrap()
 
@@ -279,7 +279,7 @@ def _refused():
     texts = errors_of(
         {
             "plain": lambda: zeroamp.unwrap_model(build("conv")),
-            "forward": lambda: _inside(model.norm.register_forward_hook, lambda: model(batch("llama_tied", 0))),
+            "forward": lambda: _inside(model.norm.register_forward_hook, lambda: model(batch("two_blocks", 0))),
             "open step": open_step,
             "params asleep": lambda: asleep("params"),
             "optimizer asleep": lambda: asleep("optimizer"),

@@ -90,7 +90,7 @@ def _raise(*_: Any, **__: Any) -> Any:
 
 
 MODEL = {
-    "depth": Kind(error="WrapError", names="layers.4.0.weight", model=lambda: Layers(5), stages=(0, 3)),
+    "depth": Kind(error="WrapError", names="layers.3.0.weight", model=lambda: Layers(4), stages=(0, 3)),
     "tying": Kind(error="WrapError", names="head.weight", model=lambda: Layers(tied=True), stages=(0, 3)),
     "a shape": Kind(error="WrapError", names="head.weight", prepare=_widen),
     "a stored dtype": Kind(error="WrapError", names="layers.1.1.weight", prepare=_half),

@@ -18,7 +18,7 @@ BASE: dict[str, Any] = {"torch_autocast.enabled": True, "torch_autocast.dtype": 
 class Layers(nn.Module):
     """An embedding, layers of equal shapes, and a loss. `skipped` leaves out one layer."""
 
-    def __init__(self, depth: int = 4, *, tied: bool = False, activation: type[nn.Module] = nn.GELU) -> None:
+    def __init__(self, depth: int = 3, *, tied: bool = False, activation: type[nn.Module] = nn.GELU) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.layers = nn.ModuleList(

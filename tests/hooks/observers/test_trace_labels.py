@@ -43,7 +43,7 @@ ALL_REDUCES = {f"all_reduce ({group} fp32)" for group in GROUPS}
 
 
 def _recorded_step(stage, how):
-    training = SmallTraining(config(stage, clip=1.0), adamw)
+    training = SmallTraining(config(stage, clip=1.0), adamw, name="llama_tied")
     HOW[how](training.model)
     with ExitStack() as removed:
         for fqn, module in wrap_state(training.model).units.items():

@@ -75,7 +75,7 @@ def _small_losses_in_fp16():
     """The parameters that an engine and a TrainStep train, on this rank."""
     keys = {"fp16": {"enabled": True, "initial_scale_power": 8}, "zeroamp": {"reproducible": True}}
     cfg = config(3, accumulation=4, dtype=None, **keys)
-    engine, training = start(cfg), SmallTraining(cfg, adamw)
+    engine, training = start(cfg), SmallTraining(cfg, adamw, name="llama_tied")
     for index in range(8):
         engine.backward(loss_at(engine, index) * 1e-4)  # float16 rounds gradients of a fourth otherwise
         engine.step()

@@ -83,7 +83,6 @@ def _trained(name, stage, loss_fn, options, *, is_inside=True):
         ("two_blocks_untied", 0, outside, outside, {}),
         ("two_blocks_untied", 3, outside, outside, {}),
         # The in_proj of its MultiheadAttention is fp32, and autocast casts it.
-        ("encoder", 3, of_two_forwards, of_two_forwards, {"comm": "fp32"}),
         ("encoder", 0, with_a_reference, _with_an_uncached_reference, {"comm": "fp32"}),
         ("encoder", 3, with_a_reference, _with_an_uncached_reference, {"comm": "fp32"}),
     ],

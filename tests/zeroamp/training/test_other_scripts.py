@@ -126,10 +126,11 @@ class _NanoGPT:
 
 
 def _language_model(stage, folder, **more):
-    """As in nanoGPT. The weights are exported before the last step."""
+    """As in nanoGPT. The weights are exported before the last step, unless the loop clips."""
     training = _NanoGPT(stage, folder, **more)
     tokens = training.run(range(2))
-    training.export()
+    if not training.clip:
+        training.export()
     training.run([2], tokens)
     return training.losses
 

@@ -142,13 +142,6 @@ def _the_last_graph_first(model, optimizers, loss_at, step):
     _step_all(model, optimizers)
 
 
-def _all_forwards_first(model, optimizers, loss_at, step):
-    losses = [loss_at(3 * step + micro) for micro in range(3)]
-    for loss in losses:
-        loss.backward()
-    _step_all(model, optimizers)
-
-
 def _one_forward_one_backward(model, optimizers, loss_at, step):
     """A pipeline's order: a forward of the next micro-batch runs before each backward."""
     losses = [loss_at(3 * step)]
@@ -180,8 +173,8 @@ def _step_all(model, optimizers):
 
 
 LOOPS = (
-    _two_optimizers_in_turn, _one_graph_twice, _the_last_graph_first, _all_forwards_first, _one_forward_one_backward,
-    _frozen_in_odd_steps, _zeros_instead_of_none,
+    _two_optimizers_in_turn, _one_graph_twice, _the_last_graph_first, _one_forward_one_backward, _frozen_in_odd_steps,
+    _zeros_instead_of_none,
 )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ USUAL = "none", "default"
 """Drawn as often as all other values of a field together."""
 CHOICES = {
     "model": (
-        "llama_tied", "llama_untied", "conv", "encoder", "moe", "hf_llama", "odd_rows", "skips",
+        "two_blocks", "two_blocks_untied", "conv", "encoder", "moe", "hf_llama", "odd_rows", "skips",
         "odd_bank",
     ),
     "mode": ("autocast bf16", "autocast bf16", "autocast fp16", "bf16", "fp16", "fp32"),
@@ -149,8 +149,8 @@ def cases(seed, number):
     draw = random.Random(seed)
     drawn = [Case(**{name: _draw(draw, values) for name, values in CHOICES.items()}) for _ in range(number)]
     for case in drawn:
-        if SUMS_ARE_IN_FP32 and case.model == "llama_tied" and case.stage < 2 and case.accumulation > 1:
-            case.model = "llama_untied"
+        if SUMS_ARE_IN_FP32 and case.model == "two_blocks" and case.stage < 2 and case.accumulation > 1:
+            case.model = "two_blocks_untied"
     return drawn
 
 

@@ -88,7 +88,6 @@ def _fp16(stage=3, more=None, **fields):
 IN_FP16 = {"accumulation": 2, "data_types": {"grad_accum_dtype": "fp16"}}
 OVERFLOWS = {
     "stage 0": (_fp16(0, hysteresis=1), adamw, (1, 2), [1024, 1024, 512, 256]),
-    "stage 3": (_fp16(hysteresis=1), adamw, (1, 2), [1024, 1024, 512, 256]),
     "hysteresis of 2": (_fp16(), adamw, (1, 2), [1024, 1024, 1024, 512]),
     "growth": (_fp16(loss_scale_window=2), _adamw_of_three_groups, (), [1024, 1024, 1024, 2048, 2048, 4096]),
     "a fixed scale": (config(3, dtype="float16", fp16={"loss_scale": 256}), adamw, (1,), [256, 256, 256]),

@@ -151,10 +151,9 @@ KEPT = {"data_types": {"keep_in_fp32_modules": ["encoder.layers.1"]}}
         ("conv", config(0), None, None),
         ("encoder", config(3, dtype=None, bf16={"enabled": True}, **KEPT), None, None),
         ("odd_rows", config(3), None, None),
-        ("recurrent", config(2), None, None),
         ("two_blocks_untied", config(3), _compile_a_block, None),
     ],
-    ids=["checkpointed", "HSDP 2x1", "0-D, HSDP 1x2", "conv", "bf16", "other dims", "recurrent", "compiled"],
+    ids=["checkpointed", "HSDP 2x1", "0-D, HSDP 1x2", "conv", "bf16", "other dims", "compiled"],
 )
 def test_the_model_is_what_it_was_and_trains_on(ranks2, name, cfg, prepare, mesh_shape):
     """Classes, entries, hooks, ties and weights are back. Copies and files work. A second wrap has the same bits.

@@ -292,9 +292,10 @@ def _continued(stage, mesh_shape):
     return found
 
 
-@pytest.mark.parametrize(("stage", "mesh_shape"), [(1, None), (3, None), (2, (2, 1))])
-def test_an_optimizer_step_goes_on_after_its_last_backward(ranks2, stage, mesh_shape):
-    for (norms, known), (own_norms, continued) in ranks2.run(_continued, stage, mesh_shape):
+@pytest.mark.parametrize(("stage", "mesh_shape"), [(1, None), (3, None), (2, (2, 2))])
+def test_an_optimizer_step_goes_on_after_its_last_backward(request, stage, mesh_shape):
+    ranks = request.getfixturevalue("ranks2" if mesh_shape is None else "ranks4")
+    for (norms, known), (own_norms, continued) in ranks.run(_continued, stage, mesh_shape):
         if stage == 3:  # which reduces every micro-batch in any case
             assert (own_norms, same_bits(continued, known)) == (norms, [])
             continue

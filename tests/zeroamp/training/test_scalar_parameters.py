@@ -50,7 +50,7 @@ FP16 = {"dtype": "float16", "fp16": {"loss_scale": 4}}
 CASES = {
     "all stages": ((0, 1, 2, 3), {}, {}),
     "fp32": ((3,), {"dtype": None}, {"autocast": None}),
-    "micro-batches are summed before ranks": ((0, 1), {"accumulation": 3}, {"accumulation": 3}),
+    "micro-batches are summed before ranks": ((1,), {"accumulation": 3}, {"accumulation": 3}),
     "a loss scale is taken out": ((3,), FP16, {"autocast": torch.float16, "loss_scale": 4.0}),
     "a foreach optimizer steps both kinds": ((3,), {}, {"make_optimizers": lambda named: [_foreach(named)]}),
     "replicas and shards count once in the norm": ((3,), {}, {"world_size": 4, "num_replicas": 2}),

@@ -110,7 +110,7 @@ class Method:
     """Whether torch 2.11 lacks it."""
     after: Callable | None = None
     """Called as `call` is, but after each backward."""
-    targets: tuple = ("root", "unit")
+    targets: tuple = ("unit", "root")
 
 
 def _manual(_model, module, is_last):
@@ -212,14 +212,16 @@ def _batch(step, micro):
 
 
 def _train(model, call, *targets, after=None, train=None, context=contextlib.nullcontext):
-    """Return the whole gradients of the last step, by FQN.
+    """Return the whole gradients of each step, by FQN.
 
-    call, after: called before each forward, and after each backward, with each target. train: a `TrainStep`.
+    call, after: called before each forward, and after each backward, with the first target, and from the second step on
+    with the second one too. train: a `TrainStep`.
     """
     sharded = dict(model.named_parameters())
     optimizer = torch.optim.SGD(sharded.values(), lr=0.1) if train is None else None
-    modules = [TARGETS[target](model) for target in targets]
+    found = []
     for step in range(NUM_STEPS):
+        modules = [TARGETS[target](model) for target in targets[: step + 1]]
         for micro in range(NUM_MICRO):
             for module in modules if call is not None else []:
                 call(model, module, micro + 1 == NUM_MICRO)
@@ -233,8 +235,7 @@ def _train(model, call, *targets, after=None, train=None, context=contextlib.nul
                 after(model, module, micro + 1 == NUM_MICRO)
         if train is not None:
             train.clip_grad_norm()
-        if step + 1 == NUM_STEPS:
-            found = {fqn: parameter.grad.full_tensor().clone() for fqn, parameter in sharded.items()}
+        found.append({fqn: parameter.grad.full_tensor().clone() for fqn, parameter in sharded.items()})
         if train is not None:
             train.update()
         else:
@@ -248,7 +249,12 @@ def _autocast():
 
 
 def _differing(ours, expected, rtol=0.0):
-    return [fqn for fqn in expected if not torch.allclose(ours[fqn], expected[fqn], rtol=rtol, atol=rtol)]
+    return [
+        (step, fqn)
+        for step, (left, right) in enumerate(zip(ours, expected, strict=True))
+        for fqn in right
+        if not torch.allclose(left[fqn], right[fqn], rtol=rtol, atol=rtol)
+    ]
 
 
 def _outcome(run, expected):
@@ -263,17 +269,10 @@ CHANGES_GRADIENTS = re.compile("sync|all_reduce|last_backward|factor|iter_state|
 
 
 def _runs(names, kind):
-    """The methods, each with the targets that a training calls it on: both in one where it changes no gradient."""
-    seen = []
-    for name in names:
-        method = METHODS[name]
-        if method in seen:  # two names of one case
-            continue
-        seen.append(method)
-        if getattr(method, kind) == AS_FSDP2 and not CHANGES_GRADIENTS.search(name):
-            yield name, method.targets
-        else:
-            yield from ((name, (target,)) for target in method.targets)
+    """The methods, each with the targets of a training: one at a time where it raises. Two names of a case run once."""
+    for method, name in {METHODS[name]: name for name in names}.items():
+        at_a_time = [method.targets] if getattr(method, kind) == AS_FSDP2 else zip(method.targets)
+        yield from ((name, targets) for targets in at_a_time)
 
 
 def _plain(names, shape):
@@ -485,7 +484,7 @@ def _after_a_reset(shape, threshold):
     ours.zero_grad()
     ours(_batch(0, 1)).backward()
     whole = [{fqn: p.grad.full_tensor() for fqn, p in model.named_parameters()} for model in (ours, expected)]
-    return _differing(*whole)
+    return _differing(whole[:1], whole[1:])
 
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="this torch has no reset_iter_state")

@@ -110,7 +110,7 @@ def _loads_of_saved_ranks(stage, shape, folder, is_rebuilt=False):
     return errors
 
 
-@pytest.mark.parametrize(("stage", "shape"), [(0, None), (1, None), (3, None)])
+@pytest.mark.parametrize(("stage", "shape"), [(0, None), (3, None)])
 def test_shards_that_another_rank_saved_are_refused(ranks2, stage, shape, tmp_path):
     for rank, errors in enumerate(ranks2.run(_loads_of_saved_ranks, stage, shape, tmp_path)):
         assert list(errors) == ([] if stage == 0 else [1 - rank])
@@ -242,17 +242,17 @@ class _Block(nn.Module):
         return torch.tanh(self.up(x)) + self.router(x).mean()
 
 
-def _train_routers(stage, casts):
+def _train_routers(casts):
     torch.manual_seed(0)
     cfg = {
         "bf16": {"enabled": True},
         "data_types": {"keep_in_fp32_modules": ["classifier"]},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": 3},
     }
     model = zeroamp.wrap_model(nn.Sequential(_Block(casts), _Block(casts)), cfg, auto_wrap_policy={"_Block"})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    for step in range(3):
+    for step in range(2):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
         loss = model(x).square().mean()
         loss.backward()
@@ -262,10 +262,9 @@ def _train_routers(stage, casts):
     return losses
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_module_may_cast_itself_in_its_forward(ranks2, stage):
+def test_a_module_may_cast_itself_in_its_forward(ranks2):
     """The classifiers are group holders, unsharded by their block, when the forward casts them to the dtype they have.
 
     Two of them, because one would share the group of the model.
     """
-    assert ranks2.run(_train_routers, stage, True) == ranks2.run(_train_routers, stage, False)
+    assert ranks2.run(_train_routers, True) == ranks2.run(_train_routers, False)

@@ -115,7 +115,6 @@ CASES = {
     # Both ranks that shard are asked for, which is no partition at all: FSDP2 takes it so.
     "hpZ, HSDP": Case(world_size=4, mesh=(2, 2), fields=HPZ),
     "own units, scaled": own("scaled"),
-    "own units, chunked calls": own("chunked_calls"),
     "own units, checkpointed lookup": own("checkpointed_lookup"),
     "own units, positions": own("positions"),
     "own units, times weight": own("times_weight"),
@@ -141,7 +140,6 @@ FAST = (
     "prefetch, reversed, evaluations",
     "live units",
     "own units, scaled",
-    "own units, chunked calls",
     "own units, checkpointed lookup",
     "own units, frozen head",
     "own units, two groups",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -171,9 +172,12 @@ def _check(runs, expected):
         assert own_is_trained == is_trained
 
 
-@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
-@pytest.mark.parametrize("name", CASES)
-def test_the_same_bits_as_in_one_process(ranks2, stage, name):
+FAST = (("different", 0), ("different", 3), ("micro-batches", 0), ("toggled requires_grad", 3))
+
+
+@pytest.mark.parametrize("case", slow_but([*itertools.product(CASES, range(4))], *FAST), ids="{0[0]} {0[1]}".format)
+def test_the_same_bits_as_in_one_process(ranks2, case):
+    name, stage = case
     _check(ranks2.run(_train, stage, name), _one_process(stage, name))
 
 

@@ -128,22 +128,22 @@ FP32 = {"zeroamp": {"overrides": [{"modules": "*.lin", "param": "fp32"}]}}
 
 
 @pytest.mark.parametrize(
-    ("block", "units", "dtype", "more"),
+    ("block", "units", "dtype", "stages", "more"),
     [
-        (Attention, {"Linear"}, "bfloat16", {}),
-        (Regularised, {"Regularised"}, None, {}),
-        (_scaled, {"Functional"}, None, {}),
-        (Convolutions, {"Convolutions"}, "bfloat16", {}),
-        (CastsToWeight, {"CastsToWeight"}, "bfloat16", AUTO),
-        (CastsToWeight, {"CastsToWeight"}, "bfloat16", FP32),
+        (Attention, {"Linear"}, "bfloat16", (0, 3), {}),
+        (Regularised, {"Regularised"}, None, (0,), {}),
+        (_scaled, {"Functional"}, None, (3,), {}),
+        (Convolutions, {"Convolutions"}, "bfloat16", (3,), {}),
+        (CastsToWeight, {"CastsToWeight"}, "bfloat16", (3,), AUTO),
+        (CastsToWeight, {"CastsToWeight"}, "bfloat16", (0,), FP32),
     ],
     ids=[
         *("MultiheadAttention", "a weight in the loss", "scaled weights", "channels_last"),
         *("dtype of a traced weight", "dtype of an fp32 weight"),
     ],
 )
-def test_the_same_bits_as_one_process(ranks2, block, units, dtype, more):
-    assert ranks2.run(_differing, block, units, dtype, (0, 3), more) == [[], []]
+def test_the_same_bits_as_one_process(ranks2, block, units, dtype, stages, more):
+    assert ranks2.run(_differing, block, units, dtype, stages, more) == [[], []]
 
 
 def _error(block, units, stage):

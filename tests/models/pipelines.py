@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-VOCAB, WIDTH, NUM_BLOCKS, LENGTH = 48, 16, 8, 5
+VOCAB, WIDTH, NUM_BLOCKS, LENGTH = 48, 16, 4, 5
 
 
 class Block(nn.Module):

@@ -19,11 +19,9 @@ REPLICAS = {"pp": 2, "dp_replicate": 2, "dp_shard": 1}
     [
         ("1F1B", 0, "bf16", DATA),
         ("GPipe", 1, "autocast", DATA),
-        ("Interleaved1F1B", 2, "bf16", DATA),
-        ("1F1B", 2, "bf16", REPLICAS),
+        ("Interleaved1F1B", 2, "bf16", REPLICAS),
         ("1F1B", 3, "fp32", DATA),
         ("ZBVZeroBubble", 3, "bf16", DATA),
-        ("ZBVZeroBubble", 2, "autocast", DATA),
     ],
 )
 def test_bf16_sums_are_those_of_one_process(ranks4, name, stage, mode, axes):
@@ -52,7 +50,7 @@ def test_sums_of_scaled_gradients(ranks4, accumulate):
 @on_own_sums
 def test_bf16_sums_are_sent_in_bf16(ranks4):
     """They are not rounded then, and take half of the bytes of fp32 sums."""
-    for run in ranks4.run(pipelines.train, "1F1B", config(2, "bf16", **BF16), DATA, 2, max_norm=1.0, lr=LR):
+    for run in ranks4.run(pipelines.train, "1F1B", config(2, "bf16", **BF16), DATA, 1, max_norm=1.0, lr=LR):
         calls = {key: number for key, number in run.calls.items() if key[3] != "step" and number}
         assert {dtype for _, _, dtype, _ in calls} == {"torch.bfloat16"}
 

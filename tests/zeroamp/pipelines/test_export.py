@@ -82,7 +82,7 @@ def _is_same(ours, theirs):
     )
 
 
-@pytest.mark.parametrize(("schedule", "stage"), [("1F1B", 0), ("Interleaved1F1B", 3), ("ZBVZeroBubble", 2)])
+@pytest.mark.parametrize(("schedule", "stage"), [("Interleaved1F1B", 0), ("ZBVZeroBubble", 3)])
 def test_all_parts_are_exported_as_the_whole_model(ranks4, tmp_path, schedule, stage):
     needs(schedule)
     for rank, (ours, whole) in enumerate(ranks4.run(_exported, schedule, stage, str(tmp_path))):
@@ -207,7 +207,7 @@ def _no_memory(*_args):
     ("how", "text"),
     [
         ("a value is too large", "has a value of magnitude 1e+06"),
-        ("a name twice", "Two stages have a parameter blocks.3.norm.weight"),
+        ("a name twice", "Two stages have a parameter blocks.1.norm.weight"),
         ("a rank of the second stage fails", "no memory left"),
         ("the disk is full", "No space left on device"),
     ],
@@ -240,7 +240,8 @@ def _read_halfway():
         with pytest.raises((zeroamp.StepError, zeroamp.WrapError), match="is being read by iter_weights"):
             call()
     iterator.close()
-    return len(list(zeroamp.iter_weights(train.model))), len(list(zeroamp.iter_weights(part))) < 60
+    num = len(list(zeroamp.iter_weights(train.model)))
+    return num, len(list(zeroamp.iter_weights(part))) < num
 
 
 def test_weights_that_are_read_stay_as_they_are(ranks4):

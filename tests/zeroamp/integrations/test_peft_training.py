@@ -23,8 +23,8 @@ STAGES = (0, 2, 3)
 
 @quietly
 def _compared(adapted, stages=STAGES, **keys):
-    oracle = train_in_one_process(adapted, [2, 2, 2])
-    return {stage: AdapterTraining(adapted, stage, **keys).run(3).differences(oracle) for stage in stages}
+    oracle = train_in_one_process(adapted, [2, 2])
+    return {stage: AdapterTraining(adapted, stage, **keys).run(2).differences(oracle) for stage in stages}
 
 
 def _check(ranks2, *args, **kwargs):
@@ -45,13 +45,15 @@ TRAININGS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(TRAININGS, "LoRA on bf16", "DoRA on NF4", "a trained copy of a tied embedding")
-)
+AT_STAGE_3 = ("DoRA on NF4", "a trained copy of a tied embedding")
+"""At all stages are other adapters, 4-bit weights of other storages, and other tied weights."""
+
+
+@pytest.mark.parametrize("name", slow_but(TRAININGS, "LoRA on bf16", *AT_STAGE_3))
 def test_adapters_train_as_in_one_process(ranks2, name):
     if (base := TRAININGS[name].base) in NF4:
         needs_bitsandbytes(base.partition(" ")[2])
-    _check(ranks2, TRAININGS[name])
+    _check(ranks2, TRAININGS[name], (3,) if name in AT_STAGE_3 else STAGES)
 
 
 class _Experts(Adapted):
@@ -144,7 +146,7 @@ def _taught_by_the_base(stage, with_train_step):
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
     train = zeroamp.TrainStep(model, optimizer) if with_train_step else None
     losses = []
-    for index in range(3):
+    for index in range(2):
         tokens = batch(index)
         with torch.autocast("cpu", torch.bfloat16, enabled=stage is None):
             with torch.no_grad(), model.disable_adapter():
@@ -166,9 +168,9 @@ def _taught_by_the_base(stage, with_train_step):
 @quietly
 def _compared_with_the_base_as_teacher():
     losses, adapters = _taught_by_the_base(None, False)
-    assert len(set(losses)) == 3
+    assert len(set(losses)) == 2
     differences = {}
-    for stage, with_train_step in ((0, False), (3, False), (3, True)):
+    for stage, with_train_step in ((0, False), (3, True)):
         found, ours = _taught_by_the_base(stage, with_train_step)
         differences[stage, with_train_step] = found == losses, same_bits(ours, adapters)
     return differences

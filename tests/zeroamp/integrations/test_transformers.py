@@ -43,13 +43,14 @@ def test_ten_steps_are_those_of_the_stock_trainer(ranks2, tmp_path):
 
 
 def _accumulated(folder, kind, averages):
-    """10 micro-batches in steps of 3, 3, 3 and 1, with losses divided by the number of labels of the whole step.
+    """4 micro-batches an epoch in steps of 3 and 1, with losses divided by the number of labels of the whole step.
 
     This number differs between ranks and micro-batches.
     """
     changes = {"average_tokens_across_devices": averages, "gradient_accumulation_steps": 3, "num_train_epochs": 2}
+    changes["num"] = 16
     if kind == "function":
-        changes["trainer_arguments"] = {"train_dataset": examples(40), "compute_loss_func": _summed_loss}
+        changes["trainer_arguments"] = {"train_dataset": examples(16), "compute_loss_func": _summed_loss}
     elif kind == "smoothed":
         changes["label_smoothing_factor"] = 0.1
     expected = {1: run(DDP, folder, **changes), 3: run(REDUCES_EACH, folder, **changes)}
@@ -69,7 +70,7 @@ def _summed_loss(outputs, labels, num_items_in_batch=None):
     "case", slow_but([("model", True), ("function", False), ("smoothed", True)], ("model", True)), ids=str
 )
 def test_accumulation_with_a_short_last_step_and_losses_normalised_by_tokens(ranks2, tmp_path, case):
-    assert ranks2.run(_accumulated, tmp_path, *case) == [({1: [], 3: []}, 8)] * 2
+    assert ranks2.run(_accumulated, tmp_path, *case) == [({1: [], 3: []}, 4)] * 2
 
 
 def _callback_order(folder):
@@ -241,11 +242,11 @@ def _from_meta(folder):
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    trainer = trainer_of(3, folder / "out", model=model)
+    trainer = trainer_of(3, folder / "out", model=model, num=12)
     trainer.wrap()
     zeroamp.load_hf(trainer.model, folder)
     trainer.train()
-    stock = trainer_of(DDP, folder / "out", model=AutoModelForCausalLM.from_pretrained(folder))
+    stock = trainer_of(DDP, folder / "out", model=AutoModelForCausalLM.from_pretrained(folder), num=12)
     stock.train()
     return outcome(trainer).differences(outcome(stock), norms=False)
 
@@ -265,7 +266,7 @@ def _of_config(folder):
         "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
     }  # fmt: skip
-    trainer = trainer_of(3, folder, cfg, warmup_steps=4, weight_decay=0.1)
+    trainer = trainer_of(3, folder, cfg, num=20, warmup_steps=2, weight_decay=0.1)
     trainer.train()
     policy = trainer.policy_of(trainer.model)
     return outcome(trainer).rates, policy.mode, policy.train_batch_size, policy.scheduler.params.total_num_steps
@@ -274,9 +275,9 @@ def _of_config(folder):
 def test_optimizer_and_scheduler_of_the_config(ranks2, tmp_path):
     for rates, mode, batch_size, total in ranks2.run(_of_config, tmp_path):
         assert mode == "bf16"
-        assert (batch_size, total) == (4, 10)
-        assert max(rates) == rates[5] == pytest.approx(1e-2)  # after 4 steps of warmup
-        assert rates[1] < rates[5] > rates[9]
+        assert (batch_size, total) == (4, 5)
+        assert max(rates) == rates[3] == pytest.approx(1e-2)  # after 2 steps of warmup
+        assert rates[1] < rates[3] > rates[4]
 
 
 def _twice(folder):

@@ -21,7 +21,7 @@ from zeroamp.integrations.trl import ZeroampMixin
 
 @quietly
 def _trained(case, stage, folder):
-    """Train 5 steps; return the outcome and the completions. Ranks have completions of different lengths."""
+    """Train 3 steps; return the outcome and the completions. Ranks have completions of different lengths."""
     from transformers import AutoModelForCausalLM
 
     silence()
@@ -36,7 +36,7 @@ def _trained(case, stage, folder):
         llama(case).save_pretrained(path)
     dist.barrier()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    sizes = {"per_device_train_batch_size": 4, "num_generations": 4, "max_steps": 5, "max_completion_length": 8}
+    sizes = {"per_device_train_batch_size": 4, "num_generations": 4, "max_steps": 3, "max_completion_length": 8}
     trainer = build(case, stage, folder, model=model, reward=reward, **sizes)
     trainer.train()
     return outcome(trainer), generated

@@ -17,7 +17,7 @@ def tokens(batch, seq):
 
 def plan(options=None, model=None, **more):
     with torch.device("meta"):
-        model = model or Llama(tied=False, num_blocks=6)
+        model = model or Llama(tied=False)
     policy = zeroamp.policy_from_config(config(**{"stage": 3, "threshold": 0, **(options or {})}))
     return zeroamp.plan_run(
         model, policy, **{"world_size": 8, "batch": 2, "seq": TOKENS, "inputs": tokens, "gpu": FULL, **more}

@@ -11,6 +11,7 @@ from tests.models.architectures import mixtral
 from tests.models.small import build
 from tests.processes.experts import IN_BF16
 from tests.processes.training import config, policy
+from tests.zeroamp.dry_run.plans import FULL
 from zeroamp.ledger.explain import Ledger
 from zeroamp.planning.plan import build_plan
 from zeroamp.wrapping.summary import describe_uncast_experts
@@ -19,7 +20,7 @@ from zeroamp.wrapping.summary import describe_uncast_experts
 def test_a_mixture_of_experts_of_transformers_is_planned():
     pytest.importorskip("transformers", reason="the model is transformers'")
     model, _, _ = mixtral()
-    run = zeroamp.plan_run(model, policy(config(3)), world_size=2, batch=1, seq=16, stages=(3,))
+    run = zeroamp.plan_run(model, policy(config(3)), world_size=2, batch=1, seq=16, stages=(3,), gpu=FULL)
     assert run.to_dict()["stages"][0]["peak_bytes"] > 0
     assert "Every expert of an MoE layer gets equally many tokens." in " ".join(str(run).split())
 

@@ -42,7 +42,7 @@ def _train(stage, mode, context, prepare=None, **more):
             return loss_of(step.model, inputs)
 
     cfg = config(stage, accumulation=2, **MODES[mode], **more)
-    run = train(NAME, cfg, 3, prepare_before=prepare, loss_fn=loss_fn)
+    run = train(NAME, cfg, 2, prepare_before=prepare, loss_fn=loss_fn)
     named = {fqn.replace("_checkpoint_wrapped_module.", ""): p for fqn, p in run.parameters.items()}
     return dataclasses.replace(run, parameters=named)
 
@@ -52,7 +52,7 @@ def _check_same(stage, mode):
     check_same_run(_train(stage, mode, "ours"), expected)
     # torch's copies of transposed weights have another layout, with which products in low precision on a CPU round
     # differently: in bf16 by less than a sum that is sent in bf16.
-    if mode != "fp16":
+    if stage in (1, 3):
         more = {"comm": "bf16"} if mode == "bf16" else {}
         expected = _train(stage, mode, "none", **more)
         check_same_run(_train(stage, mode, "torch's", **more), expected)

@@ -35,14 +35,14 @@ def _train(cfg, folder, seen):
         return update(optimizer, *arguments)
 
     with mock.patch.object(torch.optim.AdamW, "step", noted):
-        for index in range(6):
+        for index in range(4):
             training.step(index)
-            if index == 3:
+            if index == 1:
                 zeroamp.save_checkpoint(folder, model, training.train)
             seen["steps"].append(bytes_of(model, adamw, "optimizer"))
     zeroamp.load_checkpoint(folder, model, training.train)
     seen["loaded"] = bytes_of(model, adamw, "optimizer")
-    for index in range(4, 6):
+    for index in range(2, 4):
         training.step(index)
     return training.parameters()
 
@@ -59,7 +59,7 @@ def _both(stage, more, folder):
 
 @pytest.mark.parametrize(
     ("stage", "more"),
-    [(0, {}), (1, {}), (2, {"dtype": "float16", "fp16": {"initial_scale_power": 20, "hysteresis": 1}}), (3, {})],
+    [(0, {}), (1, {"dtype": "float16", "fp16": {"initial_scale_power": 17, "hysteresis": 1}}), (3, {})],
 )
 def test_the_bits_are_those_without_and_no_state_stays_on_the_device(ranks2, tmp_path, stage, more):
     for differing, between, share in ranks2.run(_both, stage, more, tmp_path):

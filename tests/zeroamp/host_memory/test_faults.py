@@ -126,7 +126,7 @@ def _slept(what, stride):
 AT_EACH = [pytest.param([part], 7, marks=pytest.mark.slow) for part in PARTS]
 
 
-@pytest.mark.parametrize(("what", "stride"), [(PARTS, 11), *AT_EACH])  # a storage has 4 points
+@pytest.mark.parametrize(("what", "stride"), [(PARTS, 19), *AT_EACH])  # a storage has 4 points
 def test_sleep_and_wake_lose_nothing_at_any_fault(ranks2, what, stride):
     for counts, differing in ranks2.run(_slept, what, stride):
         assert differing == []
@@ -142,8 +142,8 @@ def _between_steps():
             assert same_bits(_bits(training), before) == []
 
         for _ in range(2):
-            counts.append(_faults(optimizer.state_dict, is_whole, stride=5))  # a storage has 4 points
-            counts.append(_faults(lambda: put_state_away(optimizer), is_whole, stride=5))
+            counts.append(_faults(optimizer.state_dict, is_whole, stride=9))  # a storage has 4 points
+            counts.append(_faults(lambda: put_state_away(optimizer), is_whole, stride=9))
         training.step(2)
     return counts, same_bits(training.parameters(), _trained({}, 3).parameters())
 

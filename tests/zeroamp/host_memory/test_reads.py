@@ -51,10 +51,10 @@ def _trained(more):
 
 
 def _found(training):
-    """What each read gives of each parameter, gradient and tensor of the state, and of all together."""
+    """What each read gives of every third parameter, its gradient and state, and of all together."""
     model, state = training.model, training.optimizer.state
     tensors = {}
-    for fqn, parameter in model.named_parameters():
+    for fqn, parameter in list(model.named_parameters())[::3]:
         tensors[fqn], tensors[f"{fqn}.grad"] = parameter, parameter.grad
         tensors |= {f"{fqn}.{key}": value for key, value in state.get(parameter, {}).items()}
     found = {}
@@ -94,7 +94,7 @@ def _asleep():
 def test_every_read_of_a_sleeping_model_is_right(ranks2):
     for num_reads, asleep, awake in ranks2.run(_asleep):
         assert (asleep, awake) == ([], [])
-        assert num_reads > 300
+        assert num_reads > 100
 
 
 def _between_steps():
@@ -105,7 +105,7 @@ def _between_steps():
 def test_every_read_of_offloaded_state_is_right(ranks2):
     for num_reads, differing in ranks2.run(_between_steps):
         assert differing == [[], []]
-        assert num_reads > 300
+        assert num_reads > 100
 
 
 def _views():

@@ -20,7 +20,7 @@ from zeroamp.wrapping.state import wrap_state
 
 FP16 = {"dtype": "float16", "fp16": {"initial_scale_power": 10}}
 CASES = [
-    *(({"stage": stage}, switchable.SixModules) for stage in (0, 2, 3)),
+    *(({"stage": stage}, switchable.SixModules) for stage in (0, 3)),
     ({"stage": 3, **FP16}, switchable.SixModules),
     ({"stage": 3, "zeroamp": {"dp_replicate_size": 2}}, switchable.WithScale),
 ]
@@ -300,13 +300,12 @@ def _is_equal(a, b):
 
 
 LEAVES = [
-    ({"stage": 0}, [_measure, Fails(2, "forward", MEMORY), Fails(6, "backward", ValueError)]),
+    ({"stage": 0}, [_measure, Fails(4, "loss", ValueError, BOTH), Fails(6, "backward", ValueError)]),
     # From torch 2.15 on, a step of one micro-batch cannot be measured there: StepError.
     *[({"stage": 1, "accumulation": 2, "data_types": {"grad_accum_dtype": "bf16"}}, [_measure])][SUMS_ARE_IN_FP32:],
     ({"stage": 2, "accumulation": 2}, [_measure, Fails(2, "backward", MEMORY), Fails(1, "loss", ValueError)]),
-    ({"stage": 2}, [Fails(4, "loss", ValueError, BOTH), Fails(4, "backward", ValueError, BOTH)]),
     ({"stage": 3}, [Fails(1, "backward", MEMORY), _measure, Fails(2, "forward", MEMORY), Fails(7, "loss", ValueError)]),
-    ({"stage": 3}, [Fails(4, "backward", ValueError, BOTH), Fails(6, "forward", MEMORY), Fails(2, "backward", MEMORY)]),
+    ({"stage": 3}, [Fails(4, "backward", ValueError, BOTH), Fails(6, "forward", MEMORY)]),
     ({"stage": 3, **FP16}, [_measure, Fails(5, "loss", ValueError, BOTH)]),
 ]
 

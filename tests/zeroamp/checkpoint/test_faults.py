@@ -150,7 +150,7 @@ def _load_faults(root, rank, stride):
     return wrong, num_points
 
 
-CASES = slow_but([(0, 1), (1, 1), (0, 8)], (0, 8))
+CASES = slow_but([(0, 1), (1, 1), (0, 16)], (0, 16))
 """Rank, and the distance of the operations that fail."""
 
 
@@ -159,7 +159,7 @@ def test_a_fault_in_a_save_leaves_the_old_or_the_new_state(ranks2, tmp_path, cas
     """The message states which. Trying again succeeds, and leaves nothing of the fault."""
     for wrong, num_points, num_saved in ranks2.run(_save_faults, str(tmp_path), *case):
         assert wrong == []
-        assert num_points > 2
+        assert num_points > 1
         assert num_saved < num_points
 
 
@@ -167,4 +167,4 @@ def test_a_fault_in_a_save_leaves_the_old_or_the_new_state(ranks2, tmp_path, cas
 def test_a_fault_in_a_load_is_an_error_or_without_effect(ranks2, tmp_path, case):
     for wrong, num_points in ranks2.run(_load_faults, str(tmp_path), *case):
         assert wrong == []
-        assert num_points > 2
+        assert num_points > 1

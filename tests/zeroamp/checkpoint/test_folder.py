@@ -3,9 +3,9 @@
 import errno
 import fcntl
 import os
-import subprocess
-import sys
+import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
@@ -129,23 +129,23 @@ def test_a_checkpoint_whose_save_failed_is_not_published(tmp_path):
     assert num_faults == 5
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from zeroamp.checkpoint.folder import open_draft
-print(open_draft(Path(sys.argv[1]), 7).path, flush=True)
-sys.stdin.read()
-"""
-
-
 def test_a_draft_stays_while_its_writer_lives_and_goes_after_its_death(tmp_path):
-    command = [sys.executable, "-c", WRITER, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
-        draft = Path(writer.stdout.readline().strip())
+    reads, writes = os.pipe()
+    writer = os.fork()
+    if writer == 0:
+        with suppress(BaseException):
+            os.write(writes, str(open_draft(tmp_path, 7).path).encode())
+            signal.pause()
+        os._exit(1)
+    os.close(writes)
+    try:
+        draft = Path(os.read(reads, 4096).decode())
         assert publish(tmp_path, 7).name == f"{name(7)}_2"  # the other job's draft has the first name
         assert draft.is_dir()
-        writer.kill()
-        writer.wait()
+    finally:
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+        os.close(reads)
     publish(tmp_path, 2)
     assert names(tmp_path) == {f"{name(7)}_2", name(2), "latest"}
 

@@ -39,7 +39,7 @@ def _uses(training, folder):
 def _half_loaded(folder, error_type):
     training = Training(Case(scheduler="cosine")).run(0, 2)
     path = training.save(folder / "run")
-    undisturbed = training.run(2, 4).state()
+    undisturbed = training.run(2, 3).state()
     resumed = Training(Case(scheduler="cosine"), seed=7).run(0, 1)
     real = load_module.read_tensors
 
@@ -63,7 +63,7 @@ def _half_loaded(folder, error_type):
     resumed.load(path)
     hooks = [len(module._forward_pre_hooks) for module in resumed.model.modules()]
     fresh = [len(module._forward_pre_hooks) for module in training.model.modules()]
-    found = differences(resumed.run(2, 4).state(), undisturbed)
+    found = differences(resumed.run(2, 3).state(), undisturbed)
     return first, errors, (missing, alone, without, still), published, hooks == fresh, found
 
 
@@ -128,17 +128,16 @@ FAILURES = {"forward": _fails_in_a_forward, "backward": _fails_in_a_backward, "u
 
 
 def _goes_on(folder, stage, failure):
-    training = Training(Case(stage=stage)).run(0, 2)
+    training = Training(Case(stage=stage)).run(0, 1)
     path = training.save(folder)
     error = error_of(FAILURES[failure], training)
     refused = error_of(training.save, folder / "other")
     training.load(path)
-    found = training.run(2, 4).state()
-    return error, refused, differences(found, Training(Case(stage=stage)).run(0, 4).state())
+    found = training.run(1, 2).state()
+    return error, refused, differences(found, Training(Case(stage=stage)).run(0, 2).state())
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "failure"), [(1, "update"), (2, "backward"), (3, "forward"), (3, "backward")])
 def test_training_goes_on_after_a_failed_step_and_a_load(ranks2, tmp_path, stage, failure):
     for error, refused, found in ranks2.run(_goes_on, tmp_path, stage, failure):
         assert error.startswith("OSError: ")

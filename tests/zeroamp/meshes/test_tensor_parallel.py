@@ -29,14 +29,14 @@ def test_an_embedding_and_a_head_have_the_same_bits(ranks4):
 
 
 def _overflowed(axes, overflowing_rank):
-    """Five steps in float16; in the third, one element of one rank's gradients is infinite."""
+    """Three steps in float16; in the second, one element of one rank's gradients is infinite."""
     mesh = mesh_of(**axes)
     cfg = config(3, dtype="float16", clip=0.5) | {"fp16": {"initial_scale_power": 8, "hysteresis": 1}}
     model, train = parallel_training.start(mesh, cfg)
     found = []
-    for index in range(5):
+    for index in range(3):
         train.backward(model(*parallel_training.inputs_of(mesh, index)))
-        if index == 2 and dist.get_rank() == overflowing_rank:
+        if index == 1 and dist.get_rank() == overflowing_rank:
             model.get_parameter("blocks.0.up.weight").grad.to_local().view(-1)[0] = float("inf")
         report = train.step()
         found.append((report.loss, report.skipped, report.loss_scale))
@@ -46,8 +46,8 @@ def _overflowed(axes, overflowing_rank):
 def test_an_overflow_on_one_tensor_rank_skips_the_step_on_all(ranks4, ranks2):
     runs = ranks4.run(_overflowed, AXES, 1)
     losses, skipped, scales = zip(*runs[0][0], strict=True)
-    assert skipped == (False, False, True, False, False)
-    assert scales == (256, 256, 256, 128, 128)
+    assert skipped == (False, True, False)
+    assert scales == (256, 256, 128)
     for found, parameters in runs[1:]:
         assert found == runs[0][0]
         assert same_bits(parameters, runs[0][1]) == []

@@ -211,7 +211,7 @@ def test_freed_weights_are_an_error_not_a_crash(ranks2):
 
 
 def _lost():
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = dist.new_group(timeout=timedelta(seconds=1))
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
     model = zeroamp.wrap_model(build("llama_untied"), policy(config(3)), mesh, auto_wrap_policy={"Block"})
     parameter = next(model.parameters())

@@ -38,10 +38,11 @@ def _streamed(name, stage, mesh_shape, fields):
         ("llama_untied", 3, None, {"offload": {"device": "cpu"}}),
     ],
 )
-def test_the_bits_are_those_of_each_full_tensor(ranks4, name, stage, mesh_shape, fields):
-    first, *others = ranks4.run(_streamed, name, stage, mesh_shape, fields)
+def test_the_bits_are_those_of_each_full_tensor(request, name, stage, mesh_shape, fields):
+    ranks = request.getfixturevalue("ranks2" if mesh_shape is None else "ranks4")
+    first, *others = ranks.run(_streamed, name, stage, mesh_shape, fields)
     assert first
-    assert others == [[], [], []]
+    assert not any(others)
 
 
 def _published(folder):

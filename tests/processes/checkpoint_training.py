@@ -108,7 +108,7 @@ class Case:
     """What an evaluation after every step runs in; None: there is none."""
     overflow_at: tuple[int, ...] = ()
     """Steps whose loss overflows on rank 1."""
-    steps: tuple[int, int] = (3, 3)
+    steps: tuple[int, int] = (2, 2)
     async_: bool = False
     build: Callable[[], nn.Module] = Small
 

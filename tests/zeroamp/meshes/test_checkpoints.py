@@ -36,9 +36,9 @@ def _start(axes, stage, accumulation, experts):
 
 
 def _saved(axes, experts, folder):
-    """Train two steps, save, and train one more."""
+    """Train a step, save, and train another one."""
     mesh, cfg, model, train = _start(axes, 2, 1, experts)
-    reports, gradients = parallel_training.steps(model, train, mesh, cfg, 0, 2)
+    reports, gradients = parallel_training.steps(model, train, mesh, cfg, 0, 1)
     zeroamp.save_checkpoint(folder, model, train)
     saved = full_parameters(model)
     first = ParallelRun(
@@ -48,7 +48,7 @@ def _saved(axes, experts, folder):
         parameters=saved,
         placements={},
     )
-    more, _ = parallel_training.steps(model, train, mesh, cfg, 2, 1)
+    more, _ = parallel_training.steps(model, train, mesh, cfg, 1, 1)
     return first, num_data(mesh), Continued(saved=saved, reports=[(report.loss, report.grad_norm) for report in more])
 
 
@@ -58,7 +58,7 @@ def _loaded(axes, experts, folder, data_ranks):
     mesh, cfg, model, train = _start(axes, 3, max(1, data_ranks // ours), experts)
     zeroamp.load_checkpoint(folder, model, train)
     saved = full_parameters(model)
-    more, _ = parallel_training.steps(model, train, mesh, cfg, 2, 1, max(1, ours // data_ranks))
+    more, _ = parallel_training.steps(model, train, mesh, cfg, 1, 1, max(1, ours // data_ranks))
     return Continued(saved=saved, reports=[(report.loss, report.grad_norm) for report in more])
 
 
@@ -76,7 +76,7 @@ def test_training_equals_one_process_and_goes_on_on_other_axes(request, tmp_path
 
     first, data_ranks, expected = ranks_of(before).run(_saved, before, experts, tmp_path)[0]
     model = parallel.moe_decoder() if experts else parallel.decoder()
-    check_close(first, whole_model.train(model, parallel.samples, 2, num_data=data_ranks, clip=0.5), BOUND)
+    check_close(first, whole_model.train(model, parallel.samples, 1, num_data=data_ranks, clip=0.5), BOUND)
     found = ranks_of(after).run(_loaded, after, experts, tmp_path, data_ranks)[0]
     assert same_bits(found.saved, expected.saved) == []
     assert found.reports[0] == pytest.approx(expected.reports[0], rel=BOUND)
@@ -87,7 +87,7 @@ def _resumed_exactly(folder):
     mesh, cfg, model, train = _start(TENSOR, 2, 1, False)
     zeroamp.load_checkpoint(folder, model, train)
     assert same_bits(full_parameters(model), first.parameters) == []
-    reports, _ = parallel_training.steps(model, train, mesh, cfg, 2, 1)
+    reports, _ = parallel_training.steps(model, train, mesh, cfg, 1, 1)
     assert [(report.loss, report.grad_norm) for report in reports] == expected.reports
 
 

@@ -1,6 +1,7 @@
 """The memory of GPUs, and the largest batch that fits into it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import floor, sqrt
 
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.numbers import is_finite
@@ -36,25 +37,40 @@ def usable_bytes(gpu_bytes: int) -> int:
 def largest_batch(peak_bytes: Callable[[int], int], limit: int) -> int:
     """Return the largest batch whose peak is at most `limit` bytes; 0 if not even 1 fits, at most `MAX_BATCH`.
 
-    A peak is the largest of many sums that are each affine in the batch. So a line through two known peaks is solved
-    for the limit and the solution is tried, until a batch fits and the next larger one does not. A loss of all pairs of
-    samples is quadratic: where a solution did not halve the interval, the batch in the middle is tried next.
+    A peak is the largest of many sums. Each is affine in the batch, or quadratic if the loss is of all pairs of
+    samples. So `_solved` guesses from the known peaks, until a batch fits and the next larger one does not. After three
+    guesses that did not halve the interval, the batch in the middle is tried.
     """
     peaks: dict[int, int] = {}
-    before, fits, fails = 0, 0, MAX_BATCH + 1
-    guess = 1
+    fits, fails = 0, MAX_BATCH + 1
+    guess, num_slow = 1, 0
     while (width := fails - fits) > 1:
         peaks[guess] = peak_bytes(guess)
         if peaks[guess] <= limit:
-            before, fits = fits, guess
+            fits = guess
         else:
             fails = guess
-        # Interpolate between a batch that fits and one that fails, else extrapolate from the two largest that fit.
-        known = [batch for batch in (before, fits, fails) if batch in peaks][-2:]
-        low, high = known[0], known[-1]
-        rise = peaks[high] - peaks[low]
-        solved = low + (limit - peaks[low]) * (high - low) // rise if rise > 0 else MAX_BATCH
-        guess = min(max(solved if low < high else fits + 1, fits + 1), fails - 1)
-        if fails in peaks and fails - fits > width // 2:
-            guess = (fits + fails) // 2
+        guess = min(max(_solved(peaks, limit), fits + 1), fails - 1)
+        num_slow = num_slow + 1 if fails in peaks and fails - fits > width // 2 else 0
+        if num_slow == 3:
+            guess, num_slow = (fits + fails) // 2, 0
     return fits
+
+
+def _solved(peaks: Mapping[int, int], limit: int) -> int:
+    """Return where the parabola through the three known peaks nearest to the limit reaches it; with two, the line.
+
+    `peaks` is batch -> bytes. Peaks do not fall, so a parabola that opens downwards is noise: the line is taken then.
+    """
+    if len(peaks) == 1:
+        return 2
+    first, second, *third = sorted(peaks, key=lambda batch: abs(peaks[batch] - limit))[:3]
+    slope, curvature = (peaks[second] - peaks[first]) / (second - first), 0.0
+    for batch in third:
+        curvature = max(0.0, ((peaks[batch] - peaks[first]) / (batch - first) - slope) / (batch - second))
+    # With d = batch - second: curvature * d^2 + linear * d = rest.
+    linear, rest = slope + curvature * (second - first), limit - peaks[second]
+    root = linear**2 + 4 * curvature * rest
+    if root < 0 or linear + sqrt(root) <= 0:
+        return MAX_BATCH
+    return second + floor(2 * rest / (linear + sqrt(root)))

@@ -175,7 +175,7 @@ def _commands(family, cfg, folder):
         for name, value in family.batch(0).items()
     }
     model = ("--model", f"{__name__}:of_command", "--inputs", f"{__name__}:inputs", "--world-size", 2, "--json")
-    one_trace = ("--seq", 9, "--batch", 1, "--gpu", 4.5)  # the search for the largest batch would trace up to 19
+    one_trace = ("--seq", 9, "--batch", 1, "--gpu", 4.5)  # the search for the largest batch traces more
     found = [cli.run("explain", path, *model), cli.run("plan", path, *model, *one_trace)]
     assert [code for code, _, _ in found] == [0, 0], found
     return [f"{code} {out} {err}".replace(str(path), "") for code, out, err in found]

@@ -39,14 +39,19 @@ def forward_hooks(module: FSDPModule) -> tuple[PreForward, PostForward]:
 
 
 def release(module: FSDPModule) -> None:
-    """Reshard `module`'s own groups, in whatever state the last forward left them.
+    """Reshard `module`'s own groups, in whatever state the last forward left them."""
+    for group in groups_of(module._get_fsdp_state()):
+        release_group(group)
+
+
+def release_group(group: Any) -> None:
+    """Reshard a parameter group of FSDP2, in whatever state the last forward left it.
 
     `FSDPModule.reshard` would leave a prefetched all-gather that was never waited for. A later forward would use its
     old values.
     """
-    for group in groups_of(module._get_fsdp_state()):
-        group.wait_for_unshard()
-        group._to_sharded()
+    group.wait_for_unshard()
+    group._to_sharded()
 
 
 def recorded_forwards(root: nn.Module) -> list[Any]:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zeroamp.hooks._torch.fsdp import groups_of, units_of
+from zeroamp.hooks._torch.fsdp import groups_of, release_group, units_of
 
 Method = Literal["pre_forward", "post_forward", "post_backward", "unshard"]
 """`pre_forward` unshards a group before a forward, and `post_forward` reshards it after the forward. `post_backward`
@@ -258,10 +258,9 @@ def discard_replica_sums(groups: Iterable[ParameterGroup]) -> None:
 
 
 def release_groups(groups: Iterable[ParameterGroup]) -> None:
-    """Reshard groups, in whatever state the last forward left them: see `zeroamp.hooks._torch.fsdp.release`."""
+    """Reshard groups, in whatever state the last forward left them."""
     for each in groups:
-        each.fsdp_group.wait_for_unshard()
-        each.fsdp_group._to_sharded()
+        release_group(each.fsdp_group)
 
 
 def unshard_before_backward_of(

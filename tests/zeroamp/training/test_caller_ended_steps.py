@@ -123,11 +123,11 @@ def _leave_gradients(training):
         parameter.grad = torch.ones_like(parameter)
 
 
-def _with_zero_grad(stage):
+def _with_zero_grad(stage, mesh_shape=None):
     """Train three steps: as they are, and with micro-batches and gradients in between that are given up."""
     found = []
     for gives_up in (False, True):
-        training = SmallTraining(config(stage, accumulation=2, clip=CLIP), adamw)
+        training = SmallTraining(config(stage, accumulation=2, clip=CLIP), adamw, mesh_shape=mesh_shape)
         norms = []
         for step, fault in enumerate((_lose_gradients, _run_micro_batches, _leave_gradients)):
             if gives_up:
@@ -144,6 +144,11 @@ def _with_zero_grad(stage):
 @pytest.mark.parametrize("stage", slow_but([0, 1, 3], 0, 3))
 def test_zero_grad_gives_up_a_step_and_leaves_no_trace(ranks2, stage):
     assert ranks2.run(_with_zero_grad, stage) == [(True, [])] * 2
+
+
+def test_zero_grad_gives_up_a_step_of_replicas(ranks4):
+    """Also gradients that are already summed over replicas, and set aside by a later backward."""
+    assert ranks4.run(_with_zero_grad, 2, (2, 2)) == [(True, [])] * 4
 
 
 def _halves(parameters):

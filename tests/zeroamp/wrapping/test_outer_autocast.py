@@ -28,9 +28,10 @@ WARNED = {
 ALLOWED = {"dtype": None, "zeroamp": {"external_autocast": "allow"}}
 
 
-def _losses(model, outer, *, evaluates=False, each=nullcontext):
+def _losses(model, outer, *, evaluates=False, each=nullcontext, has_train_step=False):
     """Return the losses of some steps. The steps run inside `outer`, and each forward inside `each`."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    train = zeroamp.TrainStep(model, optimizer) if has_train_step else None
     with OUTER[outer]():
         for index in range(NUM_STEPS):
             if evaluates:
@@ -38,38 +39,44 @@ def _losses(model, outer, *, evaluates=False, each=nullcontext):
                     loss_of(model, batch(NAME, 9))
             with each():
                 loss = loss_of(model, batch(NAME, index))
-            loss.backward()
             losses.append(loss.item())
+            if train is not None:
+                train.backward(loss)
+                train.step()
+                continue
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
     return losses
 
 
-def _of_wrapped(cfg, outer):
+def _of_wrapped(cfg, outer, has_train_step):
     """Return the losses, and what is warned of forwards inside of another autocast."""
     model = wrapped(NAME, cfg)
     # "other dtype" is around forwards only: a backward inside of it would mix fp16 and bf16.
     around, each = ("none", OUTER[outer]) if outer == "other dtype" else (outer, nullcontext)
     with log_lines() as lines:
-        losses = _losses(model, around, evaluates=True, each=each)
+        losses = _losses(model, around, evaluates=True, each=each, has_train_step=has_train_step)
     return losses, [line for line in lines if "forward was called inside" in line]
 
 
 @pytest.mark.parametrize(
-    ("outer", "options"),
+    ("outer", "options", "has_train_step"),
     [
-        ("none", {}),
-        ("same", {}),
-        ("other dtype", {}),
-        ("disabled", {}),
-        ("same", ALLOWED),
+        ("none", {}, False),
+        ("same", {}, False),
+        ("same", {}, True),
+        ("other dtype", {}, False),
+        ("disabled", {}, False),
+        ("same", ALLOWED, False),
     ],
-    ids=["none", "same", "other dtype", "disabled", "allowed"],
+    ids=["none", "same", "same, TrainStep", "other dtype", "disabled", "allowed"],
 )
-def test_the_configs_autocast_wins_and_weights_are_cast_again_after_each_update(ranks2, outer, options):
+def test_the_configs_autocast_wins_and_weights_are_cast_again_after_each_update(ranks2, outer, options, has_train_step):
     # All ranks get the same batches, so that one process is the oracle.
     expected = _losses(build(NAME), "none", each=OUTER["same"])
-    for rank, (losses, warnings) in enumerate(ranks2.run(_of_wrapped, config(3, comm="fp32", **options), outer)):
+    cfg = config(3, comm="fp32", **options)
+    for rank, (losses, warnings) in enumerate(ranks2.run(_of_wrapped, cfg, outer, has_train_step)):
         assert losses == expected
         assert len(warnings) == (outer in WARNED and rank == 0)
         assert all(WARNED[outer] in text and "torch_autocast.dtype is bf16" in text for text in warnings)

@@ -76,7 +76,7 @@ def notes_on_start(run: Run, options: dict[str, str], max_length: int | None) ->
     before, now = (json.loads(each.get(config, options[config])) for each in (run.args, options))
     if changed := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
         yield f"the config has other values than when the run began: {', '.join(changed)}"
-    has_scheduler = "scheduler" in json.loads(options[config])  # the config's does not depend on --steps
+    has_scheduler = json.loads(options[config]).get("scheduler") is not None  # the config's does not depend on --steps
     if not has_scheduler and (steps := run.args.get("steps", options["steps"])) != options["steps"]:
         yield f"--steps was {steps} when the run began: the learning rate now falls until step {options['steps']}"
     if len(run.losses) >= int(options["steps"]):

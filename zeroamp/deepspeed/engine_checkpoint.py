@@ -107,8 +107,8 @@ def write_weights(path: Path, state_dict: dict[str, torch.Tensor]) -> None:
 def guard_state_dict(module: nn.Module) -> None:
     """Make a script's `module.state_dict()` return whole tensors at stage 0, and raise if it would return shards.
 
-    Scripts call it on one rank and write the result to a file. With `keep_vars=True` it returns the parameters
-    themselves, which are shards, as the wrapped model has them.
+    Scripts call it on one rank and write the result to a file. With `keep_vars=True`, and inside of the `state_dict`
+    of another module, it returns what the wrapped model has, which are shards.
     """
     state = wrap_state(module)
     with state.changes.noting([module]):
@@ -117,9 +117,10 @@ def guard_state_dict(module: nn.Module) -> None:
 
 def _whole_or_error(stage: int, state_dict: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     @wraps(state_dict)
-    def checked(*args: Any, keep_vars: bool = False, **kwargs: Any) -> dict[str, Any]:
-        found = state_dict(*args, keep_vars=keep_vars, **kwargs)
-        if keep_vars or not any(type(each) is DTensor for each in found.values()):
+    def checked(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = state_dict(*args, **kwargs)
+        is_for_shards = bool(args) or kwargs.get("keep_vars") or kwargs.get("destination") is not None
+        if is_for_shards or not any(type(each) is DTensor for each in found.values()):
             return found
         if stage > 0:
             raise StepError(

@@ -38,8 +38,8 @@ def largest_batch(peak_bytes: Callable[[int], int], limit: int) -> int:
     """Return the largest batch whose peak is at most `limit` bytes; 0 if not even 1 fits, at most `MAX_BATCH`.
 
     A peak is the largest of many sums. Each is affine in the batch, or quadratic if the loss is of all pairs of
-    samples. So `_solved` guesses from the known peaks, until a batch fits and the next larger one does not. After three
-    guesses that did not halve the interval, the batch in the middle is tried.
+    samples. So `_solved` guesses from the known peaks, until a batch fits and the next larger one does not. Where a
+    guess does not halve the interval, after three such guesses, the batch in the middle is tried.
     """
     peaks: dict[int, int] = {}
     fits, fails = 0, MAX_BATCH + 1
@@ -51,9 +51,10 @@ def largest_batch(peak_bytes: Callable[[int], int], limit: int) -> int:
         else:
             fails = guess
         guess = min(max(_solved(peaks, limit), fits + 1), fails - 1)
-        num_slow = num_slow + 1 if fails in peaks and fails - fits > width // 2 else 0
-        if num_slow == 3:
-            guess, num_slow = (fits + fails) // 2, 0
+        if fails in peaks and fails - fits > width // 2:
+            num_slow += 1
+            if num_slow > 3:
+                guess = (fits + fails) // 2
     return fits
 
 

@@ -64,7 +64,7 @@ def sleep(model: nn.Module, optimizers: Optimizers = (), what: Sequence[Part] = 
     state = asleep.state
     given = [*optimizers] if isinstance(optimizers, Iterable) else [optimizers]
     if wrong := [type(each).__name__ for each in given if not isinstance(each, torch.optim.Optimizer)]:
-        raise StepError(f"zeroamp.sleep(optimizers=) must be optimizers, but has a {wrong[0]}. Pass train.optimizers.")
+        raise StepError(f"sleep(optimizers=) must be optimizers, but contains a {wrong[0]}. Pass train.optimizers.")
     _refuse_parts("sleep", what, lambda part: part in asleep.copies, "asleep already. Call wake first")
     if state.step.is_open:
         raise StepError(f"zeroamp.sleep was called {state.step.phase.value}. Call it between two optimizer steps.")

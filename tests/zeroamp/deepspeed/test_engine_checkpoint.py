@@ -116,6 +116,10 @@ def _module_state(stage):
             engine.module.state_dict()
     kept = engine.module.state_dict(keep_vars=True)
     assert all(kept[name] is parameter for name, parameter in engine.module.named_parameters())
+    around = torch.nn.ModuleList([engine.module]).state_dict()
+    assert all(
+        type(around[f"0.{name}"]) is type(parameter.data) for name, parameter in engine.module.named_parameters()
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 2])

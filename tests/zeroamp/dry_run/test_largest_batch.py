@@ -34,6 +34,13 @@ def test_few_batches_are_tried_for_a_loss_of_all_pairs(exponent, most):
     assert len(tried) <= most
 
 
+def test_few_batches_are_tried_where_a_flat_peak_rises():
+    tried = []
+    peak = lambda batch: tried.append(batch) or max(77_995_537_534, 2_419_609_938 + 760_185_468 * batch)  # noqa: E731
+    assert largest_batch(peak, 78 * 10**9) == 99
+    assert len(tried) < 40
+
+
 def test_memory_that_does_not_grow_ends_at_the_largest_number():
     assert largest_batch(lambda _batch: 5, 10) == MAX_BATCH
     assert largest_batch(lambda _batch: 11, 10) == 0

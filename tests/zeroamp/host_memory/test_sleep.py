@@ -106,7 +106,7 @@ REFUSED = {
     "nested": "params, which is asleep already. Call wake first",
     "again": "grads, which is awake already",
     "wrong": r"must be a list of params, grads, optimizer, but is \['buffers'\]",
-    "no optimizer": r"must be optimizers, but has a TrainStep. Pass train\.optimizers",
+    "no optimizer": r"must be optimizers, but contains a TrainStep. Pass train\.optimizers",
     "inside": "zeroamp.sleep was called between the micro-batches",
 }
 

@@ -155,8 +155,8 @@ def clip_by_fp64(accelerator):
 FP32 = {"communication_data_type": "fp32"}
 # 3 batches of each rank in an epoch.
 PARITY = {
-    "2 epochs": ({0: DDP, 2: DDP, 3: DDP}, {}, 6),
-    "a short last step": ({1: DDP, 3: REDUCES_EACH}, {"gradient_accumulation_steps": 2}, 4),
+    "2 epochs": (dict.fromkeys(range(4), DDP), {}, 6),
+    "a short last step": ({0: DDP, 1: DDP, 3: REDUCES_EACH}, {"gradient_accumulation_steps": 2}, 4),
     "clipping": ({0: DDP, 3: DDP}, {"max_norm": 0.5}, 6),
 }
 """Name -> the oracle of each stage, arguments of `run`, and the optimizer steps."""

@@ -46,7 +46,7 @@ TRAININGS = {
 
 
 AT_STAGE_3 = ("DoRA on NF4", "a trained copy of a tied embedding")
-"""At all stages are other adapters, 4-bit weights of other storages, and other tied weights."""
+"""Here at stage 3, and in the next test at the others."""
 
 
 @pytest.mark.parametrize("name", slow_but(TRAININGS, "LoRA on bf16", *AT_STAGE_3))
@@ -54,6 +54,14 @@ def test_adapters_train_as_in_one_process(ranks2, name):
     if (base := TRAININGS[name].base) in NF4:
         needs_bitsandbytes(base.partition(" ")[2])
     _check(ranks2, TRAININGS[name], (3,) if name in AT_STAGE_3 else STAGES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AT_STAGE_3)
+def test_they_do_at_other_stages(ranks2, name):
+    if TRAININGS[name].base in NF4:
+        needs_bitsandbytes(TRAININGS[name].base.partition(" ")[2])
+    _check(ranks2, TRAININGS[name], (0, 2))
 
 
 class _Experts(Adapted):

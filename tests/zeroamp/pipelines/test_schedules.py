@@ -22,6 +22,7 @@ FAST = [
 ]
 SLOW = (
     *((name, 3, "autocast", DATA) for name in SCHEDULES),
+    *((name, 3, "bf16", DATA) for name in ("GPipe", "InterleavedZeroBubble")),
     *(("1F1B", stage, "autocast", REPLICAS) for stage in (2, 3)),
     ("ZBVZeroBubble", 2, "bf16", REPLICAS),
 )

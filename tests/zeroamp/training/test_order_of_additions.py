@@ -18,8 +18,8 @@ NUM_STEPS = 2
 UNITS = [f"{part}.{index}" for part in ("down", "up", "side") for index in range(3)]
 
 
-def _runs():
-    return [train(NAME, config(stage), NUM_STEPS) for stage in (0, 3)]
+def _at_all_stages():
+    return [train(NAME, config(stage), NUM_STEPS) for stage in (0, 1, 2, 3)]
 
 
 def _plain():
@@ -50,7 +50,7 @@ def test_units_that_read_a_skip_twice_add_in_one_order(ranks2):
     """Units that read a skip twice add in the order of FSDP2 alone and of one process that adds per unit."""
     theirs = ranks2.run(_plain)
     oracle = one_process.train(NAME, world_size=2, num_steps=NUM_STEPS, prepare=_pass_inputs_through_a_node)
-    by_rank = ranks2.run(_runs)
+    by_rank = ranks2.run(_at_all_stages)
     check_runs(by_rank, oracle)
     for runs, (losses, parameters) in zip(by_rank, theirs, strict=True):
         for run in runs:

@@ -38,8 +38,8 @@ def largest_batch(peak_bytes: Callable[[int], int], limit: int) -> int:
     """Return the largest batch whose peak is at most `limit` bytes; 0 if not even 1 fits, at most `MAX_BATCH`.
 
     A peak is the largest of many sums. Each is affine in the batch, or quadratic if the loss is of all pairs of
-    samples. So `_solved` guesses from the known peaks, until a batch fits and the next larger one does not. Where a
-    guess does not halve the interval, after three such guesses, the batch in the middle is tried.
+    samples. So `_solved` guesses from the known peaks, until a batch fits and the next larger one does not. From the
+    fourth guess on that does not halve the interval, the batch in the middle is tried next.
     """
     peaks: dict[int, int] = {}
     fits, fails = 0, MAX_BATCH + 1

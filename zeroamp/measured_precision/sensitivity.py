@@ -149,9 +149,8 @@ class _Measurement:
         self._state, self._batches, self._groups = state, batches, groups
         by_size = sorted(groups, key=lambda group: -sum(param.numel for param in group.params))
         self._measured = by_size[:_NUM_QUICK] if quick else groups
-        self._choices: list[dict[str, Any]] = []
-        self._all_but_these: dict[frozenset[str], Squares] = {}
-        """Names of groups in fp32, all others in low precision -> the difference to the reference."""
+        self._choices: dict[frozenset[str], tuple[dict[str, Any], Squares]] = {}
+        """Names of groups in fp32, all others in low precision -> that choice, and the difference to the reference."""
         self._dtype = state.plan.policy.param_dtype
         of = {fqn: group.name for group in groups for fqn in group.modules}
         of_modules = {module: of[fqn] for fqn, module in state.root.named_modules() if fqn in of}
@@ -202,7 +201,7 @@ class _Measurement:
             recommended=self._block(chosen),
             recommended_change=change if chosen else None,
             advice=advice,
-            choices=tuple(self._choices),
+            choices=tuple(choice for choice, _ in self._choices.values()),
             parameter_changes={fqn: ratio(all_low, self._whole, [fqn]) for fqn in self._whole},
         )
 
@@ -225,14 +224,12 @@ class _Measurement:
     def _all_but(self, groups: Collection[ModuleGroup]) -> Squares:
         """Return the difference with all groups but these in low precision, and note the change as a choice."""
         names = [each.name for each in groups]
-        if (in_fp32 := frozenset(names)) not in self._all_but_these:
-            found = self._difference(
-                self._run(self._batches, [each.name for each in self._groups if each not in groups])
-            )
-            self._all_but_these[in_fp32] = found
-            num_bytes = sum(map(self._bytes_saved, groups))
-            self._choices.append({"in_fp32": names, "bytes": num_bytes, "gradient_change": ratio(found, self._whole)})
-        return self._all_but_these[in_fp32]
+        if (key := frozenset(names)) not in self._choices:
+            low = [each.name for each in self._groups if each not in groups]
+            found = self._difference(self._run(self._batches, low))
+            num_bytes, change = sum(map(self._bytes_saved, groups)), ratio(found, self._whole)
+            self._choices[key] = {"in_fp32": names, "bytes": num_bytes, "gradient_change": change}, found
+        return self._choices[key][1]
 
     def _bytes_saved(self, group: ModuleGroup) -> int:
         """Return the bytes that low precision of a group saves in one all-gather."""

@@ -1,4 +1,4 @@
-"""`zeroamp` and `python -m zeroamp` as processes."""
+"""`zeroamp` and `python -m zeroamp`, as processes where a process is what is tested."""
 
 import pkgutil
 import runpy

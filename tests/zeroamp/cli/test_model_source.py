@@ -84,7 +84,7 @@ def test_a_config_json_that_is_no_model_says_what_is_wrong(tmp_path, entries, wo
     with pytest.raises(zeroamp.WrapError) as raised:
         load_model(str(folder_of(tmp_path, **entries)))
     assert str(raised.value).startswith(f"--model {tmp_path}")
-    assert any(each in str(raised.value) for each in words.split("|"))  # each release of transformers has its own
+    assert re.search(words, str(raised.value))  # each release of transformers has its own
 
 
 def test_code_in_a_folder_is_neither_run_nor_asked_about(tmp_path, monkeypatch):

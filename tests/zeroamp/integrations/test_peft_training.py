@@ -13,7 +13,7 @@ from tests.models.adapters import Adapted, batch, quietly, train_in_one_process,
 from tests.models.architectures import mixtral
 from tests.processes.adapter_training import AdapterTraining
 from tests.processes.training import config, full_parameters, same_bits
-from tests.selection import needs_bitsandbytes, slow_but
+from tests.selection import needs_bitsandbytes
 
 pytest.importorskip("peft", reason="peft is not installed: it makes the adapters")
 
@@ -45,23 +45,21 @@ TRAININGS = {
 }
 
 
-AT_STAGE_3 = ("DoRA on NF4", "a trained copy of a tied embedding")
-"""Here at stage 3, and in the next test at the others."""
+FAST = {"LoRA on bf16": STAGES, "DoRA on NF4": (3,), "a trained copy of a tied embedding": (3,)}
+"""Name -> its stages in the fast tests. All run at all stages in both tiers together."""
 
 
-@pytest.mark.parametrize("name", slow_but(TRAININGS, "LoRA on bf16", *AT_STAGE_3))
-def test_adapters_train_as_in_one_process(ranks2, name):
+SLOW = {name: tuple(stage for stage in STAGES if stage not in FAST.get(name, ())) for name in TRAININGS}
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [*FAST.items(), *(pytest.param(name, rest, marks=pytest.mark.slow) for name, rest in SLOW.items() if rest)],
+)
+def test_adapters_train_as_in_one_process(ranks2, name, stages):
     if (base := TRAININGS[name].base) in NF4:
         needs_bitsandbytes(base.partition(" ")[2])
-    _check(ranks2, TRAININGS[name], (3,) if name in AT_STAGE_3 else STAGES)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", AT_STAGE_3)
-def test_they_do_at_other_stages(ranks2, name):
-    if TRAININGS[name].base in NF4:
-        needs_bitsandbytes(TRAININGS[name].base.partition(" ")[2])
-    _check(ranks2, TRAININGS[name], (0, 2))
+    _check(ranks2, TRAININGS[name], stages)
 
 
 class _Experts(Adapted):

@@ -1,6 +1,7 @@
 """`ZeroampTrainer` beside transformers' own `Trainer` under DDP, on 2 gloo ranks: the same bits."""
 
 import math
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -132,7 +133,8 @@ def test_evaluation_before_during_and_after_the_training(ranks2, tmp_path):
     for equal, differences, number in ranks2.run(_evaluated, tmp_path):
         assert equal
         assert differences == []
-        assert number in (1, 2)  # one each 2 of 3 steps, and from some release on the one of evaluate()
+        # One each 2 of 3 steps. The one of evaluate() alone was not logged by the lowest release that is permitted.
+        assert number == (1 if version("transformers").startswith("5.3.") else 2)
 
 
 def _t5():
